@@ -23,11 +23,11 @@ from io import BytesIO
 from uuid import uuid4
 
 import urllib3
-from minio.error import S3Error
+from minio.error import InvalidResponseError, S3Error
 
 from evernear.errors import StoreError, TransientStoreError
 from evernear.store.base import conflict
-from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection
+from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection, required_etag
 
 # Probes and leases are below this prefix, which no key can start with.
 OWN_PREFIX = ".swap/"
@@ -142,11 +142,13 @@ class ConditionalWriter:
             except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError) as error:
                 raise _ResponseLostError from error
             if response.status == 200:
-                return response.headers["etag"].strip('"')
+                return required_etag(response.headers.get("etag"))
             if response.status in (409, 412, 501):
                 return None
             if response.status in (500, 502, 504):
                 raise _ResponseLostError
+            if "xml" not in (kind := response.headers.get("content-type", "")):
+                raise InvalidResponseError(response.status, kind, response.data.decode(errors="replace"))
             error = S3Error.fromxml(response)
             if error.code in MISSING_OBJECT:
                 return None

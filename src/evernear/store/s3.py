@@ -14,7 +14,7 @@ from evernear.disk import disk_errors, open_regular, sha256_bytes, sha256_file
 from evernear.errors import IntegrityError, SettingsError
 from evernear.store.base import CHUNK_BYTES, ObjectInfo, Store, check_key, check_sha256, missing_object, write_chunks
 from evernear.store.conditional_put import OWN_PREFIX, ConditionalWriter
-from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection
+from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection, required_etag
 from evernear.store.s3_reader import SHA256, object_reader
 
 # A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
@@ -58,7 +58,7 @@ class S3Store(Store):
         def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
             data = response.read()
             check_sha256(sha256_bytes(data), response.headers.get(_SHA256), f"{self.uri}/{key}")
-            return data, response.headers["etag"].strip('"')
+            return data, required_etag(response.headers.get("etag"))
 
         return self._get(key, read)
 
@@ -113,7 +113,7 @@ class S3Store(Store):
             written = self._client.put_object(
                 self.bucket, self._prefix + key, stream, size_bytes, metadata={_SHA256: sha256}
             )
-            return str(written.etag)
+            return required_etag(written.etag)
 
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, which starts over if a transfer breaks; None if the object does not exist."""
@@ -135,6 +135,7 @@ class S3Store(Store):
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
         response = self._client.get_object(self.bucket, self._prefix + key)
         try:
+            required_etag(response.headers.get("etag"))
             return read(response)
         finally:
             response.close()

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_plus, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from xml.etree import ElementTree
@@ -38,6 +38,7 @@ BACKOFF_S = 0.5
 _PAGE_OBJECTS = 1000
 _FOLDERS_AT_ONCE = 8
 _PAGES_AT_ONCE = 4
+_MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _NEXT_TOKEN = re.compile(rb"<NextContinuationToken>([^<]+)<")
 
 # Codes for a missing object; a missing bucket is an error.
@@ -56,6 +57,14 @@ _BAD_KEYS = frozenset(
 )
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
 _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
+
+
+_OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
+"""Types of content with which S3 answers only if it is an object's, which has an etag."""
+
+
+class NotS3Error(Exception):
+    """A response that reports success, but is not one of S3; the message says what it is."""
 
 
 class ListedObject(NamedTuple):
@@ -211,26 +220,44 @@ class S3Connection:
             transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
             kind = TransientStoreError if transient else StoreError
             raise kind(self._explain(error, permission, bucket, location)) from error
+        except NotS3Error as error:
+            raise StoreError(
+                f"{self.endpoint} does not behave like S3: it answers with {error}; check AWS_ENDPOINT_URL, which may"
+                " name a console or a login page."
+            ) from error
         except InvalidResponseError as error:
             # Transient, because an ingress whose backend is down answers like this.
-            text = " ".join(str(error).split())[:160]
+            text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
             raise TransientStoreError(
                 f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
             ) from error
-        except (MinioException, ParseError, ValueError) as error:
+        except (MinioException, ParseError, ValueError, KeyError) as error:
             raise TransientStoreError(
-                f"{self.endpoint} sent an invalid response about {location} ({error}); run again."
+                f"{self.endpoint} sent an invalid response about {location} ({error}); run again, or check"
+                " AWS_ENDPOINT_URL."
             ) from error
         except urllib3.exceptions.MaxRetryError as error:
-            if isinstance(error.reason, urllib3.exceptions.SSLError):
-                raise TransientStoreError(
-                    f"{self.endpoint} cannot be trusted: {_reason(error.reason)}; AWS_CA_BUNDLE may name its authority."
-                ) from error
-            raise TransientStoreError(f"{self.endpoint} cannot be reached: {_reason(error.reason)}.") from error
+            raise TransientStoreError(self._explain_unreachable(error.reason)) from error
         except urllib3.exceptions.HTTPError as error:
             raise TransientStoreError(
                 f"The transfer of {location} was interrupted ({_reason(error)}); run again."
             ) from error
+
+    def _explain_unreachable(self, reason: Exception | None) -> str:
+        proxy = self.http.proxy
+        if proxy and isinstance(reason, urllib3.exceptions.ProxyError):
+            return (
+                f"The proxy {proxy.scheme}://{proxy.netloc} (HTTP_PROXY, HTTPS_PROXY) to {self.endpoint} cannot be"
+                f" reached: {_reason(reason)}; correct it, or exempt the server with NO_PROXY."
+            )
+        if isinstance(reason, urllib3.exceptions.SSLError):
+            if "CERTIFICATE" in str(reason).upper():
+                return f"{self.endpoint} cannot be trusted: {_reason(reason)}; AWS_CA_BUNDLE may name its authority."
+            return (
+                f"{self.endpoint} does not speak TLS ({_reason(reason)}); if it is an HTTP port, use http:// in"
+                " AWS_ENDPOINT_URL."
+            )
+        return f"{self.endpoint} cannot be reached: {_reason(reason)}; check AWS_ENDPOINT_URL."
 
     def _explain(self, error: S3Error, permission: str, bucket: str, location: str) -> str:
         code, status = error.code or "", error.response.status
@@ -274,9 +301,11 @@ def _parse_page(data: bytes) -> _Page:
 
     Raises:
         ParseError: ``data`` is not XML.
-        ValueError: it has no valid sizes, or no token for the next page.
+        ValueError: it is no listing, has no valid sizes, or no token for the next page.
     """
     page = ElementTree.fromstring(data)  # noqa: S314 - as minio does; expat limits expansion
+    if not page.tag.endswith("ListBucketResult"):
+        raise ValueError("the listing is another document")
     namespace = page.tag[: page.tag.rfind("}") + 1]
     decode = unquote_plus if page.findtext(f"{namespace}EncodingType") == "url" else str
     next_token = page.findtext(f"{namespace}NextContinuationToken", "")
@@ -336,11 +365,43 @@ def _certificates() -> Path:
     return path
 
 
+def required_etag(etag: str | None) -> str:
+    """The etag of an object that was read or written, without quotes.
+
+    Raises:
+        NotS3Error: the response has none.
+    """
+    if not etag:
+        raise NotS3Error("success but no etag")
+    return etag.strip('"')
+
+
+class _OnlyS3:
+    """A pool that accepts no page of another server as an object, as a listing, or as the success of a write."""
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        response: urllib3.BaseHTTPResponse = super().urlopen(*args, **kwargs)  # pyright: ignore
+        kind = response.headers.get("content-type", "").lower()
+        if 200 <= response.status < 204 and kind.startswith(_OTHER_CONTENT) and "etag" not in response.headers:
+            response.release_conn()
+            content = "a web page" if "html" in kind else "content"
+            raise NotS3Error(f"{content} of type {kind.partition(';')[0]}")
+        return response
+
+
+class _PoolManager(_OnlyS3, urllib3.PoolManager):
+    pass
+
+
+class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
+    pass
+
+
 def _pool(endpoint: str, certificates: Path) -> urllib3.PoolManager:
     """A connection pool to ``endpoint``, through the proxy in ``HTTP(S)_PROXY`` and ``NO_PROXY``."""
     parts = urlsplit(endpoint)
     proxy = getproxies().get(parts.scheme)
-    manager: Callable[..., urllib3.PoolManager] = urllib3.PoolManager
+    manager: Callable[..., urllib3.PoolManager] = _PoolManager
     if proxy and not proxy_bypass(parts.netloc):
         manager = _proxied(proxy)
     return manager(
@@ -357,4 +418,4 @@ def _proxied(proxy: str) -> Callable[..., urllib3.PoolManager]:
         raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
     login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
     headers = urllib3.make_headers(proxy_basic_auth=login) if login else None
-    return partial(urllib3.ProxyManager, proxy, proxy_headers=headers)
+    return partial(_ProxyManager, proxy, proxy_headers=headers)
