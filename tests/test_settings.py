@@ -156,3 +156,25 @@ def test_renamed_setting_error_names_the_new_name() -> None:
 def test_unknown_section_in_the_environment_is_an_error() -> None:
     with pytest.raises(SettingsError, match=r"^No setting 'gaet.significance'; did you mean 'gate.significance'\?$"):
         load(environment={"EVERNEAR_GAET__SIGNIFICANCE": "0.1"})
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_settings_file_of_any_editor_is_read(tmp_path: Path, encoding: str) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_bytes('[data]\nsource = "folder:/b\u00e4r"\n'.encode(encoding))
+    assert load(config=config, environment={}).data.source == "folder:/b\u00e4r"
+
+
+def test_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "settings.toml").write_text("keep_runs = 7\n")
+    chosen = ["data.source=folder:~/images", "workdir=~/work", "train.weights=~/w.pth", "pipeline.ca_file=~/ca.pem"]
+    settings = load(config=Path("~/settings.toml"), environment={}, overrides=chosen)
+    assert settings.keep_runs == 7
+    assert settings.data.source == f"folder:{tmp_path}/images"
+    assert (settings.workdir, settings.pipeline.ca_file) == (tmp_path / "work", tmp_path / "ca.pem")
+    assert settings.train.weights == f"{tmp_path}/w.pth"
+    assert load(environment={}, overrides=["data.source=mnist:~"]).data.source == f"mnist:{tmp_path}"
+    assert load(environment={}, overrides=["data.source=folder:/a~b/~"]).data.source == "folder:/a~b/~"
+    with pytest.raises(SettingsError, match="no user has the home directory ~nobody-has-this-name"):
+        load(environment={}, overrides=["data.source=folder:~nobody-has-this-name/images"])

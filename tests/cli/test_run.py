@@ -76,9 +76,9 @@ def test_finished_step_has_its_own_line_on_a_terminal() -> None:
 
 
 def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
-    settings = run_settings(retire=["cat", "sea lion"], rename=["old=new", "a=b=c"])
+    settings = run_settings(retire=["cat", "sea lion"], rename=["old=new", "a=b=c", r"x\=y=z\=w"])
     assert settings.classes.retired == ("cat", "sea lion")
-    assert settings.classes.renamed == {"old": "new", "a": "b=c"}
+    assert settings.classes.renamed == {"old": "new", "a": "b=c", "x=y": "z=w"}
     assert settings.classes.current_labels(["cat", "old", "new", "dog"]) == ("new", "dog")
     assert of_run({"classes": settings.classes.model_dump()}).classes == settings.classes
     assert run_settings().classes.former_names == ()
@@ -88,6 +88,7 @@ def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
     ("options", "message"),
     [
         ({"rename": ["old"]}, "--rename 'old' is not OLD=NEW"),
+        ({"rename": [r"a\=b"]}, "is not OLD=NEW; a = in the old name is written"),
         ({"rename": ["a=b"], "retire": ["b"]}, "'b' is both retired and renamed"),
         ({"rename": ["a=b", "b=c"]}, "'b' is both the old and the new name"),
     ],

@@ -392,7 +392,7 @@ def test_decompression_bomb_is_rejected_by_its_header(tree, run_ingest, make_ima
     (tree / "1" / "bomb.png").write_bytes(make_image(7, (200, 100)))
     manifest = run_ingest(tree, max_pixels=10_000)
     assert manifest.problem_counts == {"undecodable": 1}
-    assert "200 x 100 pixels, 10000 are allowed" in manifest.problems[0].detail
+    assert "200 x 100 pixels, 10000 are allowed by data.max_pixels" in manifest.problems[0].detail
     # A broken file is read again, because the cause may have been temporary.
     assert run_ingest(tree, max_pixels=20_000).problem_counts == {"cropped": 1}
 

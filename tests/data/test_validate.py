@@ -159,8 +159,23 @@ def test_classes_removed_or_renamed_on_purpose_have_not_vanished(tree, run_inges
 
     assert messages({"2": "two"}) == []
     assert "has the classes gone, but no image" in messages({"2": "gone"})[0]
+    assert messages({"2": "two", "twoo": "2nd"}) == [
+        "The settings declare classes retired or renamed (classes.retired, classes.renamed) that the live release does"
+        " not have: twoo; correct the names, or drop the setting."
+    ]
+    assert check(manifest, ("1", "two"), ClassSettings(renamed={"2": "two"})).findings == (), "it took effect"
     left = "Classes that the settings declare retired or renamed (classes.retired, classes.renamed) have images: 1 ("
     assert messages({"2": "two", "1": "one"})[0].startswith(left)
+
+
+def test_images_over_the_limit_name_its_setting_and_value(tree, run_ingest, make_image) -> None:
+    (tree / "1" / "a-broken.png").write_bytes(b"text")
+    (tree / "1" / "photo.png").write_bytes(make_image(7, (200, 100)))
+    message = check(run_ingest(tree, max_pixels=10_000)).findings[0].message
+    assert message == (
+        "2 files cannot be decoded and were left out; fix or remove 1/a-broken.png, 1/photo.png. 1/photo.png is too"
+        " large: 200 x 100 pixels, 10000 are allowed by data.max_pixels."
+    )
 
 
 def test_imbalance_is_a_ratio(tree, run_ingest, make_image) -> None:

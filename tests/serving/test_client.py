@@ -199,6 +199,19 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, certificate
 
 
+def test_tls_error_says_whether_the_certificate_is_at_fault(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    key, public = certificate
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(public, key)
+    for tls, advice in ((context, "SSL_CERT_FILE may name its CA"), (None, "if it has no TLS, omit --tls")):
+        with http_server(tls) as port, Client(plain(port, "rest", tls=True)) as client:
+            with pytest.raises(ServerUnreachableError, match=f"No TLS with the server at https://.*; {advice}"):
+                client.predict(b"x")
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_tls_accepts_only_trusted_certificates(
     certificate: tuple[Path, Path], format: Format, monkeypatch: pytest.MonkeyPatch

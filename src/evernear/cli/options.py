@@ -10,6 +10,7 @@ A command declares the values that it needs, and `with_options` adds the options
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +38,11 @@ RetireOption = Annotated[
 ]
 RenameOption = Annotated[
     list[str] | None,
-    typer.Option("--rename", metavar="OLD=NEW", help="A class of the champion that has a new name; repeatable."),
+    typer.Option(
+        "--rename",
+        metavar="OLD=NEW",
+        help="A class of the champion that has a new name; repeatable. A = in the old name is written \\=.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -66,10 +71,10 @@ def run_settings(
 
 
 def _old_and_new(rename: str) -> tuple[str, str]:
-    old, _, new = rename.partition("=")
-    if not (old and new):
-        raise SettingsError(f"--rename {rename!r} is not OLD=NEW.")
-    return old, new
+    names = [name.replace(r"\=", "=") for name in re.split(r"(?<!\\)=", rename, maxsplit=1)]
+    if len(names) != 2 or not all(names):
+        raise SettingsError(f"--rename '{rename}' is not OLD=NEW; a = in the old name is written \\=.")
+    return names[0], names[1]
 
 
 def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

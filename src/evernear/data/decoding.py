@@ -16,6 +16,8 @@ from evernear.errors import DataError
 
 # Images of the maximum size that are decoded at the same time, regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
+PIXEL_SETTING = "data.max_pixels"
+"""The setting that limits the images of a source, for messages."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,11 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int) -> Encoded
     if not (has_image_suffix(entry.name) or has_image_signature(data)):
         raise NotAnImageError(f"{entry.name} is not an image.")
     if is_too_large:
-        raise DataError(f"{entry.name} is too large: {entry.size_bytes} bytes.")
-    return inspect(data, max_pixels, entry.name)
+        limit_bytes = _max_file_size_bytes(max_pixels)
+        raise DataError(
+            f"{entry.name} is too large: {entry.size_bytes} bytes, {limit_bytes} are allowed by {PIXEL_SETTING}."
+        )
+    return inspect(data, max_pixels, entry.name, PIXEL_SETTING)
 
 
 def _max_file_size_bytes(max_pixels: int) -> int:

@@ -113,12 +113,12 @@ class EncodedImage:
         return math.ceil(area * WEBP_PIXEL_COST) + self.code_groups * CODE_GROUP_COST
 
 
-def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedImage:
+def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:
     """Inspect a PNG, JPEG or WebP file; the format is detected from the content.
 
     Raises:
         DataError: the file is empty, broken or animated, has another format, more than ``max_pixels``, or an encoding
-            of unbounded cost; the message begins with ``name``.
+            of unbounded cost; the message begins with ``name``, and names the ``setting`` of ``max_pixels``.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -138,7 +138,8 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image") -> EncodedIma
         if image.width_px * image.height_px <= limit:
             kind = "lossless WebP" if image.code_groups else "WebP"
             size += f" of {kind} count as {image.pixels}; save it as PNG or JPEG"
-        raise DataError(f"{name} is too large: {size}, {limit} are allowed.")
+        by = f" by {setting}" if setting and limit < MAX_PIXELS else ""  # no setting allows more than MAX_PIXELS
+        raise DataError(f"{name} is too large: {size}, {limit} are allowed{by}.")
     if max(image.width_px, image.height_px) > MAX_SIDE_PX:
         raise DataError(f"{name} is too long: {image.width_px} x {image.height_px} pixels, a side has {MAX_SIDE_PX}.")
     if not image.pixels:

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from evernear.class_names import lookalike_key, spelled
+from evernear.class_names import class_name, lookalike_key, spelled
+from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
@@ -161,6 +162,7 @@ def validate(
         *_classes(manifest, totals, settings),
         *_similar(totals),
         *_vanished(totals, champion_labels, classes),
+        *_unknown(champion_labels, classes),
         *_splits(manifest, counts, totals),
     ]
     severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
@@ -210,6 +212,8 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
                 files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
             message = f"{quantity(count, singular, plural)}{files}."
             details = tuple(problem.detail for problem in problems)
+            if by_setting := next((detail for detail in details if PIXEL_SETTING in detail), ""):
+                message += f" {by_setting}"
             yield _finding(rule, message, names, count, details)
 
 
@@ -260,6 +264,18 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
             " bring them back, or run with --retire CLASS or --rename OLD=NEW if that is on purpose."
         )
         yield _finding("vanished_class", message, missing, len(missing))
+
+
+def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
+    """Entries that are misspelled, or that took effect: the champion has the new name of a class, or lacks it."""
+    known = set(map(class_name, champion_labels))
+    unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
+    if known and unknown:
+        message = (
+            "The settings declare classes retired or renamed (classes.retired, classes.renamed) that the live release"
+            f" does not have: {_listed(unknown)}; correct the names, or drop the setting."
+        )
+        yield _finding("unknown_class", message, unknown, len(unknown))
 
 
 def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:

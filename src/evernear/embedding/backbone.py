@@ -27,6 +27,7 @@ from evernear.disk import sha256_file
 from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork
 from evernear.errors import StoreError, TrainingError
 from evernear.output import printable
+from evernear.proxies import through_proxy
 from evernear.settings import TrainSettings
 from evernear.store import open_store
 
@@ -337,4 +338,5 @@ def _download_from_hub(name: str) -> tuple[str, Path]:
         return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))
     except Exception as error:  # of the hub's client: HTTP errors, a missing repository, no network
         reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
-        raise StoreError(f"{config.hf_hub_id}/{file} cannot be downloaded from the hub: {reason}.") from error
+        proxy = through_proxy("https://huggingface.co")
+        raise StoreError(f"{config.hf_hub_id}/{file} cannot be downloaded from the hub{proxy}: {reason}.") from error

@@ -137,6 +137,9 @@ class Connection:
     def _describe_connection_error(self, error: urllib3.exceptions.HTTPError) -> str:
         reason = getattr(error, "reason", None) or error
         match reason:
+            case urllib3.exceptions.SSLError() if "CERTIFICATE" not in str(reason).upper():
+                hint = "if it is an HTTP port, use http:// in pipeline.endpoint"
+                return f"{self.url} does not speak TLS ({_last_part(reason)}); {hint}."
             case urllib3.exceptions.SSLError():
                 hint = "set pipeline.ca_file to its CA"
                 return f"The certificate of {self.url} is not trusted ({_last_part(reason)}); {hint}."

@@ -41,7 +41,7 @@ def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
         DataError: the file is unusable.
     """
     with _only_data_errors(len(data)):
-        return inspect(data, max_pixels)
+        return inspect(data, max_pixels, setting="serving.max_pixels")
 
 
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from evernear.errors import SettingsError
 from evernear.settings import sources
-from evernear.settings.section import Section
+from evernear.settings.section import LocalPath, Section
 from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
 from evernear.settings.sources import Tree, merge, parse
 from evernear.settings.training import (
@@ -38,7 +38,7 @@ PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "tar
 class RunSettings(Section):
     """The settings of a pipeline run and of the release it deploys. Kubeflow Pipelines passes them as JSON."""
 
-    workdir: Path = Field(
+    workdir: LocalPath = Field(
         default=Path("evernear-work"),
         description="Directory of runs and logs, and of the store unless ``store`` is set.",
     )

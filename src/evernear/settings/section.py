@@ -1,5 +1,6 @@
 """The base class and the limits that the settings sections share."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -13,6 +14,26 @@ PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest wid
 Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
 """A host name or an address; that of IPv6 with or without brackets."""
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def expanded(path: Path) -> Path:
+    """``path`` with ``~`` as the home directory: a shell expands it only at the start of a word.
+
+    Raises:
+        ValueError: no user has the name after ``~``.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"no user has the home directory {path.parts[0]}") from None
+
+
+def absolute(path: str) -> Path:
+    """`expanded`, from the current directory."""
+    return expanded(Path(path)).absolute()
+
+
+LocalPath = Annotated[Path, AfterValidator(expanded)]
 
 
 class Section(Frozen, coerce_numbers_to_str=True, allow_inf_nan=False):

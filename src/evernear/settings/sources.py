@@ -3,6 +3,7 @@
 import difflib
 import os
 import tomllib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+from pydantic_settings import EnvSettingsSource
 
 from evernear.errors import SettingsError
 from evernear.output import printable
@@ -101,12 +102,16 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
         SettingsError: the file cannot be read or is not TOML.
     """
     try:
-        path.open("rb").close()  # pydantic-settings ignores a missing file
-        return TomlConfigSettingsSource(model, path)()  # pyright: ignore[reportArgumentType]
+        return tomllib.loads(_text_of(path.expanduser().read_bytes()))
     except OSError as error:
         raise SettingsError(f"Cannot read the settings file {path}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"The settings file {path} is not TOML: {error}.") from None
+
+
+def _text_of(data: bytes) -> str:
+    """Decode UTF-8, or UTF-16 with a byte order mark: editors on Windows write one, and PowerShell writes UTF-16."""
+    return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def environment(model: type[BaseModel], variables: Mapping[str, str] = os.environ) -> Tree:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from evernear.class_names import class_name
-from evernear.settings.section import Fraction, PixelLimit, Section
+from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 Severity = Literal["error", "warn", "info", "off"]
 ClassName = Annotated[str, AfterValidator(class_name)]
@@ -58,11 +58,11 @@ class DataSettings(Section):
     @field_validator("source")
     @classmethod
     def _absolute(cls, source: str) -> str:
-        """Make a relative directory absolute: the steps of a run have another working directory."""
+        """Make a directory absolute, also one below ``~``: the steps of a run have another working directory."""
         if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         kind, _, directory = source.partition(":")
-        return f"{kind}:{Path(directory).absolute()}" if kind in ("folder", "mnist") and directory else source
+        return f"{kind}:{absolute(directory)}" if kind in ("folder", "mnist") and directory else source
 
 
 class ClassSettings(Section):
@@ -137,6 +137,9 @@ class ValidationSettings(Section):
     missing_in_split: Severity = Field(default="warn", description="Another split has no image of a class.")
     vanished_class: Severity = Field(
         default="error", description="A class of the champion has no image, unless ``classes`` retires or renames it."
+    )
+    unknown_class: Severity = Field(
+        default="warn", description="``classes`` retires or renames a class that the champion does not have."
     )
     hidden_folder: Severity = Field(
         default="warn", description="The name of a class folder begins with a dot; it is left out."
@@ -312,7 +315,7 @@ class TrainSettings(Section):
     @classmethod
     def _absolute(cls, weights: str) -> str:
         """Make a relative path absolute: the steps of a run have another working directory."""
-        return weights if weights in ("", "hub") or "://" in weights else str(Path(weights).expanduser().absolute())
+        return weights if weights in ("", "hub") or "://" in weights else str(absolute(weights))
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:

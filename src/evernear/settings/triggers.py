@@ -1,11 +1,10 @@
 """Settings of the triggers: Kubeflow Pipelines, Slack and the watcher."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from evernear.settings.section import Fraction, Host, Section
+from evernear.settings.section import Fraction, Host, LocalPath, Section
 
 
 class PipelineSettings(Section):
@@ -22,7 +21,7 @@ class PipelineSettings(Section):
     )
     namespace: str = Field(default="", description="The user's namespace, on a multi-user KFP.")
     ui_url: str = Field(default="", description="URL of the KFP UI, for links; if empty, the endpoint.")
-    ca_file: Path | None = Field(default=None, description="CA certificates (PEM) that verify the endpoint.")
+    ca_file: LocalPath | None = Field(default=None, description="CA certificates (PEM) that verify the endpoint.")
     experiment: str = Field(default="evernear", min_length=1, description="KFP experiment of the runs.")
     timeout_s: float = Field(default=30.0, gt=0.0, description="Timeout of an API call.")
     attempts: int = Field(

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, unquote_plus, urlsplit
-from urllib.request import getproxies, proxy_bypass
 from xml.etree import ElementTree
 from xml.etree.ElementTree import ParseError
 from xml.sax.saxutils import unescape
@@ -29,6 +28,7 @@ from minio.signer import sign_v4_s3
 from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.masking import usable
+from evernear.proxies import proxy_of
 
 CONNECT_TIMEOUT_S = 10.0
 # Between two packets, not for the whole transfer.
@@ -398,12 +398,9 @@ class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
 
 
 def _pool(endpoint: str, certificates: Path) -> urllib3.PoolManager:
-    """A connection pool to ``endpoint``, through the proxy in ``HTTP(S)_PROXY`` and ``NO_PROXY``."""
-    parts = urlsplit(endpoint)
-    proxy = getproxies().get(parts.scheme)
-    manager: Callable[..., urllib3.PoolManager] = _PoolManager
-    if proxy and not proxy_bypass(parts.netloc):
-        manager = _proxied(proxy)
+    """A connection pool to ``endpoint``, through the proxy of the environment."""
+    proxy = proxy_of(endpoint)
+    manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
     return manager(
         maxsize=64,
         timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),

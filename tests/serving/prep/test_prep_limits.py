@@ -142,7 +142,9 @@ def test_pixel_limits_of_server_and_release_both_apply(stored_releases: ReleaseS
     settings = stored_releases.settings(port)
     few = settings.model_copy(update={"serving": settings.serving.model_copy(update={"max_pixels": 1_000})})
     with prep_client(few) as prep:
-        assert "1000 are allowed" in refusal(prep.post("/predict", json=encoded(hostile.png(40, 40))), 400)
+        assert "1000 are allowed by serving.max_pixels" in refusal(
+            prep.post("/predict", json=encoded(hostile.png(40, 40))), 400
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from evernear.data.preprocess import Pixels
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry
 from evernear.disk import disk_errors
 from evernear.errors import DataError
+from evernear.proxies import through_proxy
 
 _BLOCK_IMAGES = 1024
 _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None))
@@ -123,8 +124,10 @@ def download_mnist() -> Path:
                     MNIST(partial, download=True)
                 except (URLError, RuntimeError) as error:
                     reason = " ".join(str(error).split())
+                    proxy = through_proxy(MNIST.mirrors[0])
                     raise DataError(
-                        f"MNIST cannot be downloaded ({reason}); pass a directory that contains it: mnist:DIRECTORY."
+                        f"MNIST cannot be downloaded{proxy} ({reason}); pass a directory that contains it:"
+                        " mnist:DIRECTORY."
                     ) from error
                 (Path(partial) / "MNIST" / "raw").rename(directory)
     return directory

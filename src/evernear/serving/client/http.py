@@ -93,6 +93,11 @@ def _errors(target: Target) -> Generator[None]:
         yield
     except (httpx.ReadTimeout, httpx.WriteTimeout):
         raise ServerTimeoutError(f"No response from {target.url} within {target.timeout_s:g} s.") from None
+    except httpx.ConnectError as error:
+        if "SSL" not in str(error):
+            raise ServerUnreachableError(f"No server answers at {target.url}; {target.hint}.") from None
+        hint = "SSL_CERT_FILE may name its CA" if "CERTIFICATE" in str(error) else "if it has no TLS, omit --tls"
+        raise ServerUnreachableError(f"No TLS with the server at {target.url} ({error}); {hint}.") from None
     except (httpx.TransportError, httpx.InvalidURL, UnicodeError):
         raise ServerUnreachableError(f"No server answers at {target.url}; {target.hint}.") from None
 
