@@ -49,14 +49,17 @@ def test_folder_is_predicted_by_the_rule_for_sources(tmp_path: Path, capsys: pyt
     (folder / "broken.png").write_bytes(b"text with the suffix of an image")
     (folder / "notes.txt").write_bytes(b"text")
     (folder / "empty").touch()
+    for litter in ("@eaDir/a.JPG", "._a.JPG"):
+        (folder / litter).parent.mkdir(exist_ok=True)
+        (folder / litter).write_bytes(image.getvalue())
     os.mkfifo(folder / "pipe")
     (folder / "link").symlink_to(other)
     (folder / "sub" / "up").symlink_to(folder)
     (folder / "gone.png").symlink_to("nowhere")
     found = {str(path.relative_to(folder)) for path in predict_command._files([folder])}
     assert found == {*names, "broken.png", "link/linked", "gone.png"}
-    assert "Skipped 3 files that are no images" in (shown := capsys.readouterr().err)
-    assert "empty, notes.txt, pipe" in shown
+    assert "Skipped 5 files or folders that are no images" in (shown := capsys.readouterr().err)
+    assert "._a.JPG, @eaDir, empty, notes.txt, pipe" in shown
 
 
 def test_folder_without_an_image_is_an_error_that_names_its_files(
@@ -66,7 +69,7 @@ def test_folder_without_an_image_is_an_error_that_names_its_files(
         (tmp_path / f"{number:02}.txt").touch()
     with pytest.raises(DataError, match=f"The folder {tmp_path} contains no image"):
         list(predict_command._files([tmp_path]))
-    assert "Skipped 12 files that are no images" in (shown := capsys.readouterr().err)
+    assert "Skipped 12 files or folders that are no images" in (shown := capsys.readouterr().err)
     assert shown.endswith("08.txt, 09.txt and more.\n")
 
 

@@ -207,9 +207,12 @@ def test_tls_error_says_whether_the_certificate_is_at_fault(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(public, key)
     for tls, advice in ((context, "SSL_CERT_FILE may name its CA"), (None, "if it has no TLS, omit --tls")):
-        with http_server(tls) as port, Client(plain(port, "rest", tls=True)) as client:
-            with pytest.raises(ServerUnreachableError, match=f"No TLS with the server at https://.*; {advice}"):
-                client.predict(b"x")
+        with (
+            http_server(tls) as port,
+            Client(plain(port, "rest", tls=True)) as client,
+            pytest.raises(ServerUnreachableError, match=f"No TLS with the server at https://.*; {advice}"),
+        ):
+            client.predict(b"x")
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -142,19 +142,20 @@ def _files(paths: list[Path]) -> Iterator[Path]:
         if skipped:
             names = ", ".join(str(file.relative_to(path)) for file in skipped[:SHOWN_SKIPPED])
             more = " and more" if len(skipped) > SHOWN_SKIPPED else ""
-            files = quantity(len(skipped), "file that is no image", "files that are no images")
-            print_line(f"Skipped {files} in {path}: {names}{more}.", sys.stderr)
+            count = quantity(len(skipped), "file or folder that is no image", "files or folders that are no images")
+            print_line(f"Skipped {count} in {path}: {names}{more}.", sys.stderr)
         if not images:
             raise DataError(f"The folder {path} contains no image.")
         yield from images
 
 
 def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The images below ``folder``, by the rule for sources, and the other files; both sorted.
+    """The images below ``folder``, by the rule for sources, and what is left out; both sorted.
 
     A folder or a file that cannot be read counts as an image, so that its error is shown.
     """
     from evernear.data.image_file import is_image_file
+    from evernear.data.sources.names import is_skipped
 
     images: list[Path] = []
     skipped: list[Path] = []
@@ -173,7 +174,9 @@ def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
         seen.add((status.st_dev, status.st_ino))
         for path in entries:
             try:
-                if path.is_dir():
+                if is_skipped(path.name):
+                    skipped.append(path)
+                elif path.is_dir():
                     pending.append(path)
                 else:
                     is_image = is_image_file(path) if path.is_file() else path.is_symlink()  # a link to nothing
