@@ -1,6 +1,6 @@
 """``evernear demo``: run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
 
-import sys
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from evernear.data.shards import Dataset
 from evernear.disk import disk_errors
 from evernear.local_run import RunResult, run
 from evernear.output import printable
-from evernear.progress import Event
+from evernear.progress import Event, RunCommand
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.serving.torchserve import stop
@@ -24,12 +24,19 @@ from evernear.settings import Settings
 SHOWN_NEIGHBORS = 3
 
 
-def demo(settings: Settings, console: Console, show: Callable[[Event], None], *, keep: bool) -> None:
+def demo(
+    settings: Settings,
+    console: Console,
+    show: Callable[[Event], None],
+    *,
+    keep: bool,
+    command: RunCommand | None = None,
+) -> None:
     """Run the pipeline, deploy the release on TorchServe, and recognize images that it was not trained on."""
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
-        result = run(settings, show, command=sys.argv[1:])
+        result = run(settings, show, command=command)
         _print_verdict(result, console)
         if result.promoted:
             _recognize(settings, result, console)
@@ -89,16 +96,17 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
 
     print_unwrapped(f"   artifacts and log  {Path(result.paths['log']).parent}")
     print_unwrapped(f"   releases           {settings.store_uri}/releases")
-    command = "evernear" if settings.workdir == Settings().workdir else f"EVERNEAR_WORKDIR={settings.workdir} evernear"
+    workdir = "" if settings.workdir == Settings().workdir else f" --workdir {shlex.quote(str(settings.workdir))}"
+    images = f"{shlex.quote(str(settings.workdir / 'demo-images'))}/*.png"
     console.print("\n[bold]5. Next steps[/] (the commands are in .venv/bin)")
     if result.promoted:
         if not keep:
-            print_unwrapped(f"   {command} serve                     start TorchServe with this release")
-        print_unwrapped(f"   {command} predict {settings.workdir}/demo-images/*.png")
+            print_unwrapped(f"   evernear serve{workdir}                     start TorchServe with this release")
+        print_unwrapped(f"   evernear predict{workdir} {images}")
     else:
         for step in result.next_steps:
             print_unwrapped(f"   {step.purpose}: {step.command}")
-    print_unwrapped(f"   {command} run --source folder:IMAGES --workdir mine   your own images, one folder per class")
+    print_unwrapped("   evernear run --source folder:IMAGES --workdir mine   your own images, one folder per class")
     if result.promoted:
-        print_unwrapped(f"   {command} stop                      stop the server")
+        print_unwrapped(f"   evernear stop{workdir}                      stop the server")
     print_unwrapped(f"   run page           {result.page}")

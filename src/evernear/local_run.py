@@ -25,7 +25,7 @@ from evernear.errors import BusyError, EvernearError, SettingsError, StoreError,
 from evernear.frozen import Frozen
 from evernear.locations import with_absolute_locations
 from evernear.masking import copy_masked, mask
-from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, read_events
+from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import NextStep, Outcome
 from evernear.scratch import scratch, scratch_name
@@ -99,11 +99,11 @@ def run(
     settings: Settings,
     show: Callable[[Event], None],
     pipeline: Pipeline = "continuous_training",
-    command: Sequence[str] = (),
+    command: RunCommand | None = None,
 ) -> RunResult:
     """Run ``pipeline`` with ``settings`` and call ``show`` with each event as it happens.
 
-    ``command`` has the arguments of the ``evernear`` command, for the next steps on the run page.
+    ``command`` is the ``evernear`` command, for the next steps on the run page.
 
     Raises:
         BusyError: another run uses the working directory.
@@ -119,7 +119,7 @@ def run(
         with disk_errors(directory):
             directory.mkdir(parents=True)
         _prune(settings.workdir, directory, settings.keep_runs)
-        failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command)
+        failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command or RunCommand())
         wall_s = time.monotonic() - started_s
         for page in directory.glob("*/notify/page.html"):
             shutil.copyfile(page, directory / PAGE_FILE)
@@ -243,7 +243,7 @@ def _follow(
     directory: Path,
     temporary: Path,
     show: Callable[[Event], None],
-    command: Sequence[str],
+    command: RunCommand,
 ) -> tuple[list[Event], dict[str, float]]:
     """Run the pipeline process to its end; return the events of failed steps and the duration of each step.
 
@@ -310,7 +310,7 @@ def _pipeline_process(
     temporary: Path,
     events: Path,
     show: Callable[[Event], None],
-    command: Sequence[str],
+    command: RunCommand,
 ) -> Generator[subprocess.Popen[bytes]]:
     # The process runs in an empty directory, so that no step depends on files that the image does not have.
     empty = temporary / "empty"
@@ -322,7 +322,7 @@ def _pipeline_process(
         env={
             **with_absolute_locations(os.environ),
             EVENTS_VARIABLE: str(events),
-            COMMAND_VARIABLE: json.dumps([mask(word) for word in command]),
+            COMMAND_VARIABLE: command.model_dump_json(),
             "TMPDIR": str(temporary),
         },
         stdin=subprocess.PIPE,

@@ -6,7 +6,6 @@ step is stored in the run's record (`evernear.run_record`).
 """
 
 import gc
-import json
 import math
 import os
 import resource
@@ -34,7 +33,7 @@ REPORTS = 50
 """Maximum number of reports of the time left in a long step; each one is a line of the step's log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
-"""The arguments of the command that started a local run, as JSON; steps in a cluster do not have it."""
+"""The `RunCommand` that started a local run, as JSON; steps in a cluster do not have it."""
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
 """The kubelet reads 4,096 bytes, and a character takes up to four bytes in UTF-8."""
@@ -203,9 +202,17 @@ class Countdown:
         self._report(f"{message}, about {duration(left_s)} left")
 
 
-def command_words() -> tuple[str, ...]:
-    """The arguments of the ``evernear`` command that started this run; empty in a cluster."""
-    return tuple(json.loads(os.environ.get(COMMAND_VARIABLE, "[]")))
+class RunCommand(Frozen):
+    """The arguments of the ``evernear`` command that started a run; empty in a cluster."""
+
+    typed: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+    """Arguments that do the same once the working directory remembers the settings of the run."""
+
+    @staticmethod
+    def of_environment() -> "RunCommand":
+        """The command that started this process."""
+        return RunCommand.model_validate_json(os.environ.get(COMMAND_VARIABLE, "{}"))
 
 
 def duration(seconds: float) -> str:

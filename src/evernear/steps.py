@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evernear.disk import write_atomically
 from evernear.output import printable, quantity
-from evernear.progress import Countdown, Step, command_words, step
+from evernear.progress import Countdown, RunCommand, Step, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
 from evernear.store import open_store
@@ -343,8 +343,11 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         from evernear.reporting.page import run_page
         from evernear.reporting.tracking import track
 
-        record = RunRecord(open_store(store), run)
-        result = finalize(record, pipeline, state, printable(error_message), command_words())
+        record, command = RunRecord(open_store(store), run), RunCommand.of_environment()
+        # From then on, the working directory remembers the settings.
+        validated = any(each.step == "validate" and each.state == "finished" for each in record.steps())
+        words = command.later if validated else command.typed
+        result = finalize(record, pipeline, state, printable(error_message), words)
         result.save(Path(outcome))
         html = run_page(record)
         write_atomically(Path(page), html)

@@ -304,6 +304,22 @@ def test_rollback_and_promotion_reuse_registered_releases(sandbox: Sandbox, monk
     ]
 
 
+def test_running_server_is_used_wherever_it_is(sandbox: Sandbox) -> None:
+    address = deployment.open_target(sandbox.settings).status()["url"]
+    assert address == f"http://127.0.0.1:{sandbox.settings.serving.inference_port}/predictions/embedding"
+    elsewhere = Settings(workdir=sandbox.settings.workdir)
+    assert elsewhere.serving.inference_port != sandbox.settings.serving.inference_port
+    assert deployment.open_target(elsewhere).status()["url"] == address
+    renamed = elsewhere.model_copy(update={"serving": elsewhere.serving.model_copy(update={"model_name": "other"})})
+    status = deployment.open_target(renamed).status()
+    assert (status["url"], status["default"]) == (address, sandbox.champion)
+
+    champion = sandbox.champion
+    assert roll_back(elsewhere).url == address
+    assert promote(champion, elsewhere).url == address
+    assert sandbox.default == sandbox.champion == champion
+
+
 def test_unregistered_release_is_fetched_tested_and_promoted(sandbox: Sandbox) -> None:
     oldest, before = next(sandbox.registry.list()), sandbox.champion
     if oldest in sandbox.registered:

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import typer
 
 from evernear.errors import SettingsError
-from evernear.settings import Settings, load
+from evernear.settings import Settings, load, load_layers
+from evernear.settings.layers import Layers
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
 PresetOption = Annotated[str | None, typer.Option("--preset", help="Built-in settings: best, fast, frozen or quick.")]
@@ -26,7 +27,14 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
 ]
 WorkdirOption = Annotated[
-    Path | None, typer.Option("--workdir", help="Directory of runs, releases and logs. [evernear-work]")
+    Path | None,
+    typer.Option(
+        "--workdir", help="Directory of runs, releases and logs, and of their settings, evernear.toml. [evernear-work]"
+    ),
+]
+RememberOption = Annotated[
+    bool,
+    typer.Option("--remember", help="Keep the settings of this command in WORKDIR/evernear.toml for later ones."),
 ]
 SourceOption = Annotated[
     str | None,
@@ -48,7 +56,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
-    """Settings from file, environment and options."""
+    """Settings from files, environment and options."""
     return load(config=config, overrides=assignments(overrides, workdir=workdir))
 
 
@@ -62,12 +70,25 @@ def run_settings(
     rename: RenameOption = None,
 ) -> Settings:
     """Settings of a run, with options for its source and preset, and for classes removed or renamed on purpose."""
+    return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
+
+
+def run_layers(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> Layers[Settings]:
+    """As `run_settings`, by source."""
     classes = {
         "classes.retired": json.dumps(retire) if retire else None,
         "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
     }
     options = assignments(overrides, workdir=workdir, **{"data.source": source}, **classes)
-    return load(preset=preset, config=config, overrides=options)
+    return load_layers(preset=preset, config=config, overrides=options)
 
 
 def _old_and_new(rename: str) -> tuple[str, str]:

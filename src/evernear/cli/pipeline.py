@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, local_settings, with_options
+from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, with_options
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
 from evernear.errors import SettingsError, StoreError
 from evernear.output import print_json, print_line, print_table
-from evernear.settings import PipelineSettings
+from evernear.settings import PipelineSettings, load
 
 if TYPE_CHECKING:
     from evernear.kubeflow.publish import Schedule
@@ -60,9 +60,9 @@ StoreOption = Annotated[
 def server_settings(
     endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
 ) -> PipelineSettings:
-    """Settings of the Kubeflow Pipelines server."""
+    """Settings of the Kubeflow Pipelines server; those that a working directory remembers are about this machine."""
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
-    return local_settings(config, assignments(None, **options)).pipeline
+    return load(config=config, overrides=assignments(None, **options), remembered=False).pipeline
 
 
 def run_assignments(

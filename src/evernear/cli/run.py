@@ -1,6 +1,7 @@
 """``evernear run``, ``evernear reindex`` and ``evernear demo``."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -8,12 +9,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from evernear.cli.options import JsonOption, run_settings, with_options
+from evernear.cli.options import JsonOption, RememberOption, run_layers, with_options
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
+from evernear.settings.layers import Layers, without_secrets
 
 if TYPE_CHECKING:
     from evernear.local_run import RunResult
+    from evernear.progress import Event, RunCommand
 
 
 RereadOption = Annotated[
@@ -21,29 +24,42 @@ RereadOption = Annotated[
 ]
 
 
-@with_options(settings=run_settings)
-def run(settings: Settings, reread: RereadOption = False, as_json: JsonOption = False) -> None:
+@with_options(layers=run_layers)
+def run(
+    layers: Layers[Settings],
+    remember: RememberOption = False,
+    reread: RereadOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Run the continuous-training pipeline on this machine, each step in its own process."""
-    _run_and_show(_rereading(settings, reread), "continuous_training", as_json)
+    _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
 
-@with_options(settings=run_settings)
-def reindex(settings: Settings, reread: RereadOption = False, as_json: JsonOption = False) -> None:
+@with_options(layers=run_layers)
+def reindex(
+    layers: Layers[Settings],
+    remember: RememberOption = False,
+    reread: RereadOption = False,
+    as_json: JsonOption = False,
+) -> None:
     """Add new gallery images, even of a new class, to the index of the champion's network, without training."""
-    _run_and_show(_rereading(settings, reread), "reindex", as_json)
+    _run_and_show(layers, "reindex", remember, reread, as_json)
 
 
-@with_options(settings=run_settings)
+@with_options(layers=run_layers)
 def demo(
-    settings: Settings,
+    layers: Layers[Settings],
     keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe running.")] = False,
+    remember: RememberOption = False,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
     from evernear.demo import demo as run_demo
 
-    console = Console(force_terminal=sys.stdout.isatty())
+    settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
+    command = _command(layers, remember, "demo", *(["--keep"] if keep else []))
+    _print_changes(layers, remember)
     with _Progress(console) as show:
-        run_demo(settings, console, show, keep=keep)
+        run_demo(settings, console, _and_keep(show, layers, remember), keep=keep, command=command)
 
 
 class _Progress:
@@ -74,6 +90,9 @@ class _Progress:
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
 
+    def note(self, line: str) -> None:
+        """Print a line between those of the steps."""
+        self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)
 
 def _rereading(settings: Settings, reread: bool) -> Settings:
     if not reread:
@@ -81,16 +100,59 @@ def _rereading(settings: Settings, reread: bool) -> Settings:
     return settings.model_copy(update={"data": settings.data.model_copy(update={"reread": True})})
 
 
-def _run_and_show(settings: Settings, pipeline: Literal["continuous_training", "reindex"], as_json: bool) -> None:
+def _run_and_show(
+    layers: Layers[Settings],
+    pipeline: Literal["continuous_training", "reindex"],
+    remember: bool,
+    reread: bool,
+    as_json: bool,
+) -> None:
     from evernear.local_run import run
 
+    settings = _rereading(layers.settings(), reread)
+    command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)
+    _print_changes(layers, remember)
     # rich would also animate a pipe if FORCE_COLOR is set, as in notebooks and CI.
     with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
-        result = run(settings, show, pipeline, sys.argv[1:])
+        result = run(settings, _and_keep(show, layers, remember), pipeline, command)
     if as_json:
         print_json(result)
     else:
         _print_result(result)
+
+
+def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunCommand":
+    """The command of this process, as typed and as it can be repeated once its settings are kept."""
+    from evernear.progress import RunCommand
+
+    later = layers.later_words(keep=remember or layers.remembered is None)
+    return RunCommand(typed=tuple(map(without_secrets, sys.argv[1:])), later=(*words, *later))
+
+
+def _print_changes(layers: Layers[Settings], remember: bool) -> None:
+    """Say which remembered settings this run replaces."""
+    if layers.remembered is None or not (changes := list(layers.changes())):
+        return
+    print_line(f"{layers.file} has other settings; this run uses:", sys.stderr)
+    for line in changes:
+        print_line(f"  {line}", sys.stderr)
+    if not remember:
+        print_line("--remember keeps them for later commands.", sys.stderr)
+
+
+def _and_keep(show: _Progress, layers: Layers[Settings], remember: bool) -> "Callable[[Event], None]":
+    """Show the events of a run, and keep its settings once the images are valid.
+
+    A mistyped folder is therefore not kept, and a run that fails or is stopped later needs no options to run again.
+    """
+
+    def show_and_keep(event: "Event") -> None:
+        show(event)
+        if event.step == "validate" and event.kind == "finished":
+            for line in layers.keep(replace=remember):
+                show.note(line)
+
+    return show_and_keep
 
 
 def _print_result(result: "RunResult") -> None:

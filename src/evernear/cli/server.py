@@ -38,7 +38,7 @@ def serve(
     """Start TorchServe with the champion, unless it is already running."""
     from evernear.deployment.local import follow, stopped_by_signals
     from evernear.deployment.local import serve as start_torchserve
-    from evernear.serving.endpoints import home_of, host_and_port
+    from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
 
     home = home_of(settings.workdir)
@@ -48,7 +48,7 @@ def serve(
     state = "The TorchServe that was running continues" if was_running else "TorchServe was stopped"
     with message_on_interrupt(f"Interrupted. {state}; `evernear serve` tries again."):
         version = start_torchserve(settings)
-    url = f"http://{host_and_port(settings.serving.host, settings.serving.inference_port)}"
+    url = endpoints(home).inference_url
     live = f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `evernear stop` stops it."
     if not foreground:
         print_line(live)

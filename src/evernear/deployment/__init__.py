@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evernear.deployment.alias import follow_alias
-from evernear.deployment.local import LocalTarget, serve
+from evernear.deployment.local import LocalTarget, at_running_server, serve
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, SettingsError, StoreError
@@ -105,13 +105,14 @@ def forget_releases(settings: RunSettings) -> None:
         StoreError, ServingError, BusyError: as `evernear.deployment.local.serve`.
     """
     if settings.target == "local" and LocalTarget(settings).is_running():
-        serve(settings)
+        serve(at_running_server(settings))
 
 
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
     """The target that ``settings.target`` names.
 
-    Without ``start_server``, target ``local`` is the registry alone while TorchServe is down.
+    Without ``start_server``, target ``local`` is the TorchServe that runs, wherever its ports are, or the registry
+    alone.
 
     Raises:
         SettingsError: the target is kubernetes and its client is not installed.
@@ -128,8 +129,10 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
         return KubernetesTarget(settings)
     if settings.target == "local":
         target = LocalTarget(settings)
-        if start_server or target.is_running():
+        if start_server:
             return target
+        if target.is_running():
+            return LocalTarget(at_running_server(settings))
     return RegistryTarget(settings)
 
 

@@ -119,7 +119,7 @@ class LocalTarget:
             torchserve.await_ready(self._settings.serving, self._home, champion.version)
 
     def status(self) -> dict[str, Any]:
-        """The state of the server and of the registry.
+        """The state of the server and of the registry; the address is the server's own, whatever the settings say.
 
         ``server`` is ``up``, ``down``, ``died`` (it was started and has vanished) or ``not answering``.
         """
@@ -133,18 +133,21 @@ class LocalTarget:
             "champion": champion.version if champion else None,
             "store": self._settings.store_uri,
         }
-        if read_state(self._home) is None:
+        running = read_state(self._home)
+        if running is None:
             return state
         if not self.is_running():
             return state | {"server": "died"}
         try:
-            versions = list(self._registered())
-            default = self._management.describe(self._model) if versions else None
+            models = self._management.list_models()
+            model = self._model if self._model in models or not models else models[0]
+            versions = [registered.version for registered in self._management.versions(model)]
+            default = self._management.describe(model) if versions else None
         except ServingError:
             return state | {"server": "not answering"}
         return state | {
             "server": "up",
-            "url": self._url,
+            "url": f"{running.endpoints.inference_url}/predictions/{model}",
             "default": default.version if default else None,
             "ready_workers": default.ready_workers if default else 0,
             "registered": versions,
@@ -250,6 +253,15 @@ class LocalTarget:
 
     def _stored(self, version: str) -> Path:
         return model_store(self._home) / f"{self._model}-{version}.mar"
+
+
+def at_running_server(settings: RunSettings) -> RunSettings:
+    """``settings`` with the addresses of the server that runs in ``settings.workdir``, if one does."""
+    state = read_state(home_of(settings.workdir))
+    if state is None:
+        return settings
+    serving = settings.serving.model_copy(update=state.endpoints.model_dump())
+    return settings.model_copy(update={"serving": serving})
 
 
 def serve(settings: RunSettings) -> str:

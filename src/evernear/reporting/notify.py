@@ -22,6 +22,9 @@ EXIT_STEP = "notify"
 CONFUSION_MATRIX = "confusion.png"
 """The file of a run's record with the candidate's confusion matrix, for Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
+"""Options of a run that its next commands repeat, `_SHARED_SETTINGS` among those of ``--set``."""
+_SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubernetes.")
+"""Settings that say where releases and servers are."""
 
 
 class NextStep(NamedTuple):
@@ -50,7 +53,9 @@ class Outcome(Frozen):
     gate_settings: tuple[str, ...] = ()
     """``key=value`` with which the gate would have promoted a held candidate; empty if settings alone do not."""
     command: tuple[str, ...] = ()
-    """The arguments of the ``evernear`` command that ran the pipeline on this machine; empty for a run on KFP."""
+    """The arguments of an ``evernear`` command that runs the pipeline on this machine again; empty for a run on KFP."""
+    served_here: bool = False
+    """Whether the release is live on the TorchServe of the machine and working directory of the run."""
 
     def headline(self) -> str:
         """The outcome on one line, without the reasons of a held run."""
@@ -77,8 +82,10 @@ class Outcome(Frozen):
         if self.state == "held" and self.candidate:
             return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:
+            inspect = self._command("inspect", "run", self.candidate, "--image", "IMAGE")
+            predict = f"{self._command('predict')} IMAGE"
             return (
-                NextStep("recognize an image", self._command("inspect", "run", self.candidate, "--image", "IMAGE")),
+                NextStep("recognize an image", predict if self.served_here else inspect),
                 NextStep("undo it", self._command("registry", "rollback", "--why", "REASON")),
             )
         if self.state in ("stopped", "failed") and (self.command or self.pipeline):
@@ -105,13 +112,14 @@ class Outcome(Frozen):
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
 
     def _command(self, *words: str) -> str:
-        """A command on the run's store, with the options of the run that all such commands accept."""
+        """A command on the run's store, with the options of the run that say where that is."""
         shared: list[str] = []
-        for word, value in zip(self.command, (*self.command[1:], ""), strict=False):
-            if word in SHARED_OPTIONS:
-                shared += [word, value]
-            elif word.partition("=")[0] in SHARED_OPTIONS:
-                shared.append(word)
+        for word, following in zip(self.command, (*self.command[1:], ""), strict=False):
+            option, equals, value = word.partition("=")
+            if option in SHARED_OPTIONS and (
+                option != "--set" or (value if equals else following).startswith(_SHARED_SETTINGS)
+            ):
+                shared += [word] if equals else [word, following]
         return shlex.join(["evernear", *words, *shared])
 
     def release_state(self, suffix: str = "") -> str:
@@ -171,7 +179,9 @@ def finalize(
             "reasons": tuple(verdict.get("reasons", ())),
             "gate_settings": _settings_of(verdict.get("rules", ())),
         }
-    outcome = outcome.model_copy(update={**fields, "url": deployed.get("url")})
+    url = deployed.get("url")
+    served_here = bool(url and command) and record.load("settings").get("target") == "local"
+    outcome = outcome.model_copy(update={**fields, "url": url, "served_here": served_here})
     record.save(outcome=outcome.model_dump(mode="json"))
     return outcome
 

@@ -1,9 +1,10 @@
 """All settings of evernear: frozen pydantic models, one per section.
 
-They are read in this order, and later ones override earlier ones: the defaults, ``--preset``, ``--config FILE`` (TOML),
-the environment (``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the
-nearest known one. Secrets are not settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, the
-token of a remote server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
+They are read in this order, and later ones override earlier ones: the defaults, ``--preset``, the working directory's
+``evernear.toml`` (`evernear.settings.layers`), ``--config FILE`` (TOML), the environment
+(``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the nearest known one.
+Secrets are not settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, the token of a remote
+server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
 """
 
 import os
@@ -15,6 +16,7 @@ from pydantic import Field
 
 from evernear.errors import SettingsError
 from evernear.settings import sources
+from evernear.settings.layers import PRESET, Layers, read_layers
 from evernear.settings.section import LocalPath, Section
 from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
 from evernear.settings.sources import Tree, merge, parse
@@ -92,18 +94,36 @@ def load(
     config: Path | None = None,
     environment: Mapping[str, str] | None = None,
     overrides: Iterable[str] = (),
+    remembered: bool = True,
 ) -> Settings:
     """Read the settings, in the order of the module's docstring; ``overrides`` are ``section.key=value`` strings.
+
+    Without ``remembered``, the working directory's ``evernear.toml`` is ignored.
 
     Raises:
         SettingsError: a key is unknown, a value is invalid, or a file cannot be read.
     """
-    tree = sources.preset(Settings, preset) if preset is not None else {}
-    if config is not None:
-        merge(tree, sources.toml_file(Settings, config))
-    merge(tree, sources.environment(Settings, os.environ if environment is None else environment))
-    merge(tree, sources.assignments(Settings, overrides))
-    return parse(Settings, tree)
+    return load_layers(
+        preset=preset, config=config, environment=environment, overrides=overrides, remembered=remembered
+    ).settings()
+
+
+def load_layers(
+    *,
+    preset: str | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    overrides: Iterable[str] = (),
+    remembered: bool = True,
+) -> Layers[Settings]:
+    """As `load`, by source.
+
+    Raises:
+        SettingsError: a file cannot be read, or a string of ``overrides`` has no ``=``.
+    """
+    assigned = sources.assignments(Settings, overrides) | ({} if preset is None else {PRESET: preset})
+    variables = os.environ if environment is None else environment
+    return read_layers(Settings, config, variables, assigned, remembered=remembered)
 
 
 def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:

@@ -72,7 +72,7 @@ def load_space(path: Path = BUILT_IN) -> SearchSpace:
         if name.partition(".")[0] not in SECTIONS:
             raise SettingsError(f"{name} in {path} cannot be tuned; only settings of {' and '.join(SECTIONS)} can.")
         for value in (parameter.low, parameter.high) if isinstance(parameter, Range) else parameter.choices:
-            load(environment={}, overrides=[f"{name}={value}"])
+            load(environment={}, overrides=[f"{name}={value}"], remembered=False)
     return space
 
 

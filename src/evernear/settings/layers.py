@@ -1,0 +1,286 @@
+"""The settings of one command by source, and the file in which a working directory remembers them.
+
+The first run in a working directory writes what its command line set (``--source``, ``--preset``, ``--config``,
+``--set``) to ``WORKDIR/evernear.toml``, for all later commands; the record of this decision in ``docs/decisions`` has
+the reasons.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from evernear.disk import disk_errors, write_atomically
+from evernear.errors import SettingsError, StoreError
+from evernear.settings import sources
+from evernear.settings.sources import Tree, merge, parse
+
+FILE = "evernear.toml"
+PRESET = "preset"
+"""The key of the preset, whose settings every source may override."""
+ABOUT_ONE_RUN = ("workdir", "classes")
+"""Settings that are never kept: the directory itself, and the classes removed or renamed in one run."""
+HEADER = """\
+# Settings of this working directory, from the command line of its first run. Every command with this --workdir
+# reads them; --config, the environment and --set override them. Edit them here, or pass other ones to a run with
+# --remember.
+
+"""
+_USER_INFO = re.compile(r"://[^/\s@]*(?::[^\s@]*)?@")
+_SECRET_PARAMETER = re.compile(
+    r"([?&][^=&\s]*(?:token|secret|signature|sig|password|credential|key|keyid)[^=&\s]*=)[^&\s]*", re.IGNORECASE
+)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Layers(Generic[Model]):
+    """The settings of one command by source; later sources override earlier ones."""
+
+    model: type[Model]
+    workdir: Path
+    remembered: Tree | None
+    """The content of ``WORKDIR/evernear.toml``; None without that file."""
+    config_file: Path | None
+    config: Tree
+    environment: Tree
+    assigned: Tree
+    """``--preset``, ``--set`` and the options that stand for a setting."""
+
+    def settings(self) -> Model:
+        """All sources combined.
+
+        Raises:
+            SettingsError: a key is unknown or a value is invalid; if a file has it, the message names the file.
+        """
+        try:
+            return self._parsed(self.remembered or {}, self.config, self.environment, self.assigned)
+        except SettingsError as error:
+            for path, tree in ((self.config_file, self.config), (self.file, self.remembered or {})):
+                if str(error) == self._fault(tree):
+                    raise SettingsError(f"{path}: {error}") from None
+            raise
+
+    @property
+    def file(self) -> Path:
+        """The settings file of the working directory."""
+        return self.workdir / FILE
+
+    def changes(self) -> Iterator[str]:
+        """A line for each setting of the command line that differs from what the directory remembers.
+
+        Raises:
+            SettingsError: the remembered settings are invalid without those of the command line.
+        """
+        before = self._before()
+        for name, value in self._given().items():
+            if before[name] != value:
+                yield f"{name}: {shown(before[name])} -> {shown(value)}"
+        if (preset := self._preset_given()) is not None and preset != before[PRESET]:
+            chosen = _leaves(self.model, sources.preset(self.model, preset))
+            for name, value in _leaves(self.model, self.remembered or {}).items():
+                if name in chosen and name not in self._given():
+                    yield f"{name}: stays {shown(value)}; preset {preset} has {shown(chosen[name])}"
+
+    def later_words(self, *, keep: bool) -> list[str]:
+        """The options with which a later command has the settings of this one.
+
+        They are the directory, and the values that it does not remember: with ``keep``, those that are never kept.
+        """
+        words = [] if self.workdir == self._bare_workdir() else ["--workdir", str(self.workdir)]
+        before = self._before()
+        for name, value in self._given().items():
+            if (_keepable(name, value) and keep) or before[name] == value or has_secret(value):
+                continue
+            words += ["--preset", value] if name == PRESET else ["--set", f"{name}={_text(value)}"]
+        return words
+
+    def keep(self, *, replace: bool) -> list[str]:
+        """Write the settings of the command line to the directory's file, and return what to tell about it.
+
+        An existing file stays as it is unless ``replace`` is set; then its other settings and its comments stay.
+        """
+        if self.file.exists() and not replace:
+            return []
+        given = self._given()
+        kept = {name: value for name, value in given.items() if _keepable(name, value)}
+        told = [f"Kept in {self.file} for later commands: {', '.join(kept)}."] if kept else []
+        told += [
+            f"{name} contains a password or a key and is not kept in {self.file}: pass it to every command."
+            for name, value in given.items()
+            if has_secret(value)
+        ]
+        try:
+            _write(self.file, kept)
+        except StoreError as error:
+            return [f"WARNING: {error} Later commands need the settings of this one again."]
+        return told
+
+    def _given(self) -> dict[str, Any]:
+        """The values of the command line by name, complete and of their types, such as ``train.epochs``."""
+        given: Tree = {}
+        for tree in (self.config, self.assigned):
+            merge(given, _anchored(tree, Path.cwd()))
+        names = _leaves(self.model, given).keys() - {"workdir"}
+        values = self._values(self.remembered or {}, given)
+        return {name: value for name, value in values.items() if name in names}
+
+    def _before(self) -> dict[str, Any]:
+        """The values without the command line."""
+        try:
+            return self._values(self.remembered or {})
+        except SettingsError as error:
+            raise SettingsError(f"{self.file}: {error}") from None
+
+    def _preset_given(self) -> str | None:
+        return self.assigned.get(PRESET, self.config.get(PRESET))
+
+    def _values(self, *trees: Tree) -> dict[str, Any]:
+        """All settings by name, and the name of the preset. The environment completes them and overrides nothing."""
+        trees = (self.environment, *trees)
+        values = self._parsed(*trees).model_dump(mode="json")
+        return {PRESET: _merged(*trees).get(PRESET, "")} | _leaves(self.model, values)
+
+    def _parsed(self, *trees: Tree) -> Model:
+        merged = _merged(*trees)
+        preset = merged.pop(PRESET, None)
+        tree = {} if preset is None else sources.preset(self.model, str(preset))
+        merge(tree, merged)
+        return parse(self.model, tree | {"workdir": self.workdir})
+
+    def _fault(self, tree: Tree) -> str:
+        """The error of a source by itself; empty if it has none."""
+        try:
+            self._parsed(tree)
+        except SettingsError as error:
+            return str(error)
+        return ""
+
+    def _bare_workdir(self) -> Path:
+        """The working directory of a command without options."""
+        return _workdir_of(self.model, self.environment)
+
+
+def read_layers(
+    model: type[Model], config: Path | None, environment: Mapping[str, str], assigned: Tree, *, remembered: bool = True
+) -> Layers[Model]:
+    """Read all sources; without ``remembered``, the directory's file is ignored.
+
+    Raises:
+        SettingsError: a file cannot be read or is not TOML, or a variable is invalid.
+    """
+    file = {} if config is None else sources.toml_file(model, config)
+    variables = sources.environment(model, environment)
+    workdir = _workdir_of(model, file, variables, assigned)
+    content = read_file(model, workdir) if remembered else None
+    return Layers(model, workdir, content, config, file, variables, assigned)
+
+
+def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
+    """The content of ``WORKDIR/evernear.toml``, with its relative paths resolved there; None if it does not exist.
+
+    Raises:
+        SettingsError: the file cannot be read, is not TOML, or names another working directory.
+    """
+    path = workdir / FILE
+    if not os.path.lexists(path):
+        return None
+    try:
+        tree = sources.toml_file(model, path)
+    except SettingsError as error:
+        raise SettingsError(f"{error} Correct the file, or delete it to forget its settings.") from None
+    named = tree.pop("workdir", None)
+    if named is not None and (workdir / str(named)).resolve() != workdir.resolve():
+        raise SettingsError(f"{path}: workdir = {named} is another directory; remove that line.")
+    return _anchored(tree, workdir.absolute())
+
+
+def has_secret(value: Any) -> bool:
+    """Whether a value contains an address with a user, a password or a key in it."""
+    return without_secrets(_text(value)) != _text(value)
+
+
+def without_secrets(text: str) -> str:
+    """``text`` with ``***`` instead of users, passwords and keys in its addresses."""
+    return _SECRET_PARAMETER.sub(r"\1***", _USER_INFO.sub("://***@", text))
+
+
+def shown(value: Any) -> str:
+    """A value for a message."""
+    return without_secrets(_text(value)) or "empty"
+
+
+def _keepable(name: str, value: Any) -> bool:
+    return name.partition(".")[0] not in ABOUT_ONE_RUN and value is not None and not has_secret(value)
+
+
+def _text(value: Any) -> str:
+    """A value as ``--set`` accepts it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _merged(*trees: Tree) -> Tree:
+    merged: Tree = {}
+    for tree in trees:
+        merge(merged, tree)
+    return merged
+
+
+def _workdir_of(model: type[BaseModel], *trees: Tree) -> Path:
+    default = model.model_fields["workdir"].default
+    return Path(str(_merged(*trees).get("workdir", default)))
+
+
+def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
+    """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``; a value that is a table stays one."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        field = model.model_fields.get(name)
+        if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            leaves |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {}
+        else:
+            leaves[name] = value
+    return leaves
+
+
+def _anchored(tree: Tree, directory: Path) -> Tree:
+    """A copy of ``tree`` in which relative paths start at ``directory``."""
+    anchored = _merged(tree)
+    for name, pattern in (
+        ("data.source", r"(?P<kind>folder:|mnist:)(?P<path>.+)"),
+        ("train.weights", r"(?P<kind>)(?P<path>(?!hub$)(?!.*://).+)"),
+        ("index.uri", r"(?P<kind>)(?P<path>(?!.*://).+\.db)"),
+        ("pipeline.ca_file", r"(?P<kind>)(?P<path>.+)"),
+    ):
+        section, key = name.split(".")
+        values = anchored.get(section)
+        text = values.get(key) if isinstance(values, dict) else None
+        if isinstance(text, str) and (match := re.fullmatch(pattern, text)):
+            anchored[section][key] = match["kind"] + str(directory / Path(match["path"]).expanduser())
+    return anchored
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    """Set ``values`` in the settings file ``path``; everything else in it stays.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    import tomlkit  # only runs need it
+
+    header, text = HEADER, ""
+    if path.exists():
+        with disk_errors(path):
+            header, text = "", path.read_text(encoding="utf-8-sig")
+    document: Any = tomlkit.parse(text)
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        if section and section not in document:
+            document[section] = {}
+        (document[section] if section else document)[key] = value
+    write_atomically(path.resolve(), header + tomlkit.dumps(document).rstrip("\n") + "\n")  # a link stays one
