@@ -4,6 +4,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
@@ -12,7 +13,11 @@ import pytest
 from filelock import FileLock
 from minio import Minio
 from moto.server import ThreadedMotoServer
+from pydantic import BaseModel
 from releases import MakeRelease, System, build_system, open_system, release_maker
+
+from evernear.settings import Settings, layers
+from evernear.settings.sources import Tree
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
 hypothesis.settings.load_profile("no deadline")
@@ -29,6 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _directories(item: pytest.Item) -> list[str]:
     return [part for part in item.path.parts if part in LONGEST_FIRST]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settings_without_those_of_the_checkout() -> Iterator[None]:
+    """Ignore the settings that `make demo` keeps in the directory in which the tests run."""
+    checkout, read_file = Path.cwd() / Settings().workdir, layers.read_file
+
+    def read_other_file(model: type[BaseModel], workdir: Path) -> Tree | None:
+        return None if workdir.absolute() == checkout else read_file(model, workdir)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "read_file", read_other_file)
+        yield
 
 
 @pytest.fixture(scope="session")

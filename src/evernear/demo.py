@@ -20,6 +20,7 @@ from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.serving.torchserve import stop
 from evernear.settings import Settings
+from evernear.settings.layers import command_for
 
 SHOWN_NEIGHBORS = 3
 
@@ -96,17 +97,17 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
 
     print_unwrapped(f"   artifacts and log  {Path(result.paths['log']).parent}")
     print_unwrapped(f"   releases           {settings.store_uri}/releases")
-    workdir = "" if settings.workdir == Settings().workdir else f" --workdir {shlex.quote(str(settings.workdir))}"
+    serve, predict, stop_it = (command_for(settings.workdir, word) for word in ("serve", "predict", "stop"))
     images = f"{shlex.quote(str(settings.workdir / 'demo-images'))}/*.png"
     console.print("\n[bold]5. Next steps[/] (the commands are in .venv/bin)")
     if result.promoted:
         if not keep:
-            print_unwrapped(f"   evernear serve{workdir}                     start TorchServe with this release")
-        print_unwrapped(f"   evernear predict{workdir} {images}")
+            print_unwrapped(f"   {serve}                     start TorchServe with this release")
+        print_unwrapped(f"   {predict} {images}")
     else:
         for step in result.next_steps:
             print_unwrapped(f"   {step.purpose}: {step.command}")
     print_unwrapped("   evernear run --source folder:IMAGES --workdir mine   your own images, one folder per class")
     if result.promoted:
-        print_unwrapped(f"   evernear stop{workdir}                      stop the server")
+        print_unwrapped(f"   {stop_it}                      stop the server")
     print_unwrapped(f"   run page           {result.page}")

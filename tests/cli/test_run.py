@@ -11,9 +11,11 @@ from rich.console import Console
 from evernear import demo, local_run
 from evernear.cli import run
 from evernear.cli.options import run_settings
-from evernear.errors import SettingsError
-from evernear.progress import Event
+from evernear.cli.pipeline import server_settings
+from evernear.errors import SettingsError, TrainingError
+from evernear.progress import Event, RunCommand
 from evernear.settings import Settings, of_run
+from evernear.settings.layers import FILE
 from tests.command_line import evernear
 
 HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
@@ -96,3 +98,90 @@ def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
 def test_contradictory_class_changes_are_rejected(options: dict[str, list[str]], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         run_settings(**options)
+
+
+@pytest.fixture
+def pretend_run(monkeypatch: pytest.MonkeyPatch) -> list[RunCommand]:
+    """Runs that end after their validation; the list receives their commands."""
+    commands: list[RunCommand] = []
+
+    def end_after_validation(settings: Settings, show: Any, *_: Any, command: RunCommand | None = None) -> None:
+        commands.append(command or _[-1])
+        state = "failed" if settings.data.source == "mnist" else "finished"
+        show(Event(at=datetime.now(UTC), step="validate", kind=state, message=""))
+        raise TrainingError("The loss is not finite.")
+
+    monkeypatch.setattr(local_run, "run", end_after_validation)
+    monkeypatch.setattr(demo, "run", end_after_validation)
+    return commands
+
+
+@pytest.mark.parametrize("command", ["run", "reindex", "demo"])
+def test_first_run_keeps_its_settings_for_later_commands(
+    pretend_run: list[RunCommand], tmp_path: Path, command: str
+) -> None:
+    words = ["--source", "folder:images", "--preset", "quick", "--workdir", "my dir", "--set", "target=registry"]
+    first = evernear(command, *words, cwd=tmp_path)
+    assert first.stderr.endswith("evernear: The loss is not finite.\n")
+    kept = "Kept in my dir/evernear.toml for later commands: preset, target, data.source."
+    assert kept in first.stdout + first.stderr
+    assert pretend_run.pop() == RunCommand(typed=(command, *words), later=(command, "--workdir", "my dir"))
+    assert "champion" in evernear("status", "--workdir", "my dir", cwd=tmp_path).stdout
+
+    again = evernear(command, "--workdir", "my dir", "--set", "train.epochs=3", cwd=tmp_path)
+    assert "my dir/evernear.toml has other settings; this run uses:\n  train.epochs: 2 -> 3\n--rem" in again.stderr
+    assert pretend_run.pop().later == (command, "--workdir", "my dir", "--set", "train.epochs=3")
+    assert "has other settings" not in evernear(command, cwd=tmp_path / "my dir").stderr
+    remembered = evernear(command, "--workdir", "my dir", "--set", "train.epochs=3", "--remember", cwd=tmp_path)
+    assert "--remember keeps" not in remembered.stderr
+    assert pretend_run.pop().later == (command, "--workdir", "my dir")
+    assert run_settings(workdir=tmp_path / "my dir").train.epochs == 3
+
+
+def test_run_whose_images_are_not_valid_keeps_nothing(pretend_run: list[RunCommand], tmp_path: Path) -> None:
+    evernear("run", "--source", "mnist", "--workdir", "mine", cwd=tmp_path)
+    assert not (tmp_path / "mine").exists()
+    evernear("run", "--source", "digits", "--workdir", "mine", cwd=tmp_path)
+    assert 'source = "digits"' in (tmp_path / "mine" / FILE).read_text()
+
+
+def test_directory_of_the_environment_is_not_repeated(pretend_run: list[RunCommand], tmp_path: Path) -> None:
+    environment = {"EVERNEAR_WORKDIR": str(tmp_path / "mine"), "EVERNEAR_TARGET": "registry"}
+    evernear("run", "--preset", "quick", environment=environment, cwd=tmp_path)
+    assert pretend_run.pop().later == ("run",)
+    assert (tmp_path / "mine" / FILE).read_text().endswith('\n\npreset = "quick"\n')
+
+
+def test_secret_in_the_command_is_masked(pretend_run: list[RunCommand], tmp_path: Path) -> None:
+    done = evernear("run", "--source", "s3://ada:abc@bucket/p", "--workdir", "mine", cwd=tmp_path)
+    (command,) = pretend_run
+    assert command.typed == ("run", "--source", "s3://***@bucket/p", "--workdir", "mine")
+    assert "data.source contains a password or a key and is not kept in mine/evernear.toml" in done.stderr
+    assert "abc" not in (tmp_path / "mine" / FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("run", "reindex", "demo", "tune", "report", "forget", "doctor", "review", "labels check"),
+        *("predict x.png", "status", "serve", "ready", "stop", "token", "prep", "inspect show x.mar"),
+        *("registry list", "registry promote V", "registry rollback", "deployment render"),
+        *("watch once", "watch status", "watch ship", "slack", "slack ready"),
+    ],
+)
+def test_every_command_with_a_directory_reads_its_settings(tmp_path: Path, command: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / FILE).write_text("[train]\nepoch = 3\n")
+    done = evernear(*command.split(), "--workdir", "mine", cwd=tmp_path)
+    assert done.returncode == SettingsError.exit_code
+    expected = "evernear: mine/evernear.toml: No setting 'train.epoch'; did you mean 'train.epochs'?\n"
+    assert done.stderr == expected
+    assert "train.epoch'" in evernear(*command.split(), environment={"EVERNEAR_WORKDIR": "mine"}, cwd=tmp_path).stderr
+
+
+def test_kubeflow_commands_do_not_read_the_settings_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "evernear-work").mkdir()
+    (tmp_path / "evernear-work" / FILE).write_text('[pipeline]\nendpoint = "http://other.example"\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert server_settings().endpoint == ""

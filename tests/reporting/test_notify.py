@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.progress import COMMAND_VARIABLE, RunCommand
 from evernear.reporting.notify import (
     CONFUSION_MATRIX,
     NextStep,
@@ -14,6 +15,7 @@ from evernear.reporting.notify import (
     load_rules,
 )
 from evernear.run_record import RunRecord, StepRecord
+from evernear.steps import notify
 from evernear.store import Store, open_store
 
 PROMOTE = {"promote": True, "reasons": ["Accuracy is 99%."]}
@@ -151,12 +153,12 @@ def test_held_run_offers_the_settings_that_would_promote_it(
     assert outcome.headline() == f"held: release {VERSION} is not promoted"
 
 
-def test_next_steps_of_a_local_run_repeat_its_options() -> None:
-    words = ("run", "--source", "folder:my images", "--preset", "quick", "--workdir=w", "--set", "store=s3://b/p")
+def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
+    words = ("run", "--retire", "cat", "--workdir=my w", "--set", "store=s3://b/p", "--set=train.epochs=3")
     setting = "gate.beat_baseline=false"
     held = Outcome(run="1", state="held", candidate=VERSION, gate_settings=(setting,), command=words)
-    shared = "--workdir=w --set store=s3://b/p"
-    again = "evernear run --source 'folder:my images' --preset quick --workdir=w --set store=s3://b/p"
+    shared = "'--workdir=my w' --set store=s3://b/p"
+    again = f"evernear run --retire cat {shared} --set=train.epochs=3"
     inspect = f"evernear inspect run {VERSION} --image IMAGE {shared}"
     assert [step.command for step in held.next_steps()] == [
         f"{again} --set {setting}",
@@ -171,3 +173,35 @@ def test_next_steps_of_a_local_run_repeat_its_options() -> None:
     ]
     failed = held.model_copy(update={"state": "failed"})
     assert failed.next_steps() == (NextStep("run again", again),)
+
+
+@pytest.mark.parametrize(
+    ("command", "target", "deployed", "recognize"),
+    [
+        (("run", "--workdir", "mine"), "local", DEPLOYED, "evernear predict --workdir mine IMAGE"),
+        (("run",), "registry", RECORDED, f"evernear inspect run {VERSION} --image IMAGE"),
+        (("run",), "kubernetes", DEPLOYED, f"evernear inspect run {VERSION} --image IMAGE"),
+        ((), "local", DEPLOYED, f"evernear inspect run {VERSION} --image IMAGE"),  # in a pod of KFP
+    ],
+)
+def test_release_on_the_server_of_this_machine_is_asked_there(
+    record: RunRecord, command: tuple[str, ...], target: str, deployed: dict, recognize: str
+) -> None:
+    record.save(verdict=PROMOTE, deployment=deployed, archived={"version": VERSION}, settings={"target": target})
+    outcome = finalize(record, "continuous-training", "SUCCEEDED", "", command)
+    assert outcome.next_steps()[0] == NextStep("recognize an image", recognize)
+
+
+@pytest.mark.parametrize(
+    ("last_step", "command"), [("ingest", "evernear run --source s"), ("validate", "evernear run")]
+)
+def test_failed_run_repeats_its_options_unless_the_directory_remembers_them(
+    record: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_step: str, command: str
+) -> None:
+    typed = RunCommand(typed=("run", "--source", "s"), later=("run",))
+    monkeypatch.setenv(COMMAND_VARIABLE, typed.model_dump_json())
+    record.save_step(step(last_step, "finished"))
+    record.save_step(step("train", "failed", "The loss is not finite."))
+    outcome, page = tmp_path / "outcome", tmp_path / "page.html"
+    notify(record.run, record.store.uri, "continuous-training", "FAILED", "", str(outcome), str(page))
+    assert Outcome.load(outcome).next_steps() == (NextStep("run again", command),)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.settings.layers import FILE
 from tests.scenarios.workspace import Workspace, write_digits
 
 pytestmark = pytest.mark.timeout(900)
@@ -22,6 +23,8 @@ def test_every_command_printed_after_a_held_first_release_works(workspace: Works
     options = "--preset quick --set target=registry --set gate.accuracy_floor=1.0 --set train.epochs=1"
     done = workspace.command("run", *options.split())
     assert done.returncode == 0, done.stderr
+    remembered = (workspace.workdir / FILE).read_text()
+    assert "accuracy_floor = 1.0" in remembered
     reason = re.search(r"  - (Accuracy is .* below the floor of 100.00%\.)", done.stdout)
     assert reason is not None, done.stdout
     assert (done.stdout + done.stderr).count(reason[1]) == 1, "a reason is printed once"
@@ -40,15 +43,20 @@ def test_every_command_printed_after_a_held_first_release_works(workspace: Works
         show, promote = (shlex.split(text)[1:] for text in re.findall("`(evernear [^`]*)`", message))
         assert "below the floor of 100.00%" in workspace.command(*show).stdout
         assert promote[:2] == ["registry", "promote"]
+    assert not [command for command in steps.values() if re.search("--(set (?!gate)|preset|workdir)", command)], (
+        "the working directory remembers its settings"
+    )
     inspect = words(steps["recognize images without promoting it"].replace("IMAGE", shlex.quote(str(image))))
     recognized = workspace.command(*inspect)
     assert recognized.returncode == 0, recognized.stderr
 
     again = workspace.command(*words(steps["run again with a gate that lets it pass"]))
     assert "is the champion" in again.stdout, again.stdout + again.stderr
+    assert "gate.accuracy_floor: 1.0 -> " in again.stderr
+    assert (workspace.workdir / FILE).read_text() == remembered, "a looser gate is for one run"
     for command in (words(steps["promote it anyway"]), promote):
         assert workspace.command(*command).returncode == 0
-        assert workspace.command("registry", "rollback", "--set", "target=registry").returncode == 0
+        assert workspace.command("registry", "rollback").returncode == 0
 
 
 def words(command: str) -> list[str]:

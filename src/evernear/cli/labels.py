@@ -15,6 +15,7 @@ from evernear.disk import disk_errors, write_atomically
 from evernear.errors import DataError
 from evernear.output import print_json, print_line, print_table, quantity
 from evernear.settings import Settings
+from evernear.settings.layers import command_for
 
 app = typer.Typer(
     rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels; exchange with Label Studio."
@@ -49,7 +50,7 @@ def check(settings: Settings, as_json: JsonOption = False) -> None:
     ]
     if rows:
         print_table(["file", "label", "looks like", ""], rows)
-        print_line("Next: evernear review    a person relabels or keeps them")
+        print_line(f"Next: {command_for(settings.workdir, 'review')}    a person relabels or keeps them")
 
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of Label Studio.")]
@@ -120,6 +121,7 @@ def review(settings: Settings, port: PortOption = 8095) -> None:
         print_line(sentence)
     suspects = load_suspects(store, settings.data.source)
     token = secrets.token_urlsafe(24)
-    with message_on_interrupt("Interrupted. Every answer is stored; `evernear review` continues with the queue."):
+    again = command_for(settings.workdir, "review")
+    with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues with the queue."):
         app = create_app(store, answers, target, token, whoami(), suspects)
         serve(app, port, lambda bound: print_line(f"Open http://127.0.0.1:{bound}/?token={token}"))

@@ -11,6 +11,7 @@ from evernear.cli.options import JsonOption, local_settings, with_options
 from evernear.errors import ServingError
 from evernear.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.settings import Settings
+from evernear.settings.layers import command_for
 
 
 @with_options(settings=local_settings)
@@ -46,10 +47,11 @@ def serve(
     if foreground and not was_running:  # a server that was running survives a failure of this command
         adopt(home)
     state = "The TorchServe that was running continues" if was_running else "TorchServe was stopped"
-    with message_on_interrupt(f"Interrupted. {state}; `evernear serve` tries again."):
+    with message_on_interrupt(f"Interrupted. {state}; `{command_for(settings.workdir, 'serve')}` tries again."):
         version = start_torchserve(settings)
     url = endpoints(home).inference_url
-    live = f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `evernear stop` stops it."
+    stop_it = command_for(settings.workdir, "stop")
+    live = f"Release {version} is live at {url}/predictions/{settings.serving.model_name}; `{stop_it}` stops it."
     if not foreground:
         print_line(live)
         return
@@ -65,7 +67,7 @@ def ready(settings: Settings) -> None:
     from evernear.serving.torchserve import is_ready
 
     if not is_ready(home_of(settings.workdir), settings.serving.model_name):
-        print_line("Not ready; `evernear status` shows details.", sys.stderr)
+        print_line(f"Not ready; `{command_for(settings.workdir, 'status')}` shows details.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")
 

@@ -1,6 +1,5 @@
 """``evernear tune`` and ``evernear trial``."""
 
-import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, run_settings, with_options
+from evernear.cli.options import JsonOption, run_layers, run_settings, with_options
 from evernear.output import print_json, print_line
 from evernear.settings import Settings
+from evernear.settings.layers import Layers, command_for, without_secrets
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
@@ -20,9 +20,9 @@ SpaceOption = Annotated[
 ]
 
 
-@with_options(settings=run_settings)
+@with_options(layers=run_layers)
 def tune(
-    settings: Settings,
+    layers: Layers[Settings],
     trials: Annotated[int, typer.Option("--trials", min=1, help="Total number of trials in the study.")] = 20,
     space: SpaceOption = None,
     study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
@@ -33,6 +33,7 @@ def tune(
     from evernear.tuning.study import BEST_FILE
     from evernear.tuning.study import tune as run_study
 
+    settings = layers.settings()
     searched = load_space(space or BUILT_IN)
     directory = study or settings.workdir / "study"
     result = run_study(_ingest_source(settings, directory), settings, searched, trials, directory, _report)
@@ -46,9 +47,10 @@ def tune(
         print_line("No trial was better; the settings stay as they are.")
         return
     print_line(f"  best trial          {result.best}")
-    best = shlex.quote(str(directory / BEST_FILE))
-    source = shlex.quote(settings.data.source)
-    print_line(f"Next: evernear run --source {source} --config {best}    the gate compares it with the champion")
+    remembered = (layers.remembered or {}).get("data", {}).get("source")
+    source = [] if settings.data.source == remembered else ["--source", without_secrets(settings.data.source)]
+    again = command_for(settings.workdir, "run", *source, "--config", str(directory / BEST_FILE))
+    print_line(f"Next: {again}    the gate compares it with the champion")
 
 
 @with_options(settings=run_settings)

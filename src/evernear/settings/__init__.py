@@ -16,7 +16,7 @@ from pydantic import Field
 
 from evernear.errors import SettingsError
 from evernear.settings import sources
-from evernear.settings.layers import PRESET, Layers, read_layers
+from evernear.settings.layers import DEFAULT_WORKDIR, PRESET, Layers, read_layers
 from evernear.settings.section import LocalPath, Section
 from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
 from evernear.settings.sources import Tree, merge, parse
@@ -41,7 +41,7 @@ class RunSettings(Section):
     """The settings of a pipeline run and of the release it deploys. Kubeflow Pipelines passes them as JSON."""
 
     workdir: LocalPath = Field(
-        default=Path("evernear-work"),
+        default=DEFAULT_WORKDIR,
         description="Directory of runs and logs, and of the store unless ``store`` is set.",
     )
     store: str = Field(default="", description="file:///path or s3://bucket/prefix; if empty, WORKDIR/store.")

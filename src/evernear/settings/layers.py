@@ -8,6 +8,7 @@ the reasons.
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from evernear.settings import sources
 from evernear.settings.sources import Tree, merge, parse
 
 FILE = "evernear.toml"
+DEFAULT_WORKDIR = Path("evernear-work")
 PRESET = "preset"
 """The key of the preset, whose settings every source may override."""
 ABOUT_ONE_RUN = ("workdir", "classes")
@@ -92,7 +94,7 @@ class Layers(Generic[Model]):
 
         They are the directory, and the values that it does not remember: with ``keep``, those that are never kept.
         """
-        words = [] if self.workdir == self._bare_workdir() else ["--workdir", str(self.workdir)]
+        words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
         for name, value in self._given().items():
             if (_keepable(name, value) and keep) or before[name] == value or has_secret(value):
@@ -161,10 +163,6 @@ class Layers(Generic[Model]):
             return str(error)
         return ""
 
-    def _bare_workdir(self) -> Path:
-        """The working directory of a command without options."""
-        return _workdir_of(self.model, self.environment)
-
 
 def read_layers(
     model: type[Model], config: Path | None, environment: Mapping[str, str], assigned: Tree, *, remembered: bool = True
@@ -176,7 +174,7 @@ def read_layers(
     """
     file = {} if config is None else sources.toml_file(model, config)
     variables = sources.environment(model, environment)
-    workdir = _workdir_of(model, file, variables, assigned)
+    workdir = _workdir_of(file, variables, assigned)
     content = read_file(model, workdir) if remembered else None
     return Layers(model, workdir, content, config, file, variables, assigned)
 
@@ -197,7 +195,16 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
     named = tree.pop("workdir", None)
     if named is not None and (workdir / str(named)).resolve() != workdir.resolve():
         raise SettingsError(f"{path}: workdir = {named} is another directory; remove that line.")
+    for name, value in tree.items():
+        if _is_section(model, name) and not isinstance(value, Mapping):  # another source would replace it unseen
+            raise SettingsError(f"{path}: {name} = {value} is not a section; write [{name}] and its settings below.")
     return _anchored(tree, workdir.absolute())
+
+
+def command_for(workdir: Path, *words: str) -> str:
+    """``evernear WORDS`` for a working directory, to be shown to a person."""
+    bare = Path(os.environ.get(f"{sources.ENV_PREFIX}WORKDIR", DEFAULT_WORKDIR))
+    return shlex.join(["evernear", *words, *_workdir_words(workdir, bare)])
 
 
 def has_secret(value: Any) -> bool:
@@ -231,21 +238,29 @@ def _merged(*trees: Tree) -> Tree:
     return merged
 
 
-def _workdir_of(model: type[BaseModel], *trees: Tree) -> Path:
-    default = model.model_fields["workdir"].default
-    return Path(str(_merged(*trees).get("workdir", default)))
+def _workdir_of(*trees: Tree) -> Path:
+    return Path(str(_merged(*trees).get("workdir", DEFAULT_WORKDIR)))
+
+
+def _workdir_words(workdir: Path, bare: Path) -> list[str]:
+    """The option for ``workdir``; none if commands without options use it, as they use ``bare``."""
+    return [] if workdir == bare else ["--workdir", str(workdir)]
 
 
 def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
     """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``; a value that is a table stays one."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
-        field = model.model_fields.get(name)
-        if field and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if _is_section(model, name):
             leaves |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, Mapping) else {}
         else:
             leaves[name] = value
     return leaves
+
+
+def _is_section(model: type[BaseModel], name: str) -> bool:
+    field = model.model_fields.get(name)
+    return field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def _anchored(tree: Tree, directory: Path) -> Tree:
