@@ -14,9 +14,10 @@ from evernear.settings.sources import presets
 INTRODUCTION = """\
 # Settings
 
-Every setting has a default. Later sources override earlier ones: the defaults, `--preset`, `--config FILE` (TOML), the
-environment (`EVERNEAR_TRAIN__EPOCHS=3`), `--set train.epochs=3`. An unknown key is an error that suggests the closest
-valid one. Secrets are not settings: [S3 keys](object-store.md) and tokens come from the environment or from files.
+Every setting has a default. Later sources override earlier ones: the defaults, `--preset`, the working directory's
+[`evernear.toml`](your-images.md#settings-of-a-working-directory), `--config FILE` (TOML), the environment
+(`EVERNEAR_TRAIN__EPOCHS=3`), `--set train.epochs=3`. An unknown key is an error that suggests the closest valid one.
+Secrets are not settings: [S3 keys](object-store.md) and tokens come from the environment or from files.
 
 This page is generated from the models in `evernear.settings` when the site is built.
 """
