@@ -157,7 +157,7 @@ def test_ordinary_addresses_are_kept(work: Path, setting: str) -> None:
         ("preset = 'qick'\n", "{file}: No preset 'qick'; known: "),
         ("train = 3\n", "{file}: train = 3 is not a section; write [train] and its settings below."),
         ("[serving]\nkeep = 3\n", "{file}: Setting 'serving.keep' was renamed to 'serving.keep_registered'."),
-        ("[train\nepochs = 3\n", "{file} is not TOML: "),
+        ("[train\nepochs = 3\n", "(at line 1, column 7). Correct it, or delete it to forget its settings."),
         (b"\xff\xfe", "{file} is not TOML: "),
         ("workdir = '/elsewhere'\n", "{file}: workdir = /elsewhere is another directory; remove that line."),
     ],
@@ -185,7 +185,11 @@ def test_fault_of_the_command_line_does_not_blame_the_file(work: Path) -> None:
 
 def test_unreadable_file_is_an_error(work: Path) -> None:
     (work / FILE).mkdir(parents=True)
-    with pytest.raises(SettingsError, match=rf"Cannot read the settings file .*{FILE}: Is a directory"):
+    with pytest.raises(SettingsError, match=rf"Cannot read the settings file .*{FILE}: Is a directory\. Remove it\.$"):
+        layers(work).settings()
+    (work / FILE).rmdir()
+    (work / FILE).symlink_to("nowhere")
+    with pytest.raises(SettingsError, match=r"No such file or directory\. Remove it\.$"):
         layers(work).settings()
 
 
@@ -193,7 +197,9 @@ def test_unreadable_file_is_an_error(work: Path) -> None:
 def test_file_without_permission_is_an_error(work: Path) -> None:
     write(work, "")
     (work / FILE).chmod(0)
-    with pytest.raises(SettingsError, match=rf"Cannot read the settings file .*{FILE}: Permission denied"):
+    with pytest.raises(
+        SettingsError, match=rf"Cannot read the settings file .*{FILE}: Permission denied\. Make it readable"
+    ):
         layers(work).settings()
 
 

@@ -28,6 +28,7 @@ def test_first_run_promotes_and_reports_its_paths(served: tuple[Workspace, dict]
     _, result = served
     assert result["promoted"] is True
     assert result["state"] == "promoted"
+    assert result["next_steps"][0] == ["recognize an image", "evernear predict IMAGE"]
     assert result["metrics"]["accuracy"] > 0.9
     assert set(result["steps_s"]) >= {"ingest", "train", "gate", "archive", "deploy", "notify"}
     for path in result["paths"].values():

@@ -6,6 +6,7 @@
 
 import errno
 import json
+import shlex
 import socket
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -13,16 +14,22 @@ from typing import ClassVar, Literal
 from evernear.errors import PortInUseError, ServerUnreachableError, ServingError
 from evernear.frozen import Frozen
 from evernear.settings import ServingSettings
+from evernear.settings.layers import default_workdir
 
 STATE_FILE = "server.json"
 KEY_FILE = "key_file.json"
 OWNER_FILE = "owner.pid"
-START_HINT = "start it with `evernear serve`"
 
 
 def home_of(workdir: Path) -> Path:
     """The directory in which the TorchServe of ``workdir`` runs: configuration, keys, logs, model store."""
     return workdir.resolve() / "torchserve"
+
+
+def start_hint(home: Path) -> str:
+    """How to start the TorchServe of ``home``."""
+    bare = home == home_of(default_workdir())
+    return "start it with `evernear serve`" + ("" if bare else f" and --workdir {shlex.quote(str(home.parent))}")
 
 
 class Endpoints(Frozen):
@@ -150,7 +157,7 @@ def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingErr
 
 
 def _not_running(home: Path) -> ServerUnreachableError:
-    return ServerUnreachableError(f"No TorchServe runs in {home}; {START_HINT}.")
+    return ServerUnreachableError(f"No TorchServe runs in {home}; {start_hint(home)}.")
 
 
 def _other_user_error(home: Path) -> ServingError:

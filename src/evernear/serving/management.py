@@ -9,7 +9,7 @@ from pydantic import Field
 
 from evernear.errors import ServerUnreachableError, ServingError
 from evernear.frozen import Frozen
-from evernear.serving.endpoints import START_HINT, endpoints, read_key
+from evernear.serving.endpoints import endpoints, read_key, start_hint
 from evernear.settings import ServingSettings
 
 TIMEOUT_S = 30
@@ -98,7 +98,7 @@ class Management:
         except (httpx.ReadTimeout, httpx.WriteTimeout):
             raise ServingError(f"TorchServe did not answer {method} {path} within {timeout_s} s.") from None
         except httpx.TransportError:
-            raise ServerUnreachableError(f"TorchServe does not answer at {url}; {START_HINT}.") from None
+            raise ServerUnreachableError(f"TorchServe does not answer at {url}; {start_hint(self._home)}.") from None
         if not response.is_success:
             raise ServingError(f"TorchServe rejected {method} {path}: {_reason(response)}")
         return response.json()

@@ -191,7 +191,7 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
     try:
         tree = sources.toml_file(model, path)
     except SettingsError as error:
-        raise SettingsError(f"{error} Correct the file, or delete it to forget its settings.") from None
+        raise SettingsError(f"{error} {_remedy(path)}") from None
     named = tree.pop("workdir", None)
     if named is not None and (workdir / str(named)).resolve() != workdir.resolve():
         raise SettingsError(f"{path}: workdir = {named} is another directory; remove that line.")
@@ -201,10 +201,14 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
     return _anchored(tree, workdir.absolute())
 
 
+def default_workdir() -> Path:
+    """The working directory of a command without options."""
+    return Path(os.environ.get(f"{sources.ENV_PREFIX}WORKDIR", DEFAULT_WORKDIR))
+
+
 def command_for(workdir: Path, *words: str) -> str:
     """``evernear WORDS`` for a working directory, to be shown to a person."""
-    bare = Path(os.environ.get(f"{sources.ENV_PREFIX}WORKDIR", DEFAULT_WORKDIR))
-    return shlex.join(["evernear", *words, *_workdir_words(workdir, bare)])
+    return shlex.join(["evernear", *words, *_workdir_words(workdir, default_workdir())])
 
 
 def has_secret(value: Any) -> bool:
@@ -256,6 +260,15 @@ def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
         else:
             leaves[name] = value
     return leaves
+
+
+def _remedy(path: Path) -> str:
+    """How to mend a settings file that cannot be read or is not TOML."""
+    if not path.is_file():
+        return "Remove it."
+    if not os.access(path, os.R_OK):
+        return "Make it readable for this user, or choose another --workdir."
+    return "Correct it, or delete it to forget its settings."
 
 
 def _is_section(model: type[BaseModel], name: str) -> bool:

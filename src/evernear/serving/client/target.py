@@ -13,7 +13,7 @@ import certifi
 
 from evernear.errors import SettingsError
 from evernear.masking import remember, usable
-from evernear.serving.endpoints import START_HINT, endpoints, home_of, host_and_port, read_key
+from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.settings import RunSettings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
@@ -60,7 +60,7 @@ class Target:
             Target.remote(settings, server.inference_host, format),
             port=server.grpc_inference_port if format == "grpc" else server.inference_port,
             token=partial(read_key, home, "inference"),
-            hint=START_HINT,
+            hint=start_hint(home),
         )
 
     @staticmethod
