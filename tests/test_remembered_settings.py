@@ -34,8 +34,8 @@ def test_later_commands_have_the_settings_of_the_first_run(work: Path) -> None:
     words = ("data.source=folder:images", "target=registry", "train.learning_rate=0.001", "index.uri=gallery.db")
     first = layers(work, *words, preset="quick", config=config, environment={"EVERNEAR_TRAIN__SEED": "5"})
     assert first.later_words(keep=True) == ["--workdir", str(work)]
-    (told,) = first.keep(replace=False)
-    assert told.startswith(f"Kept in {work / FILE} for later commands: preset, target, data.source, ")
+    (lines,) = first.keep(replace=False)
+    assert lines.startswith(f"Kept in {work / FILE} for later commands: preset, target, data.source, ")
 
     later = layers(work)
     assert not list(later.changes())
@@ -132,11 +132,11 @@ def test_first_run_without_settings_also_leaves_a_file(work: Path) -> None:
     ],
 )
 def test_secret_is_neither_kept_nor_shown(work: Path, setting: str, masked: str) -> None:
-    given = layers(work, setting, "target=registry")
+    secret = layers(work, setting, "target=registry")
     name, _, value = setting.partition("=")
-    told = given.keep(replace=False)
-    assert told[1].startswith(f"{name} contains a password or a key and is not kept in {work / FILE}: ")
-    shown = "\n".join([(work / FILE).read_text(), *given.changes(), *given.later_words(keep=False), *told])
+    lines = secret.keep(replace=False)
+    assert lines[1].startswith(f"{name} contains a password or a key and is not kept in {work / FILE}: ")
+    shown = "\n".join([(work / FILE).read_text(), *secret.changes(), *secret.later_words(keep=False), *lines])
     assert "abc" not in shown
     assert f"{name}: " in shown
     assert masked in shown
@@ -237,8 +237,8 @@ def test_linked_file_stays_a_link(work: Path) -> None:
 
 def test_run_goes_on_if_the_file_cannot_be_written(work: Path) -> None:
     work.write_text("a file, not a directory")
-    (told,) = layers(work, "target=registry").keep(replace=False)
-    assert told.startswith(f"WARNING: {work / FILE} cannot be read or written: File exists. ")
+    (lines,) = layers(work, "target=registry").keep(replace=False)
+    assert lines.startswith(f"WARNING: {work / FILE} cannot be read or written: File exists. ")
 
 
 def test_settings_that_need_those_of_the_environment_are_kept(work: Path) -> None:

@@ -80,13 +80,13 @@ class Layers(Generic[Model]):
             SettingsError: the remembered settings are invalid without those of the command line.
         """
         before = self._before()
-        for name, value in self._given().items():
+        for name, value in self._explicit().items():
             if before[name] != value:
                 yield f"{name}: {shown(before[name])} -> {shown(value)}"
-        if (preset := self._preset_given()) is not None and preset != before[PRESET]:
+        if (preset := self._explicit_preset()) is not None and preset != before[PRESET]:
             chosen = _leaves(self.model, sources.preset(self.model, preset))
             for name, value in _leaves(self.model, self.remembered or {}).items():
-                if name in chosen and name not in self._given():
+                if name in chosen and name not in self._explicit():
                     yield f"{name}: stays {shown(value)}; preset {preset} has {shown(chosen[name])}"
 
     def later_words(self, *, keep: bool) -> list[str]:
@@ -96,40 +96,38 @@ class Layers(Generic[Model]):
         """
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
-        for name, value in self._given().items():
+        for name, value in self._explicit().items():
             if (_keepable(name, value) and keep) or before[name] == value or has_secret(value):
                 continue
             words += ["--preset", value] if name == PRESET else ["--set", f"{name}={_text(value)}"]
         return words
 
     def keep(self, *, replace: bool) -> list[str]:
-        """Write the settings of the command line to the directory's file, and return what to tell about it.
+        """Write the settings of the command line to the directory's file; return lines that say so.
 
         An existing file stays as it is unless ``replace`` is set; then its other settings and its comments stay.
         """
         if self.file.exists() and not replace:
             return []
-        given = self._given()
-        kept = {name: value for name, value in given.items() if _keepable(name, value)}
-        told = [f"Kept in {self.file} for later commands: {', '.join(kept)}."] if kept else []
-        told += [
+        explicit = self._explicit()
+        values = {name: value for name, value in explicit.items() if _keepable(name, value)}
+        lines = [f"Kept in {self.file} for later commands: {', '.join(values)}."] if values else []
+        lines += [
             f"{name} contains a password or a key and is not kept in {self.file}: pass it to every command."
-            for name, value in given.items()
+            for name, value in explicit.items()
             if has_secret(value)
         ]
         try:
-            _write(self.file, kept)
+            _write(self.file, values)
         except StoreError as error:
             return [f"WARNING: {error} Later commands need the settings of this one again."]
-        return told
+        return lines
 
-    def _given(self) -> dict[str, Any]:
-        """The values of the command line by name, complete and of their types, such as ``train.epochs``."""
-        given: Tree = {}
-        for tree in (self.config, self.assigned):
-            merge(given, _anchored(tree, Path.cwd()))
-        names = _leaves(self.model, given).keys() - {"workdir"}
-        values = self._values(self.remembered or {}, given)
+    def _explicit(self) -> dict[str, Any]:
+        """The values of the command line by name, such as ``train.epochs``, complete and of their types."""
+        command_line = _merged(*(_anchored(tree, Path.cwd()) for tree in (self.config, self.assigned)))
+        names = _leaves(self.model, command_line).keys() - {"workdir"}
+        values = self._values(self.remembered or {}, command_line)
         return {name: value for name, value in values.items() if name in names}
 
     def _before(self) -> dict[str, Any]:
@@ -139,7 +137,7 @@ class Layers(Generic[Model]):
         except SettingsError as error:
             raise SettingsError(f"{self.file}: {error}") from None
 
-    def _preset_given(self) -> str | None:
+    def _explicit_preset(self) -> str | None:
         return self.assigned.get(PRESET, self.config.get(PRESET))
 
     def _values(self, *trees: Tree) -> dict[str, Any]:
