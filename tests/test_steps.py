@@ -179,6 +179,16 @@ def test_ingest_reports_a_missing_directory_before_a_busy_port(
             assert message in capsys.readouterr().err
 
 
+def test_validate_mentions_what_is_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "notes.txt").write_text("notes")
+    ingest_noise(tmp_path, "01")
+    settings = RunSettings(store=(tmp_path / "store").as_uri())
+    steps.validate("run", settings.model_dump(mode="json"), str(tmp_path), str(tmp_path / "report.md"))
+    shown = capsys.readouterr().out
+    assert "finished: no problems. 1 file is not an image and was left out: notes.txt\n" in shown
+
+
 def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ingest_noise(tmp_path, "01")
     settings = RunSettings(store=(tmp_path / "store").as_uri())

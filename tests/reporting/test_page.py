@@ -263,6 +263,15 @@ def test_labels_and_messages_are_escaped(
         assert html.count("&lt;script&gt;") > 3
 
 
+def test_information_of_the_validation_is_no_warning(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    report = validate(system.dataset, ValidationSettings()).model_dump(mode="json")
+    finding = {"rule": "litter", "severity": "info", "message": "7 files were left out.", "names": [], "count": 7}
+    save(record, system, measured, validation=report | {"findings": [finding]})
+    assert '<p class="muted"><b>litter</b>: 7 files were left out.</p>' in run_page(record)
+
+
 def thousand_classes(measured: tuple[Evaluation, Examples]) -> tuple[Evaluation, Examples]:
     """The largest examples, of images of 96 x 96 noise, and an evaluation of 1,000 classes."""
     evaluation, examples = measured
