@@ -19,7 +19,8 @@ from pathlib import Path
 from evernear.data.ledger import PublishedLedger
 from evernear.data.manifest import Manifest, Split
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import FileEntry, open_source, without_change_time
+from evernear.data.sources import FileEntry, open_source
+from evernear.data.sources.base import without_change_time
 from evernear.data.splits import split_fractions
 from evernear.disk import disk_errors, sha256_bytes
 from evernear.settings import DataSettings

@@ -2,28 +2,13 @@
 
 from pathlib import Path
 
-from evernear.data.sources.base import (
-    ArrayBlock,
-    ArraySource,
-    FileEntry,
-    FileSource,
-    NameSample,
-    without_change_time,
-)
+from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource, NameSample
 from evernear.data.sources.digits import Digits
 from evernear.data.sources.folder import Bucket, Folder
 from evernear.data.sources.mnist import Mnist, download_mnist
 from evernear.errors import SettingsError
 
-__all__ = [
-    "ArrayBlock",
-    "ArraySource",
-    "FileEntry",
-    "FileSource",
-    "NameSample",
-    "open_source",
-    "without_change_time",
-]
+__all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample", "open_source"]
 
 
 def open_source(source: str) -> ArraySource | FileSource:
