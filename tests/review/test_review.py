@@ -3,11 +3,14 @@
 import base64
 import os
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -374,3 +377,16 @@ def test_page_requires_the_token(store: Store, source: Path) -> None:
         assert response.status_code == 403
     assert client.post("/?token=secret", content=b"x" * 5000).status_code == 413
     assert store.find(ANSWERS) is None
+
+
+def test_printed_url_opens_the_page(store: Store, source: Path) -> None:
+    """The output of a program is masked, but the token of this URL is for the person who reads it."""
+    words = ["review", "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
+    command = [sys.executable, "-c", "from evernear.cli import main; main()", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as review:
+        try:
+            assert review.stdout is not None
+            url = review.stdout.readline().removeprefix("Open ").strip()
+            assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
+        finally:
+            review.terminate()

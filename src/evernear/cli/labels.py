@@ -13,7 +13,7 @@ from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import JsonOption, run_settings, with_options
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import DataError
-from evernear.output import print_json, print_line, print_table, quantity
+from evernear.output import print_json, print_line, print_secret, print_table, quantity
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
@@ -124,4 +124,4 @@ def review(settings: Settings, port: PortOption = 8095) -> None:
     again = command_for(settings.workdir, "review")
     with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues with the queue."):
         app = create_app(store, answers, target, token, whoami(), suspects)
-        serve(app, port, lambda bound: print_line(f"Open http://127.0.0.1:{bound}/?token={token}"))
+        serve(app, port, lambda bound: print_secret(f"Open http://127.0.0.1:{bound}/?token={token}"))
