@@ -24,7 +24,7 @@ from evernear.endings import describe_ending, shadowed_modules
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.frozen import Frozen
 from evernear.locations import with_absolute_locations
-from evernear.masking import copy_masked, mask
+from evernear.masking import copy_masked
 from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import NextStep, Outcome

@@ -94,6 +94,7 @@ class _Progress:
         """Print a line between those of the steps."""
         self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)
 
+
 def _rereading(settings: Settings, reread: bool) -> Settings:
     if not reread:
         return settings
