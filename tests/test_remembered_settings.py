@@ -108,10 +108,12 @@ def test_preset_of_the_command_line_replaces_the_remembered_one(work: Path) -> N
 
 
 def test_what_is_about_one_run_is_not_kept(work: Path) -> None:
-    retired = layers(work, 'classes.retired=["cat"]', "target=registry")
-    assert retired.later_words(keep=True) == ["--workdir", str(work), "--set", 'classes.retired=["cat"]']
+    retired = layers(work, 'classes.retired=["cat"]', "data.reread=true", "target=registry")
+    once = ["--set", "data.reread=true", "--set", 'classes.retired=["cat"]']
+    assert retired.later_words(keep=True) == ["--workdir", str(work), *once]
     retired.keep(replace=False)
     assert layers(work).settings().classes.retired == ()
+    assert not layers(work).settings().data.reread
     assert layers(work).settings().target == "registry"
 
 
@@ -125,19 +127,19 @@ def test_first_run_without_settings_also_leaves_a_file(work: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "masked"),
     [
-        ("store=s3://AKIA1:abc/def@bucket/p", "s3://***@bucket/p"),
-        ("data.source=s3://bucket/p?X-Amz-Signature=abc&x=1", "s3://bucket/p?X-Amz-Signature=***&x=1"),
-        ("pipeline.endpoint=http://ada:abc@kfp.example", "http://***@kfp.example"),
-        ("kubernetes.otlp_endpoint=http://collector?api_key=abc", "http://collector?api_key=***"),
+        ("store=s3://ada:hunter2/2@bucket/p", "s3://***@bucket/p"),
+        ("data.source=s3://bucket/p?X-Amz-Signature=hunter2&x=1", "s3://bucket/p?X-Amz-Signature=***&x=1"),
+        ("pipeline.endpoint=http://ada:hunter2@kfp.example", "http://***@kfp.example"),
+        ("kubernetes.otlp_endpoint=http://collector?api_key=hunter2", "http://collector?api_key=***"),
     ],
 )
 def test_secret_is_neither_kept_nor_shown(work: Path, setting: str, masked: str) -> None:
     secret = layers(work, setting, "target=registry")
     name, _, value = setting.partition("=")
     lines = secret.keep(replace=False)
-    assert lines[1].startswith(f"{name} contains a password or a key and is not kept in {work / FILE}: ")
+    assert lines[1].startswith(f"{name} contains a secret and is not kept in {work / FILE}: ")
     shown = "\n".join([(work / FILE).read_text(), *secret.changes(), *secret.later_words(keep=False), *lines])
-    assert "abc" not in shown
+    assert "hunter2" not in shown
     assert f"{name}: " in shown
     assert masked in shown
     assert "***" not in value
@@ -158,7 +160,7 @@ def test_ordinary_addresses_are_kept(work: Path, setting: str) -> None:
         ("train = 3\n", "{file}: train = 3 is not a section; write [train] and its settings below."),
         ("[serving]\nkeep = 3\n", "{file}: Setting 'serving.keep' was renamed to 'serving.keep_registered'."),
         ("[train\nepochs = 3\n", "(at line 1, column 7). Correct it, or delete it to forget its settings."),
-        (b"\xff\xfe", "{file} is not TOML: "),
+        (b"\x80", "{file} is not TOML: "),
         ("workdir = '/elsewhere'\n", "{file}: workdir = /elsewhere is another directory; remove that line."),
     ],
 )
@@ -233,6 +235,22 @@ def test_linked_file_stays_a_link(work: Path) -> None:
     layers(work, "target=registry").keep(replace=True)
     assert (work / FILE).is_symlink()
     assert shared.read_text() == 'target = "registry"\n'
+
+
+def test_file_of_a_windows_editor_can_be_kept_up_to_date(work: Path) -> None:
+    write(work, "# mine\r\n".encode("utf-16"))
+    layers(work, "target=registry").keep(replace=True)
+    assert (work / FILE).read_text() == '# mine\ntarget = "registry"\n'
+    assert layers(work).settings().target == "registry"
+
+
+def test_home_directory_is_expanded(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(work.parent))
+    write(work, 'target = "registry"\n[data]\nsource = "folder:~/images"\n')
+    loaded = settings.load(environment={"EVERNEAR_WORKDIR": "~/work"})
+    assert (loaded.workdir, loaded.target, loaded.data.source) == (work, "registry", f"folder:{work.parent}/images")
+    with pytest.raises(SettingsError, match="no user has the home directory ~nobody-here"):
+        settings.load(environment={"EVERNEAR_WORKDIR": "~nobody-here/work"})
 
 
 def test_run_goes_on_if_the_file_cannot_be_written(work: Path) -> None:

@@ -18,25 +18,25 @@ from pydantic import BaseModel
 
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import SettingsError, StoreError
+from evernear.masking import MASK, mask
 from evernear.settings import sources
+from evernear.settings.section import expanded
 from evernear.settings.sources import Tree, merge, parse
 
 FILE = "evernear.toml"
 DEFAULT_WORKDIR = Path("evernear-work")
 PRESET = "preset"
 """The key of the preset, whose settings every source may override."""
-ABOUT_ONE_RUN = ("workdir", "classes")
-"""Settings that are never kept: the directory itself, and the classes removed or renamed in one run."""
+ABOUT_ONE_RUN = ("classes.retired", "classes.renamed", "data.reread")
+"""Settings that are never kept."""
 HEADER = """\
 # Settings of this working directory, from the command line of its first run. Every command with this --workdir
 # reads them; --config, the environment and --set override them. Edit them here, or pass other ones to a run with
 # --remember.
 
 """
-_USER_INFO = re.compile(r"://[^/\s@]*(?::[^\s@]*)?@")
-_SECRET_PARAMETER = re.compile(
-    r"([?&][^=&\s]*(?:token|secret|signature|sig|password|credential|key|keyid)[^=&\s]*=)[^&\s]*", re.IGNORECASE
-)
+_LOGIN = re.compile(r"://[^/\s@]*:[^\s@]*@")
+"""A user and a password in an address. The password may contain a slash, as secret keys of S3 do."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -113,7 +113,7 @@ class Layers(Generic[Model]):
         values = {name: value for name, value in explicit.items() if _keepable(name, value)}
         lines = [f"Kept in {self.file} for later commands: {', '.join(values)}."] if values else []
         lines += [
-            f"{name} contains a password or a key and is not kept in {self.file}: pass it to every command."
+            f"{name} contains a secret and is not kept in {self.file}: pass it to every command."
             for name, value in explicit.items()
             if has_secret(value)
         ]
@@ -201,7 +201,7 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
 
 def default_workdir() -> Path:
     """The working directory of a command without options."""
-    return Path(os.environ.get(f"{sources.ENV_PREFIX}WORKDIR", DEFAULT_WORKDIR))
+    return _expanded(os.environ.get(f"{sources.ENV_PREFIX}WORKDIR") or str(DEFAULT_WORKDIR))
 
 
 def command_for(workdir: Path, *words: str) -> str:
@@ -210,13 +210,13 @@ def command_for(workdir: Path, *words: str) -> str:
 
 
 def has_secret(value: Any) -> bool:
-    """Whether a value contains an address with a user, a password or a key in it."""
+    """Whether a value contains a secret, such as an address with a password or a signature in it."""
     return without_secrets(_text(value)) != _text(value)
 
 
 def without_secrets(text: str) -> str:
-    """``text`` with ``***`` instead of users, passwords and keys in its addresses."""
-    return _SECRET_PARAMETER.sub(r"\1***", _USER_INFO.sub("://***@", text))
+    """``text`` with its secrets masked."""
+    return mask(_LOGIN.sub(f"://{MASK}@", text))
 
 
 def shown(value: Any) -> str:
@@ -225,7 +225,7 @@ def shown(value: Any) -> str:
 
 
 def _keepable(name: str, value: Any) -> bool:
-    return name.partition(".")[0] not in ABOUT_ONE_RUN and value is not None and not has_secret(value)
+    return name not in ABOUT_ONE_RUN and value is not None and not has_secret(value)
 
 
 def _text(value: Any) -> str:
@@ -241,7 +241,19 @@ def _merged(*trees: Tree) -> Tree:
 
 
 def _workdir_of(*trees: Tree) -> Path:
-    return Path(str(_merged(*trees).get("workdir", DEFAULT_WORKDIR)))
+    return _expanded(str(_merged(*trees).get("workdir", DEFAULT_WORKDIR)))
+
+
+def _expanded(path: str) -> Path:
+    """``path`` as its setting has it, with ``~`` as the home directory.
+
+    Raises:
+        SettingsError: no user has the name after ``~``.
+    """
+    try:
+        return expanded(Path(path))
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}.") from None
 
 
 def _workdir_words(workdir: Path, bare: Path) -> list[str]:
@@ -287,7 +299,7 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
         values = anchored.get(section)
         text = values.get(key) if isinstance(values, dict) else None
         if isinstance(text, str) and (match := re.fullmatch(pattern, text)):
-            anchored[section][key] = match["kind"] + str(directory / Path(match["path"]).expanduser())
+            anchored[section][key] = match["kind"] + str(directory / _expanded(match["path"]))
     return anchored
 
 
@@ -302,7 +314,7 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
     header, text = HEADER, ""
     if path.exists():
         with disk_errors(path):
-            header, text = "", path.read_text(encoding="utf-8-sig")
+            header, text = "", sources.text_of(path.read_bytes())
     document: Any = tomlkit.parse(text)
     for name, value in values.items():
         section, _, key = name.rpartition(".")

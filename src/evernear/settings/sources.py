@@ -102,14 +102,14 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
         SettingsError: the file cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(_text_of(path.expanduser().read_bytes()))
+        return tomllib.loads(text_of(path.expanduser().read_bytes()))
     except OSError as error:
         raise SettingsError(f"Cannot read the settings file {path}: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"The settings file {path} is not TOML: {error}.") from None
 
 
-def _text_of(data: bytes) -> str:
+def text_of(data: bytes) -> str:
     """Decode UTF-8, or UTF-16 with a byte order mark: editors on Windows write one, and PowerShell writes UTF-16."""
     return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
