@@ -51,7 +51,8 @@ def test_image_within_limits_is_decoded_without_metadata(name: str, passes: list
     file = inspect(data, 10_000)
     assert file.pixels > 6_000
     assert decode(data, LIMIT).size == (file.width_px, file.height_px)
-    (decoded,) = passes
+    decoded, *again = passes
+    assert again == [decoded] * (name.startswith("PNG, RGBA, 16 bits")), "once for the upper bytes, once for the lower"
     assert not [mark for mark in (b"Exif", b"eXIf", b"tEXt", b"zTXt", b"iCCP", b"ICC_PROFILE") if mark in decoded]
     assert len(decoded) <= len(data)
 
@@ -87,13 +88,11 @@ def test_webp_is_decoded_without_its_metadata(passes: list[bytes], mode: str, lo
     assert (file.format, file.width_px, file.height_px, file.orientation) == ("WEBP", 40, 30, 6)
     assert not [kind for kind in (b"EXIF", b"ICCP", b"XMP ") if kind in file.data]
     assert inspect(plain, LIMIT).data == file.data
-    with Image.open(BytesIO(plain), formats=("WEBP",)) as image:
-        white = Image.new("RGBA", image.size, "white")
-        white.alpha_composite(image.convert("RGBA"))
+    upright = decode(plain, LIMIT)
     passes.clear()
     decoded = decode(data, LIMIT)
     assert len(passes) == 1
-    assert decoded.tobytes() == white.convert("RGB").transpose(Image.Transpose.ROTATE_270).tobytes()
+    assert decoded.tobytes() == upright.transpose(Image.Transpose.ROTATE_270).tobytes()
 
 
 def test_webp_counts_its_pixels_and_its_groups_of_codes() -> None:

@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest, ledger_key
-from evernear.data.preprocess import decode_inspected
+from evernear.data.preprocess import Picture, decode_inspected
+from evernear.data.reduction import BitDepth
 from evernear.data.source_diff import fetch_ledger
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
@@ -36,9 +36,9 @@ def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, conten
         (tree / ("1", "2", "7")[number % 3] / f"{number}.png").write_bytes(make_image(number))
     decoded: list[str] = []
 
-    def counting(file: EncodedImage) -> Image.Image:
+    def counting(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
         decoded.append(file.name)
-        return decode_inspected(file)
+        return decode_inspected(file, bit_depth)
 
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
     # Changed split fractions apply only to new images.

@@ -12,7 +12,8 @@ from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.manifest import Manifest
-from evernear.data.preprocess import decode_inspected
+from evernear.data.preprocess import Picture, decode_inspected
+from evernear.data.reduction import BitDepth
 from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
 
@@ -331,12 +332,12 @@ def test_number_of_large_images_decoded_concurrently_is_bounded(tree, run_ingest
         (tree / "1" / f"large-{number}.png").write_bytes(make_image(1000 + number, (100, 100)))
     lock, now, most = threading.Lock(), 0, 0
 
-    def counting(file: EncodedImage) -> Image.Image:
+    def counting(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
         nonlocal now, most
         with lock:
             now += file.pixels
             most = max(most, now)
-        image = decode_inspected(file)
+        image = decode_inspected(file, bit_depth)
         with lock:
             now -= file.pixels
         return image
@@ -354,9 +355,9 @@ def test_files_are_read_concurrently_and_decoded_by_few_threads(tree, run_ingest
         together.wait()
         return real_read(folder, name)
 
-    def decode(file: EncodedImage) -> Image.Image:
+    def decode(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
         decoders.add(threading.current_thread().name)
-        return decode_inspected(file)
+        return decode_inspected(file, bit_depth)
 
     take_one = run_ingest(tree)  # the size of the images is known from here on
     for path in sorted(tree.rglob("*.png")):

@@ -192,7 +192,7 @@ def test_interrupted_ingest_continues_at_its_checkpoint(
             path.write_bytes(make_image(number, (70, 70)))
 
     def ingest(**settings: object) -> Manifest:
-        return run_ingest(root, size_px=70, channels="gray", **settings)
+        return run_ingest(root, size_px=70, channels="gray", bit_depth=16, **settings)  # nothing to sample
 
     monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 16)
     add(range(30))

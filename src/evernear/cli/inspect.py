@@ -137,7 +137,8 @@ def _print_description(description: "Description") -> None:
     _heading("preprocessing")
     print_line(
         f"  {shape.height_px} x {shape.width_px} pixels, {'grayscale' if shape.channels == 1 else 'RGB'}, "
-        f"{shape.interpolation}; in the network: mean {_numbers(shape.mean)}, std {_numbers(shape.std)}"
+        f"{shape.interpolation}, 16-bit images read as {shape.bit_depth or 16} bits; in the network: mean "
+        f"{_numbers(shape.mean)}, std {_numbers(shape.std)}"
     )
     _heading("index")
     search = f" ({_safe(index.search)})" if index.search else ""

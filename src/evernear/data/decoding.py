@@ -7,10 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from evernear.data.image_file import EncodedImage, has_image_signature, has_image_suffix, inspect
-from evernear.data.preprocess import Pixels, Resize, decode_inspected, image_digest, to_array
+from evernear.data.preprocess import Flaw, Pixels, Resize, decode_inspected, to_array
+from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource
 from evernear.errors import DataError
 
@@ -21,13 +20,22 @@ PIXEL_SETTING = "data.max_pixels"
 
 
 @dataclass(frozen=True)
+class ImageForm:
+    """How a dataset stores images, fixed by its first ingest: the fields of its `evernear.data.manifest.Manifest`."""
+
+    shape: tuple[int, int, int]
+    resize: Resize = "stretch"
+    bit_depth: BitDepth | None = None
+
+
+@dataclass(frozen=True)
 class DecodedImage:
     """``pixels`` is uint8 (H, W, C) in the shape of the dataset; the rest describes the original image."""
 
     entry: FileEntry
     digest: bytes
     size: tuple[int, int]
-    constant: bool
+    flaws: Flaw
     pixels: Pixels
 
 
@@ -44,16 +52,13 @@ class NotAnImageError(DataError):
 
 
 class Decoder:
-    """Reads files of ``source`` and decodes them to ``shape`` (H, W, C); memory does not grow with the threads.
+    """Reads files of ``source`` and decodes them to ``form``; memory does not grow with the threads.
 
     Reading waits for a disk or a bucket and decoding for the CPU, so each has a pool of threads.
     """
 
-    def __init__(
-        self, source: FileSource, shape: tuple[int, int, int], max_pixels: int, resize: Resize = "stretch"
-    ) -> None:
-        self._source, self._shape, self._max_pixels = source, shape, max_pixels
-        self._resize: Resize = resize
+    def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
+        self._source, self._form, self._max_pixels = source, form, max_pixels
         self._file_budget_bytes = _Budget(_MAX_CONCURRENT_LARGEST * _max_file_size_bytes(max_pixels))
         self._pixel_budget = _Budget(_MAX_CONCURRENT_LARGEST * max_pixels)
 
@@ -91,14 +96,13 @@ class Decoder:
         with reserved:
             try:
                 with self._pixel_budget.reserve(encoded.pixels):
-                    image = decode_inspected(encoded)
-                    extrema = np.asarray(image.getextrema()).reshape(-1, 2)
+                    picture = decode_inspected(encoded, self._form.bit_depth)
                     return DecodedImage(
                         entry=entry,
-                        digest=image_digest(image),
-                        size=image.size,
-                        constant=bool((extrema[:, 0] == extrema[:, 1]).all()),
-                        pixels=to_array(image, *self._shape, self._resize),
+                        digest=picture.digest(),
+                        size=picture.image.size,
+                        flaws=picture.flaws(),
+                        pixels=to_array(picture.image, *self._form.shape, self._form.resize),
                     )
             except DataError as error:
                 return DecodeFailure(entry, str(error))

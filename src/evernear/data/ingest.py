@@ -16,16 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from evernear.code_digest import code_digest
-from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, read_image
+from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm, read_image
 from evernear.data.ledger import Ledger, NewImage, batched
 from evernear.data.manifest import SPLITS, Manifest, Split
-from evernear.data.preprocess import Pixels, Resize, decode_inspected, is_gray, pixels_digest, to_array
+from evernear.data.preprocess import (
+    Flaw,
+    Pixels,
+    Resize,
+    bit_depth_of,
+    decode_inspected,
+    is_gray,
+    pixels_digest,
+    to_array,
+)
+from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, open_source
 from evernear.data.splits import choose_split
@@ -50,7 +61,7 @@ _CHECKPOINT_FRACTION = 0.1
 MAX_SIZE_PX = 128
 """Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
 expect more, see `evernear.steps.ingest`."""
-_SAMPLED_SIZES = 101
+_SAMPLED_FILES = 101
 _SAMPLED_AT_ONCE = 4
 _MAX_NAMES = 5
 DECODING_LIBRARIES = ("numpy", "pillow")
@@ -67,12 +78,13 @@ class Batch:
     explicit_splits: list[Split | None]
     digests: list[bytes]
     sizes: list[tuple[int, int]]
-    constant: list[bool]
+    flaws: list[Flaw]
     pixels: Pixels
 
     @classmethod
-    def of_arrays(cls, block: ArrayBlock, shape: Shape, resize: Resize) -> "Batch":
+    def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
         """Images that are already decoded; Pillow is used only to change their size."""
+        shape, resize = form.shape, form.resize
         count, height, width = block.images.shape
         flat = block.images.reshape(count, -1)
         if (height, width) == shape[:2]:
@@ -85,7 +97,7 @@ class Batch:
             explicit_splits=[block.explicit_split] * count,
             digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
             sizes=[(width, height)] * count,
-            constant=(flat.min(axis=1) == flat.max(axis=1)).tolist(),
+            flaws=[Flaw(int(constant)) for constant in flat.min(axis=1) == flat.max(axis=1)],
             pixels=pixels,
         )
 
@@ -98,7 +110,7 @@ class Batch:
             explicit_splits=[image.entry.explicit_split for image in images],
             digests=[image.digest for image in images],
             sizes=[image.size for image in images],
-            constant=[image.constant for image in images],
+            flaws=[image.flaws for image in images],
             pixels=np.stack([image.pixels for image in images]),
         )
 
@@ -136,30 +148,29 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             _list_source(source, ledger, settings.source)
             if settings.reread:
                 ledger.read_all_again()
-            shape = _shape(settings, source, ledger, stored)
-            resize = _resize(settings, stored)
+            form = _form(settings, source, ledger, stored)
             published = {shard.sha256 for shard in parent.shards} if parent else set[str]()
             writer = ShardWriter(
-                snapshots.store, snapshots.name, shape, settings.shard_size_bytes, ledger, Path(scratch), published
+                snapshots.store, snapshots.name, form.shape, settings.shard_size_bytes, ledger, Path(scratch), published
             )
 
             def checkpoint() -> None:
                 writer.close()
-                so_far = _manifest(settings, snapshots, shape, resize, ledger, parent)
+                so_far = _manifest(settings, snapshots, form, ledger, parent)
                 snapshots.checkpoint(settings, so_far, parent, ledger, Path(scratch))
 
             _decode_again_if_changed(ledger, writer, report)
-            adder = _Adder(settings, resize, source.chosen_splits, ledger, writer, report, checkpoint)
+            adder = _Adder(settings, form, source.chosen_splits, ledger, writer, report, checkpoint)
             if isinstance(source, FileSource):
-                adder.add_files(source, shape)
+                adder.add_files(source)
             else:
-                adder.add_arrays(source, shape)
+                adder.add_arrays(source)
             writer.close()
             for slot in ledger.reconcile():
                 writer.rewrite(slot, ledger.changes(slot))
             report("writing the manifest")
-            problems, counts = ledger.problems(*shape[:2], resize)
-            manifest = _manifest(settings, snapshots, shape, resize, ledger, parent)
+            problems, counts = ledger.problems(*form.shape[:2], form.resize)
+            manifest = _manifest(settings, snapshots, form, ledger, parent)
             manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
             return snapshots.publish(manifest, ledger, Path(scratch))
 
@@ -241,17 +252,23 @@ def _natural_order(label: str) -> tuple[list[str | int], str]:
     return [int(word) if i % 2 else word for i, word in enumerate(words)], label
 
 
-def _shape(settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None) -> Shape:
-    """(H, W, C) of the dataset: from the settings, else the parent snapshot, else from the images."""
+def _form(
+    settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None
+) -> ImageForm:
+    """How the dataset stores images: as the parent snapshot, else from the settings and the images."""
+    sample = _Sample(settings, source, ledger)
+    shape = _shape(settings, sample, parent)
+    return ImageForm(shape, _resize(settings, parent), _bit_depth(settings, sample, parent))
+
+
+def _shape(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> Shape:
     channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
     if parent is not None:
         default = parent.shape
     elif settings.size_px and channels:
         return settings.size_px, settings.size_px, channels
-    elif isinstance(source, FileSource):
-        default = _file_shape(source, ledger, settings)
     else:
-        default = (*next(source.blocks()).images.shape[1:], 1)
+        default = sample.shape()
     shape = (settings.size_px or default[0], settings.size_px or default[1], channels or default[2])
     if parent is not None and shape != parent.shape:
         raise DataError(
@@ -275,40 +292,75 @@ def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
     )
 
 
-def _file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
-    """(H, W, C) from a sample of the files, whose headers are read.
+def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> BitDepth | None:
+    asked: BitDepth | None = next((depth for depth in BIT_DEPTHS if depth == settings.bit_depth), None)
+    if parent is None:
+        return asked or sample.bit_depth()
+    if asked not in (None, parent.bit_depth or 16):
+        raise DataError(
+            f"The 16-bit images of the dataset {parent.name!r} were read with data.bit_depth={parent.bit_depth or 16}, "
+            f"and the settings ask for {asked}; give the new one another name (data.dataset)."
+        )
+    return parent.bit_depth
 
-    If most images have one size, that is it. Otherwise the dataset is square, with the median of the shorter sides,
-    because photographs are upright as well as wide. A side is at most ``data.max_size_px``. The dataset is gray if most
-    images are.
-    """
-    first = _first_file_shape(source, ledger, settings)
 
-    def shape_of(entry: FileEntry) -> Shape | None:
-        with suppress(DataError):
-            file = read_image(source, entry, settings.max_pixels)
-            height, width = file.height_px, file.width_px
-            channels = 1 if is_gray(file) else 3
-            return (width, height, channels) if file.orientation >= _FIRST_TRANSPOSED else (height, width, channels)
-        return None
+class _Sample:
+    """What images of a source are like, from about `_SAMPLED_FILES` of them; nothing is read before it is asked."""
 
-    with ThreadPoolExecutor(min(settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
-        shapes = [shape for shape in pool.map(shape_of, ledger.sample(_SAMPLED_SIZES)) if shape is not None]
-    sizes = [shape[:2] for shape in shapes]
-    height, width = statistics.mode(sizes) if sizes else first[:2]
-    if 2 * sizes.count((height, width)) < len(sizes):
-        height = width = statistics.median_low(min(size) for size in sizes)
-    scale = min(1.0, (settings.max_size_px or MAX_SIZE_PX) / max(height, width))
-    grays = sum(channels == 1 for *_, channels in shapes)
-    channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
-    return max(1, round(height * scale)), max(1, round(width * scale)), channels
+    def __init__(self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger) -> None:
+        self._settings, self._source, self._ledger = settings, source, ledger
+
+    def shape(self) -> Shape:
+        """(H, W, C) of the dataset.
+
+        If most images have one size, that is it. Otherwise the dataset is square, with the median of the shorter
+        sides, because photographs are upright as well as wide. A side is at most ``data.max_size_px``. The dataset is
+        gray if most images are.
+        """
+        if not isinstance(self._source, FileSource):
+            return *next(self._source.blocks()).images.shape[1:], 1
+        first = _first_file_shape(self._source, self._ledger, self._settings)
+        shapes = [shape for shape, _ in self._files]
+        sizes = [shape[:2] for shape in shapes]
+        height, width = statistics.mode(sizes) if sizes else first[:2]
+        if 2 * sizes.count((height, width)) < len(sizes):
+            height = width = statistics.median_low(min(size) for size in sizes)
+        scale = min(1.0, (self._settings.max_size_px or MAX_SIZE_PX) / max(height, width))
+        grays = sum(channels == 1 for *_, channels in shapes)
+        channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
+        return max(1, round(height * scale)), max(1, round(width * scale)), channels
+
+    def bit_depth(self) -> BitDepth:
+        """The smallest bit depth that contains the values of all 16-bit files; 16 if there are none."""
+        used = {depth for _, depth in self._files}
+        largest: BitDepth = 16
+        return next((depth for depth in reversed(BIT_DEPTHS) if depth in used), largest)
+
+    @cached_property
+    def _files(self) -> list[tuple[Shape, BitDepth | None]]:
+        """Shape and bit depth of the sampled files. Except for 16-bit files, their headers are enough."""
+        source = self._source
+        if not isinstance(source, FileSource):
+            return []
+
+        def describe(entry: FileEntry) -> tuple[Shape, BitDepth | None] | None:
+            with suppress(DataError):
+                file = read_image(source, entry, self._settings.max_pixels)
+                turned = file.orientation >= _FIRST_TRANSPOSED
+                height, width = (file.width_px, file.height_px) if turned else (file.height_px, file.width_px)
+                return (height, width, 1 if is_gray(file) else 3), bit_depth_of(file)
+            return None
+
+        with ThreadPoolExecutor(min(self._settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
+            described = pool.map(describe, self._ledger.sample(_SAMPLED_FILES))
+            return [file for file in described if file is not None]
 
 
 def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
     reason = ""
     for entry in ledger.in_order():
         try:
-            image = decode_inspected(read_image(source, entry, settings.max_pixels))
+            image = decode_inspected(read_image(source, entry, settings.max_pixels), 16).image
         except DataError as error:
             reason = reason or str(error)
         else:
@@ -322,15 +374,15 @@ class _Adder:
     def __init__(
         self,
         settings: DataSettings,
-        resize: Resize,
+        form: ImageForm,
         candidates: tuple[Split, ...],
         ledger: Ledger,
         writer: ShardWriter,
         report: Callable[[str], None],
         checkpoint: Callable[[], None],
     ) -> None:
-        self._settings, self._candidates, self._ledger, self._writer = settings, candidates, ledger, writer
-        self._resize: Resize = resize
+        self._settings, self._form, self._candidates = settings, form, candidates
+        self._ledger, self._writer = ledger, writer
         self._report, self._checkpoint = report, checkpoint
         self._reported_s = time.monotonic()
         self._done = 0
@@ -340,24 +392,24 @@ class _Adder:
                 self._counts[label][shard.split] += count
         self._label_indices = {label: number for number, label in enumerate(ledger.labels())}
 
-    def add_arrays(self, source: ArraySource, shape: Shape) -> None:
+    def add_arrays(self, source: ArraySource) -> None:
         """Add images that are already decoded."""
         for block in source.blocks():
-            batch = Batch.of_arrays(block, shape, self._resize)
+            batch = Batch.of_arrays(block, self._form)
             self._ledger.list_decoded(zip(batch.names, batch.labels, batch.explicit_splits, batch.digests, strict=True))
             self._add(batch)
             self._progress(len(batch.names))
         self._ledger.forget_unlisted()
 
-    def add_files(self, source: FileSource, shape: Shape) -> None:
+    def add_files(self, source: FileSource) -> None:
         """Decode and add the pending files."""
         total = self._ledger.count_pending()
         started_s = time.monotonic()
         checkpoint_s = started_s + _CHECKPOINT_INTERVAL_S
         requests, threads = self._settings.requests_in_flight, self._settings.decode_threads or available_cpus()
-        batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(shape)))
+        batch_size = max(1, min(_BATCH_IMAGES, _BATCH_BYTES // math.prod(self._form.shape)))
         lookahead = max(requests, batch_size)
-        decoder = Decoder(source, shape, self._settings.max_pixels, self._resize)
+        decoder = Decoder(source, self._form, self._settings.max_pixels)
         with closing(decoder.decode_all(self._ledger.pending(page=1024), requests, threads, lookahead)) as results:
             for part in batched(results, batch_size):
                 images = [result for result in part if isinstance(result, DecodedImage)]
@@ -398,7 +450,7 @@ class _Adder:
         digests = [batch.digests[row] for row in rows]
         slots = self._writer.append(split, batch.pixels[rows], labels, digests)
         self._ledger.add_images(
-            NewImage(digest, label, slot, *batch.sizes[row], batch.constant[row])
+            NewImage(digest, label, slot, *batch.sizes[row], batch.flaws[row])
             for row, digest, label, slot in zip(rows, digests, labels, slots, strict=True)
         )
 
@@ -411,12 +463,7 @@ class _Adder:
 
 
 def _manifest(
-    settings: DataSettings,
-    snapshots: Snapshots,
-    shape: Shape,
-    resize: Resize,
-    ledger: Ledger,
-    parent: Manifest | None,
+    settings: DataSettings, snapshots: Snapshots, form: ImageForm, ledger: Ledger, parent: Manifest | None
 ) -> Manifest:
     """A snapshot without the problems of its images."""
     shards = ledger.shards().values()
@@ -426,8 +473,9 @@ def _manifest(
         source=settings.source,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         parent=parent.digest if parent else None,
-        shape=shape,
-        resize=resize,
+        shape=form.shape,
+        resize=form.resize,
+        bit_depth=form.bit_depth,
         labels=tuple(ledger.labels()),
         shards=tuple(shard for split in SPLITS for shard in shards if shard.split == split),
         ledger_sha256="",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from evernear.class_names import class_name
 from evernear.data import ledger_changes
 from evernear.data.manifest import Problem, Shard, Split
-from evernear.data.preprocess import Resize, choose_resize
+from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.sources import FileEntry, NameSample
 from evernear.errors import StoreError
 
@@ -26,6 +26,11 @@ _PAGE = 500
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
+_FLAWS = {
+    "constant_image": (Flaw.CONSTANT, "has one value in all its pixels"),
+    "low_contrast": (Flaw.FAINT, "lost its contrast when it was reduced to 8 bits"),
+    "clipped": (Flaw.CLIPPED, "has values beyond the bit depth of the dataset"),
+}
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 _NOTES = {
     "not_an_image": "is not an image",
@@ -65,7 +70,7 @@ CREATE TABLE images (
   slot INTEGER NOT NULL,
   width INTEGER NOT NULL,
   height INTEGER NOT NULL,
-  constant INTEGER NOT NULL
+  constant INTEGER NOT NULL  -- the image's flaws; once there was only one
 ) WITHOUT ROWID;
 """
 
@@ -110,7 +115,7 @@ class NewImage(NamedTuple):
     slot: int
     width_px: int
     height_px: int
-    constant: bool
+    flaws: Flaw
 
 
 class Ledger:
@@ -289,14 +294,15 @@ class Ledger:
             yield from (FileEntry(*row) for row in rows)
 
     def sample(self, count: int) -> list[FileEntry]:
-        """About ``count`` of the source's files, evenly spaced in the order of their names."""
+        """``count`` of the source's files, or all if there are fewer, evenly spaced in the order of their names."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM"
-            " (SELECT *, ROW_NUMBER() OVER (ORDER BY name) AS number FROM files WHERE source = ?)"
-            " WHERE (number - 1) % ? = 0 LIMIT ?"
+            " (SELECT *, ROW_NUMBER() OVER (ORDER BY name) - 1 AS number FROM files WHERE source = ?)"
+            " WHERE number * ? / ? != (number - 1) * ? / ? OR number = 0"
         )
-        step = max(1, self.count_listed() // count)
-        return [FileEntry(*row) for row in self._all(query, self._source, step, count)]
+        total = self.count_listed()
+        count = min(count, total)
+        return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
     def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
         """Record results of decoding: (name, digest or None, fault or None); a file with neither is no image.
@@ -450,8 +456,8 @@ class Ledger:
         yield "duplicate_across_splits", across, ()
         yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
         name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"
-        constant = f"SELECT {name}, NULL, 'has one value in all its pixels' FROM images WHERE constant"  # noqa: S608
-        yield "constant_image", constant, ()
+        for kind, (flaw, text) in _FLAWS.items():
+            yield kind, f"SELECT {name}, NULL, '{text}' FROM images WHERE constant & ?", (int(flaw),)  # noqa: S608
         size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
         for problem, kind in _RESIZED.items():
             yield problem, f"{size} JOIN sizes USING (width, height) WHERE resize = ?", (kind,)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from evernear.data.preprocess import Resize
+from evernear.data.reduction import BitDepth
 from evernear.disk import sha256_bytes
 from evernear.frozen import Frozen
 
@@ -53,6 +54,9 @@ class Manifest(Frozen):
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
     """How images of another aspect ratio were resized."""
+    bit_depth: BitDepth | None = None
+    """Bits of the values in 16-bit files; larger values were clipped. None in datasets of earlier versions, which kept
+    the upper 8 bits, laid transparency over white, and identified images by the result."""
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str

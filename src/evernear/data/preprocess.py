@@ -3,16 +3,28 @@
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntFlag
+from functools import partial
 from io import BytesIO
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageFile
 
 from evernear.data.image_file import EncodedImage, broken, inspect
+from evernear.data.reduction import (
+    BitDepth,
+    DeepImage,
+    as_mode,
+    bands,
+    deep_color_type,
+    flatten,
+    is_deep_gray,
+)
 from evernear.frozen import Frozen
 
 Pixels = NDArray[np.uint8]
@@ -27,6 +39,8 @@ DECODE_BYTES_PER_PIXEL = 12
 """Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4 bytes of pixels at once
 (measured by ``benchmarks/decode_limits.py``)."""
 _BAND_PIXELS = 2**20
+_MIN_SPAN = 16
+"""Gray values of an image that is not faint, out of 256."""
 
 # Exceptions that Pillow's decoders raise for broken files, from its source code.
 _BROKEN = (
@@ -78,6 +92,8 @@ class Preprocessing(Frozen):
     interpolation: Literal["bilinear"] = "bilinear"
     network_input: NetworkInput | None = None
     resize: Resize = "stretch"
+    bit_depth: BitDepth | None = None
+    """As in `evernear.data.manifest.Manifest`."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -85,29 +101,78 @@ class Preprocessing(Frozen):
         return self.height_px, self.width_px, self.channels
 
 
-def decode(data: bytes, max_pixels: int, name: str = "The image") -> Image.Image:
+class Flaw(IntFlag):
+    """Faults of a decoded image."""
+
+    CONSTANT = 1
+    """The file has one value in all pixels."""
+    FAINT = 2
+    """The file has more contrast, of which 8 bits keep fewer than `_MIN_SPAN` values."""
+    CLIPPED = 4
+    """The file has values beyond the bit depth."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded image: 8 bits, mode ``L`` (gray) or ``RGB``.
+
+    ``identity`` identifies what the file shows, and ``span`` is its contrast, if the image in 8 bits lacks some of it.
+    """
+
+    image: Image.Image
+    identity: bytes = b""
+    span: int | None = None
+    clipped: bool = False
+
+    def digest(self) -> bytes:
+        """The identity of what the file shows; images that differ only after the reduction to 8 bits differ."""
+        return self.identity or image_digest(self.image)
+
+    def flaws(self) -> Flaw:
+        """The faults of the image."""
+        extrema = np.asarray(self.image.getextrema()).reshape(-1, 2)
+        span = int((extrema[:, 1] - extrema[:, 0]).max())
+        before = span if self.span is None else self.span
+        flaws = Flaw.CLIPPED if self.clipped else Flaw(0)
+        if before == 0:
+            return flaws | Flaw.CONSTANT
+        return flaws | Flaw.FAINT if span < min(before, _MIN_SPAN) else flaws
+
+
+def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth | None = 16) -> Image.Image:
     """Decode a PNG, JPEG or WebP file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
 
     Raises:
         DataError: as `inspect` and `decode_inspected`.
     """
-    return decode_inspected(inspect(data, max_pixels, name))
+    return decode_inspected(inspect(data, max_pixels, name), bit_depth).image
 
 
-def decode_inspected(file: EncodedImage) -> Image.Image:
-    """Decode an inspected file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
+def decode_inspected(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
+    """Decode an inspected file to 8 bits; memory stays below `decode_size_bytes`.
 
-    EXIF orientation is applied; transparency is composited over white, as in a viewer; 16-bit gray keeps its upper 8
-    bits; palette and CMYK become RGB. Memory stays below `decode_size_bytes`.
+    EXIF orientation is applied; palette and CMYK become RGB; transparency is laid over a background
+    (`evernear.data.reduction.flatten`). Values of 16-bit files are taken for those of ``bit_depth``. None decodes as
+    earlier versions did: the upper 8 bits, over white.
 
     Raises:
         DataError: the file is broken.
     """
-    with _open(file) as image:
-        image.load()
-        if (transposition := _TRANSPOSITIONS.get(file.orientation)) is not None:
-            image = image.transpose(transposition)
-        return _eight_bit(image)
+    with _pillow_errors(file.name):
+        if bit_depth is None:
+            return _as_earlier(_load(file))
+        if (color_type := deep_color_type(file)) is not None:
+            reduced = DeepImage(color_type, partial(_load, file)).reduce(bit_depth)
+            mode = "L" if is_deep_gray(file) else "RGB"
+            flat = flatten(reduced.image, mode)[0] if reduced.image.mode.endswith("A") else reduced.image
+            return Picture(flat, reduced.digest, reduced.span, reduced.clipped)
+        image = _load(file)
+        mode = _mode(image)
+        _scale_transparency(image, file)
+        if not _has_transparency(image):
+            return Picture(as_mode(image, mode))
+        flat, hidden = flatten(image, mode)
+        return Picture(flat, hashlib.sha256(image_digest(flat) + hidden).digest(), 255) if hidden else Picture(flat)
 
 
 def is_gray(file: EncodedImage) -> bool:
@@ -116,8 +181,19 @@ def is_gray(file: EncodedImage) -> bool:
     Raises:
         DataError: the header is broken.
     """
-    with _open(file) as image:
-        return _is_gray(image)
+    with _pillow_errors(file.name):
+        return _mode(_open(file)) == "L" or is_deep_gray(file)
+
+
+def bit_depth_of(file: EncodedImage) -> BitDepth | None:
+    """The smallest bit depth that contains all values of a 16-bit file; None for any other file.
+
+    Raises:
+        DataError: the file is broken.
+    """
+    with _pillow_errors(file.name):
+        color_type = deep_color_type(file)
+        return None if color_type is None else DeepImage(color_type, partial(_load, file)).used_bit_depth()
 
 
 def decode_size_bytes(max_pixels: int) -> int:
@@ -137,7 +213,7 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
     """Convert an image of `decode` to uint8 (H, W, C); one of another size is resized (bilinear, antialiased)."""
-    image = _as_mode(image, "L" if channels == 1 else "RGB")
+    image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
     if image.size != target:
         chosen = choose_resize(image.size, height_px, width_px, resize)
@@ -178,7 +254,8 @@ def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> by
 
 def image_digest(image: Image.Image) -> bytes:
     """`pixels_digest` of an image of `decode`."""
-    return _digest(image.mode, image.width, image.height, (image.crop(band).tobytes() for band in _bands(image)))
+    parts = (image.crop(band).tobytes() for band in bands(image, _BAND_PIXELS))
+    return _digest(image.mode, image.width, image.height, parts)
 
 
 def _digest(mode: str, width_px: int, height_px: int, pixels: Iterable[bytes]) -> bytes:
@@ -189,51 +266,69 @@ def _digest(mode: str, width_px: int, height_px: int, pixels: Iterable[bytes]) -
 
 
 @contextmanager
-def _open(file: EncodedImage) -> Generator[Image.Image]:
-    """Open an inspected file, and turn Pillow's errors into `DataError`."""
+def _pillow_errors(name: str) -> Generator[None]:
+    """Turn Pillow's errors into `DataError`."""
     try:
-        yield Image.open(BytesIO(file.data), formats=(file.format,))
+        yield
     except _BROKEN as error:
-        raise broken(file.name, str(error).rstrip(".") or type(error).__name__) from None
+        raise broken(name, str(error).rstrip(".") or type(error).__name__) from None
 
 
-def _is_gray(image: Image.Image) -> bool:
-    return image.mode in ("L", "LA", "1") or image.mode.startswith("I")
+def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
+    """Open a file; ``raw_mode`` replaces Pillow's interpretation of its pixels."""
+    image = Image.open(BytesIO(file.data), formats=(file.format,))
+    if raw_mode:
+        image.tile = [tile._replace(args=raw_mode) for tile in image.tile]
+    return image
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
-    mode = "L" if _is_gray(image) else "RGB"
+def _load(file: EncodedImage, raw_mode: str = "") -> Image.Image:
+    """Decode a file, upright."""
+    image = _open(file, raw_mode)
+    image.load()
+    transposition = _TRANSPOSITIONS.get(file.orientation)
+    return image if transposition is None else image.transpose(transposition)
+
+
+def _mode(image: Image.Image) -> Literal["L", "RGB"]:
+    return "L" if image.mode in ("L", "LA", "1") or image.mode.startswith("I") else "RGB"
+
+
+def _has_transparency(image: Image.Image) -> bool:
+    """Whether a pixel may be transparent."""
+    if image.mode in ("LA", "RGBA"):
+        return image.getextrema()[-1] != (255, 255)
+    return image.mode == "PA" or "transparency" in image.info
+
+
+def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
+    """Scale the transparent value of gray in 2 or 4 bits to 8, as Pillow scales the pixels."""
+    if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
+        image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)
+
+
+def _as_earlier(image: Image.Image) -> Picture:
+    """Reduce as evernear 0.1.0 did, so that earlier datasets and releases keep their pixels."""
+    mode = _mode(image)
     if image.mode.startswith("I"):
-        return _by_bands(image, mode, _upper_byte)
+        return Picture(_by_bands(image, mode, _upper_byte), span=255)
     if image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info:
-        return _by_bands(image, mode, _composite_over_white)
-    return _as_mode(image, mode)
+        return Picture(_by_bands(image, mode, _over_white), span=255 if _has_transparency(image) else None)
+    return Picture(as_mode(image, mode))
 
 
 def _by_bands(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
     """Apply ``convert`` to one band of rows at a time, so that its intermediate images stay small."""
     converted = Image.new(mode, image.size)
-    for band in _bands(image):
-        converted.paste(_as_mode(convert(image.crop(band)), mode), band)
+    for band in bands(image, _BAND_PIXELS):
+        converted.paste(as_mode(convert(image.crop(band)), mode), band)
     return converted
-
-
-def _bands(image: Image.Image) -> Iterator[tuple[int, int, int, int]]:
-    """Boxes (left, top, right, bottom) that cover an image from top to bottom."""
-    rows = max(1, _BAND_PIXELS // image.width)
-    for top in range(0, image.height, rows):
-        yield 0, top, image.width, min(top + rows, image.height)
 
 
 def _upper_byte(band: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(band).astype(np.uint32) >> 8).astype(np.uint8))
 
 
-def _composite_over_white(band: Image.Image) -> Image.Image:
+def _over_white(band: Image.Image) -> Image.Image:
     band = band.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
-
-
-def _as_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Like `Image.convert`, but without a copy if the image already has the mode."""
-    return image if image.mode == mode else image.convert(mode)

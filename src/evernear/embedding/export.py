@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evernear.code_digest import code_digest
-from evernear.data.preprocess import Preprocessing, Resize
+from evernear.data.manifest import Manifest
+from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.artifact import load_trained
@@ -129,7 +130,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
             sha256=sha256_bytes(data),
             identity=_identity(network, trained.architecture),
             embedding_dim=trained.architecture.embedding_dim,
-            preprocessing=_preprocessing(trained.architecture, dataset.manifest.resize),
+            preprocessing=_preprocessing(trained.architecture, dataset.manifest),
             parity_max_abs_difference=difference,
             parity_images=len(images),
             dataset_digest=trained.dataset_digest,
@@ -234,7 +235,7 @@ def _identity(network: CenteredNetwork, architecture: Architecture) -> str:
     return sha256.hexdigest()
 
 
-def _preprocessing(architecture: Architecture, resize: Resize) -> Preprocessing:
+def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocessing:
     height, width, channels = architecture.shape
     return Preprocessing(
         height_px=height,
@@ -243,7 +244,8 @@ def _preprocessing(architecture: Architecture, resize: Resize) -> Preprocessing:
         mean=architecture.mean,
         std=architecture.std,
         network_input=architecture.input,
-        resize=resize,
+        resize=manifest.resize,
+        bit_depth=manifest.bit_depth,
     )
 
 

@@ -7,9 +7,10 @@ from tempfile import TemporaryDirectory
 
 from pydantic import AwareDatetime, Field
 
+from evernear.data.image_file import inspect
 from evernear.data.ingest import dataset_name
 from evernear.data.ledger import PublishedLedger
-from evernear.data.preprocess import decode
+from evernear.data.preprocess import bit_depth_of, decode_inspected
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
@@ -130,7 +131,8 @@ def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
         data = read(name)
         if data is None:
             return None
-        image = decode(data, MAX_PIXELS)
+        file = inspect(data, MAX_PIXELS)
+        image = decode_inspected(file, bit_depth_of(file) or 16).image
     except (DataError, StoreError):
         return None
     image.thumbnail((PICTURE_PX, PICTURE_PX))

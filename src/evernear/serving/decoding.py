@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 from PIL import Image
 
 from evernear.data.image_file import EncodedImage, inspect
-from evernear.data.preprocess import Pixels, Preprocessing, decode_inspected, decode_size_bytes, to_array
+from evernear.data.preprocess import Flaw, Pixels, Preprocessing, decode_inspected, decode_size_bytes, to_array
 from evernear.errors import DataError, ServingError
 
 SMALL_PIXELS = 1_000_000
@@ -24,6 +24,10 @@ MAX_WAITING_LARGE = 16
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+_LOSSES = {
+    Flaw.FAINT: "An image lost its contrast when it was reduced to 8 bits; the release reads 16-bit images as %d bits.",
+    Flaw.CLIPPED: "An image has 16-bit values beyond the %d bits that the release reads; they were clipped.",
+}
 
 
 class OverloadedError(ServingError):
@@ -51,7 +55,11 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
         DataError: the file is broken.
     """
     with _only_data_errors(len(file.data)):
-        return to_array(decode_inspected(file), *shape.shape, shape.resize)
+        picture = decode_inspected(file, shape.bit_depth)
+        if picture.span is not None:
+            for flaw in picture.flaws() & (Flaw.FAINT | Flaw.CLIPPED):
+                _log.warning(_LOSSES[flaw], shape.bit_depth or 16)
+        return to_array(picture.image, *shape.shape, shape.resize)
 
 
 @contextmanager

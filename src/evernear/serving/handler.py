@@ -1,7 +1,7 @@
 """TorchServe's entry point to `Predictor`; every archive names it in its own handler (`archived_handler`).
 
-Accepted are PNG, JPEG and WebP, by their content, of any size: with a palette, alpha (composited over white), CMYK, and
-16-bit gray (its upper 8 bits), decoded as by ingest. Rejected with 400 and a message, without affecting the rest of the
+Accepted are PNG, JPEG and WebP, by their content, of any size: with a palette, transparency, CMYK, and 16 bits, decoded
+as by ingest (`evernear.data.reduction`). Rejected with 400 and a message, without affecting the rest of the
 batch: a request without an image, an empty, truncated, broken or animated one, another format, more pixels than
 `serving.max_pixels`, a structure that makes decoding slow (`evernear.data.image_file`), invalid JSON or base64, and a
 form without a field ``data``, ``image`` or ``file``. The frontend rejects requests larger than

@@ -37,6 +37,11 @@ class DataSettings(Section):
         description="Images of another aspect ratio: crop to the center, pad with gray bars, or stretch; auto: crop, "
         "or letterbox if more than half would be lost.",
     )
+    bit_depth: int = Field(
+        default=0,
+        description="Bits that the values of 16-bit images use: 8, 10, 12, 14 or 16; larger values are clipped. "
+        "0: from a sample of the first ingest.",
+    )
     channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: those of most images.")
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
@@ -54,6 +59,13 @@ class DataSettings(Section):
         default=32, ge=1, le=64, description="Files to read concurrently, from a bucket or a folder."
     )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
+
+    @field_validator("bit_depth")
+    @classmethod
+    def _known_bit_depth(cls, bit_depth: int) -> int:
+        if bit_depth not in (0, 8, 10, 12, 14, 16):
+            raise ValueError("it is 8, 10, 12, 14 or 16, or 0 for the bits that the images use")
+        return bit_depth
 
     @field_validator("source")
     @classmethod
@@ -161,6 +173,10 @@ class ValidationSettings(Section):
         default="warn", description="Names of classes differ only in case, width or characters that nobody sees."
     )
     constant_image: Severity = Field(default="warn", description="All pixels of an image have the same value.")
+    low_contrast: Severity = Field(
+        default="warn", description="8 bits keep fewer than 16 gray values of a 16-bit or transparent image."
+    )
+    clipped: Severity = Field(default="warn", description="A 16-bit image has values beyond the dataset's bit depth.")
     imbalance: Severity = Field(
         default="warn", description="The largest class has more than max_imbalance times the images of the smallest."
     )

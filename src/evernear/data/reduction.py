@@ -1,0 +1,208 @@
+"""Reduce what 8 opaque bits cannot hold: 16-bit values to a range of the dataset, transparency to a background.
+
+Many 16-bit PNG files use only 8, 10, 12 or 14 of their bits (cameras, X-rays, depth maps), so their upper bytes alone
+are black. White drawings on transparency are invisible on white.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageChops
+
+from evernear.data.image_file import EncodedImage
+
+BitDepth = Literal[8, 10, 12, 14, 16]
+BIT_DEPTHS: tuple[BitDepth, ...] = get_args(BitDepth)
+
+Box = tuple[int, int, int, int]
+_BAND_PIXELS = 2**16
+
+# Pillow's raw modes for a 16-bit PNG file of each color type. Color is decoded twice: as big-endian values, of which
+# Pillow keeps the upper bytes, and as little-endian ones, of which it keeps the lower. Gray with alpha is four bytes.
+_GRAY, _COLOR, _GRAY_ALPHA, _COLOR_ALPHA = 0, 2, 4, 6
+_RAW_MODES = {
+    _GRAY: ("I;16B",),
+    _COLOR: ("RGB;16B", "RGB;16L"),
+    _GRAY_ALPHA: ("RGBA",),
+    _COLOR_ALPHA: ("RGBA;16B", "RGBA;16L"),
+}
+
+_BACKGROUNDS = (255, 0, 128)
+_NEAR = 32
+"""Gray values closer than this to the background count as hidden."""
+_MAX_HIDDEN = 0.1
+_MIN_DRAWN_ALPHA = 32
+
+
+class Reduced(NamedTuple):
+    """A 16-bit image in 8 bits, of mode ``L``, ``LA``, ``RGB`` or ``RGBA``.
+
+    ``digest`` is the sha256 of its 16-bit content, ``span`` about the largest difference of values in a channel (0 only
+    if it is constant), and ``clipped`` whether there are values beyond the bit depth.
+    """
+
+    image: Image.Image
+    digest: bytes
+    span: int
+    clipped: bool
+
+
+class DeepImage:
+    """A decoded 16-bit PNG file, with all bits: Pillow's images of color have 8."""
+
+    def __init__(self, color_type: int, load: Callable[[str], Image.Image]) -> None:
+        """``load`` decodes the file by a raw mode of Pillow."""
+        self._color_type = color_type
+        self._parts = [load(raw_mode) for raw_mode in _RAW_MODES[color_type]]
+        self._transparent_color = self._parts[0].info.get("transparency")
+        self._opaque = self._transparent_color is None and (
+            color_type in (_GRAY, _COLOR) or all(_least_alpha(part) == 255 for part in self._parts)
+        )
+
+    @property
+    def mode(self) -> str:
+        """The mode of the reduced image."""
+        return ("L" if self._color_type in (_GRAY, _GRAY_ALPHA) else "RGB") + ("" if self._opaque else "A")
+
+    def used_bit_depth(self) -> BitDepth:
+        """The smallest bit depth that contains all visible values."""
+        most = max(int(_extrema(upper)[: self._colors, 1].max()) for _, upper, _ in self._bands())
+        return next(depth for depth in BIT_DEPTHS if most < 2 ** (depth - 8) or depth == BIT_DEPTHS[-1])
+
+    def reduce(self, bit_depth: BitDepth) -> Reduced:
+        """Take the values for those of ``bit_depth``; larger ones become the largest."""
+        # The upper byte of a value within the range has bit_depth - 8 bits, which become the upper bits of the result.
+        from_upper = [min(255, byte << 16 - bit_depth) if byte < 2 ** (bit_depth - 8) else 255 for byte in range(256)]
+        from_lower = [byte >> bit_depth - 8 for byte in range(256)]
+        has_alpha = 0 if self._opaque else 1
+        upper_table = from_upper * self._colors + [*range(256)] * has_alpha
+        lower_table = from_lower * self._colors + [0] * 256 * has_alpha
+        # In place if possible, so that memory stays within that of other images.
+        target = self._parts[0] if self._colors == 3 else Image.new(self.mode, self._parts[0].size)
+        digests = hashlib.sha256(), hashlib.sha256()
+        extrema = [np.array([[255, 0]] * len(self.mode)), np.array([[255, 0]] * len(self.mode))]
+        for box, *halves in self._bands():
+            for number, half in enumerate(halves):
+                digests[number].update(half.tobytes())
+                seen = _extrema(half)
+                extrema[number][:, 0] = np.minimum(extrema[number][:, 0], seen[:, 0])
+                extrema[number][:, 1] = np.maximum(extrema[number][:, 1], seen[:, 1])
+            upper, lower = halves
+            target.paste(ImageChops.add(upper.point(upper_table), lower.point(lower_table)), box)
+        upper_span, lower_span = (int((seen[:, 1] - seen[:, 0]).max()) for seen in extrema)
+        header = b"%s;16 %d %d\n" % (self.mode.encode(), *target.size)
+        return Reduced(
+            image=target,
+            digest=hashlib.sha256(header + digests[0].digest() + digests[1].digest()).digest(),
+            span=upper_span << 8 or lower_span,
+            clipped=int(extrema[0][: self._colors, 1].max()) >= 2 ** (bit_depth - 8),
+        )
+
+    @property
+    def _colors(self) -> int:
+        return 1 if self._color_type in (_GRAY, _GRAY_ALPHA) else 3
+
+    def _bands(self) -> Iterator[tuple[Box, Image.Image, Image.Image]]:
+        """Boxes, and their upper and lower bytes as images of `mode`. Transparent pixels are zero: their color is not
+        shown.
+        """
+        for box in bands(self._parts[0], _BAND_PIXELS):
+            upper, lower = self._halves([part.crop(box) for part in self._parts])
+            if self._transparent_color is not None:
+                alpha = _drawn(upper, lower, self._transparent_color)
+                upper.putalpha(alpha)
+                lower.putalpha(alpha)
+            if not self._opaque:
+                alpha = ImageChops.lighter(upper.getchannel("A"), lower.getchannel("A"))
+                transparent = alpha.point([255] + [0] * 255)
+                for half in (upper, lower):
+                    half.paste((0,) * len(self.mode), mask=transparent)
+            yield box, as_mode(upper, self.mode), as_mode(lower, self.mode)
+
+    def _halves(self, parts: list[Image.Image]) -> tuple[Image.Image, Image.Image]:
+        if self._color_type == _GRAY:
+            values = np.asarray(parts[0])
+            return Image.fromarray((values >> 8).astype(np.uint8)), Image.fromarray(values.astype(np.uint8))
+        if self._color_type == _GRAY_ALPHA:
+            upper, lower, upper_alpha, lower_alpha = parts[0].split()
+            return Image.merge("LA", (upper, upper_alpha)), Image.merge("LA", (lower, lower_alpha))
+        return parts[0], parts[1]
+
+
+def _least_alpha(part: Image.Image) -> int:
+    """255 if all bytes of alpha are."""
+    return int(_extrema(part)[-1, 0])
+
+
+def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int, ...]) -> Image.Image:
+    """The alpha of pixels: 0 for those of the color ``transparent``."""
+    values = np.asarray(upper).astype(np.uint16) << 8 | np.asarray(lower)
+    drawn = values != np.asarray(transparent)
+    return Image.fromarray((drawn if drawn.ndim == 2 else drawn.any(axis=2)).astype(np.uint8) * np.uint8(255))
+
+
+def _extrema(image: Image.Image) -> NDArray[np.int64]:
+    """The smallest and the largest value of each channel, (C, 2)."""
+    return np.asarray(image.getextrema(), np.int64).reshape(-1, 2)
+
+
+def deep_color_type(file: EncodedImage) -> int | None:
+    """The PNG color type of a 16-bit file; None for any other file."""
+    bits, color_type = file.data[24:26]  # of IHDR, the first chunk
+    return color_type if file.format == "PNG" and bits == 16 and color_type in _RAW_MODES else None
+
+
+def is_deep_gray(file: EncodedImage) -> bool:
+    """Whether a file is gray with 16 bits."""
+    return deep_color_type(file) in (_GRAY, _GRAY_ALPHA)
+
+
+def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
+    """Lay a transparent image over a plain background, as an image of ``mode``, ``L`` or ``RGB``.
+
+    The background is white, unless that hides more than a tenth of the drawing; then black, then gray. It depends on
+    nothing but the image, so ingest and servers agree. The second value identifies the drawn pixels that have the color
+    of the background, in which images that become equal may differ; it is empty if there are none.
+    """
+    weights, opaque = np.zeros(256), True
+    for box in bands(image, _BAND_PIXELS):
+        layer = image.crop(box).convert("RGBA")
+        alpha = layer.getchannel("A")
+        weights += np.bincount(np.asarray(layer.convert("L")).ravel(), np.asarray(alpha).ravel(), 256)
+        opaque = opaque and alpha.getextrema()[0] == 255
+    background = _background(weights)
+    color = (background, background, background, 255)
+    flat, hidden, any_hidden = Image.new(mode, image.size), hashlib.sha256(), False
+    for box in bands(image, _BAND_PIXELS):
+        layer = image.crop(box).convert("RGBA")
+        composite = Image.alpha_composite(Image.new("RGBA", layer.size, color), layer)
+        flat.paste(as_mode(composite, mode), box)
+        if not opaque:
+            same = np.asarray(composite).view(np.uint32) == np.array(color, np.uint8).view(np.uint32)
+            same &= np.asarray(layer)[..., 3:] >= _MIN_DRAWN_ALPHA
+            any_hidden = any_hidden or bool(same.any())
+            hidden.update(np.packbits(same, axis=1).tobytes())
+    return flat, hidden.digest() if any_hidden else b""
+
+
+def _background(weights: NDArray[np.float64]) -> int:
+    """The background for a drawing whose gray values have these ``weights``."""
+    values = np.arange(256)
+    hidden = {value: float(weights[abs(values - value) < _NEAR].sum()) for value in _BACKGROUNDS}
+    limit = _MAX_HIDDEN * float(weights.sum())
+    return next((value for value in _BACKGROUNDS if hidden[value] <= limit), min(hidden, key=hidden.__getitem__))
+
+
+def as_mode(image: Image.Image, mode: str) -> Image.Image:
+    """Like `Image.convert`, but without a copy if the image already has the mode."""
+    return image if image.mode == mode else image.convert(mode)
+
+
+def bands(image: Image.Image, pixels: int) -> Iterator[Box]:
+    """Boxes (left, top, right, bottom) of about ``pixels`` that cover an image from top to bottom."""
+    rows = max(1, pixels // image.width)
+    for top in range(0, image.height, rows):
+        yield 0, top, image.width, min(top + rows, image.height)
