@@ -80,6 +80,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             known = release.labels
             # The evaluation checks this too, but only after hours of training.
             data.require_shape(release.preprocessing.shape, champion.version)
+            data.require_bit_depth(release.preprocessing.bit_depth, champion.version)
         result = validate_dataset(data, chosen.validation, known, chosen.classes)
         write_atomically(Path(report), result.markdown())
         RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))

@@ -266,9 +266,9 @@ def decoded(monkeypatch) -> list[str]:
     """The names of the files that ingest decodes."""
     names: list[str] = []
 
-    def counting(file: EncodedImage) -> Image.Image:
+    def counting(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
         names.append(file.name)
-        return decode_inspected(file)
+        return decode_inspected(file, bit_depth)
 
     monkeypatch.setattr("evernear.data.decoding.decode_inspected", counting)
     return names
@@ -303,9 +303,7 @@ def test_splits_stay_even_if_other_code_decodes_other_pixels(tree, run_ingest, c
     before = Counter(contents(first).split.values())
     split_of = _splits_by_file(first)
     monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *_: "other code")
-    monkeypatch.setattr(
-        "evernear.data.decoding.image_digest", lambda image: hashlib.sha256(b"other" + image.tobytes()).digest()
-    )
+    monkeypatch.setattr(Picture, "digest", lambda self: hashlib.sha256(b"other" + self.image.tobytes()).digest())
     second = run_ingest(tree)
     assert not contents(first).split.keys() & contents(second).split.keys()
     assert Counter(contents(second).split.values()) == before

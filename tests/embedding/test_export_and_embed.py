@@ -30,6 +30,7 @@ def test_the_exported_network_matches_the_trained_one(digits: Dataset, trained_d
     assert 0 <= described.parity_max_abs_difference <= 1e-4
     assert described.parity_images > 50
     assert (described.preprocessing.height_px, described.preprocessing.channels) == (8, 1)
+    assert described.preprocessing.bit_depth == digits.manifest.bit_depth == 16
 
 
 def test_classes_of_any_size_have_the_same_weight_in_the_center(digits: Dataset, trained_dir: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deep_png import deep_png
 from PIL import Image
 from sklearn.datasets import load_digits
 from starlette.testclient import TestClient
@@ -20,7 +21,7 @@ from evernear.errors import DataError
 from evernear.evaluation.label_errors import Embedded, find_label_errors, nearest_others
 from evernear.review.answers import Answer, Answers, open_target
 from evernear.review.page import create_app
-from evernear.review.suspects import SUSPECTS, Suspect, Suspects, load_suspects
+from evernear.review.suspects import SUSPECTS, Suspect, Suspects, load_suspects, picture
 from evernear.settings import DataSettings
 from evernear.store import Store, open_store
 
@@ -186,3 +187,10 @@ def test_page_relabels_keeps_and_undoes(store: Store, source: Path) -> None:
     assert suspect.files[0] not in names(source)
     assert 'class="pair"' in post("undo")
     assert suspect.files[0] in names(source)
+
+
+def test_picture_of_a_deep_image_uses_the_bits_of_the_image() -> None:
+    """A person sees it with its contrast, whatever the dataset's bit depth."""
+    png = picture(deep_png(np.array([[0, 1023], [512, 100]], np.uint16)))
+    assert png is not None
+    assert np.asarray(Image.open(BytesIO(png))).tolist() == [[0, 255], [128, 25]]

@@ -1,19 +1,26 @@
+import json
 import random
 import subprocess
 import sys
 from io import BytesIO
 
 import hostile
+import numpy as np
 import pytest
+from deep_png import deep_png
 from PIL import Image
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
+from evernear.data.reduction import BitDepth
+from evernear.embedding.export import NETWORK_FILE, load_torchscript
 from evernear.errors import IntegrityError
+from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import core as core_module
 from evernear.serving.core import Predictor
-from evernear.serving.decoding import decode_image
+from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.prep.service import prepare
 from evernear.serving.responses import Prediction, Rejection
 
 
@@ -146,3 +153,40 @@ def test_handler_imports_only_packages_of_the_serving_image() -> None:
     )
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert completed.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("bit_depth", [None, 8, 12, 16])
+def test_deep_images_are_read_with_the_bit_depth_of_the_release(
+    parts: ReleaseParts, bit_depth: BitDepth | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In TorchServe's worker, and by way of the preprocessing server; KServe's servers call the same function."""
+    shape = parts.manifest.preprocessing.model_copy(update={"bit_depth": bit_depth})
+    manifest = parts.manifest.model_copy(update={"preprocessing": shape})
+    network = load_torchscript(parts.directory / NETWORK_FILE)
+    predictor = Predictor(network, Gallery.open(parts.directory, manifest.network_sha256), manifest)
+    deep = np.random.default_rng(0).integers(0, 2 ** (bit_depth or 16), (8, 8), dtype=np.uint16)
+    image = deep_png(deep)
+    seen = predictor.predict_batch([image, prepare(inspect_image(image, 64), manifest)]).images
+    assert seen is not None
+    assert np.array_equal(seen[..., 0], np.stack([deep >> (bit_depth or 16) - 8] * 2))
+    assert caplog.messages == []
+    if bit_depth == 8:
+        deep[0] = 256
+        predictor.predict([deep_png(deep)])
+        assert "beyond the 8 bits that the release reads" in caplog.text
+
+
+def test_light_drawings_on_transparency_are_seen(core: Predictor) -> None:
+    pixels = np.full((8, 8, 2), 255, np.uint8)
+    pixels[..., 1] = 255 * np.eye(8, dtype=np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    seen = core.predict_batch([buffer.getvalue()]).images
+    assert seen is not None
+    assert np.array_equal(seen[0], pixels[..., 1:])
+
+
+def test_preprocessing_of_earlier_releases_has_no_bit_depth(parts: ReleaseParts) -> None:
+    stored = json.loads(parts.manifest.preprocessing.to_json())
+    assert stored.pop("bit_depth") == 16, "of digits, which have no 16-bit file"
+    assert Preprocessing.from_json(json.dumps(stored), "preprocessing.json").bit_depth is None

@@ -299,7 +299,7 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
     if asked not in (None, parent.bit_depth or 16):
         raise DataError(
             f"The 16-bit images of the dataset {parent.name!r} were read with data.bit_depth={parent.bit_depth or 16}, "
-            f"and the settings ask for {asked}; give the new one another name (data.dataset)."
+            f"and the settings ask for {asked}; leave it out, or start over with another --workdir or store."
         )
     return parent.bit_depth
 
@@ -332,9 +332,8 @@ class _Sample:
 
     def bit_depth(self) -> BitDepth:
         """The smallest bit depth that contains the values of all 16-bit files; 16 if there are none."""
-        used = {depth for _, depth in self._files}
-        largest: BitDepth = 16
-        return next((depth for depth in reversed(BIT_DEPTHS) if depth in used), largest)
+        used: list[BitDepth] = [depth for _, depth in self._files if depth]
+        return max(used) if used else 16
 
     @cached_property
     def _files(self) -> list[tuple[Shape, BitDepth | None]]:

@@ -5,11 +5,10 @@ import struct
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntFlag
 from functools import partial
 from io import BytesIO
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +103,7 @@ class Preprocessing(Frozen):
 class Flaw(IntFlag):
     """Faults of a decoded image."""
 
+    NONE = 0
     CONSTANT = 1
     """The file has one value in all pixels."""
     FAINT = 2
@@ -112,8 +112,7 @@ class Flaw(IntFlag):
     """The file has values beyond the bit depth."""
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A decoded image: 8 bits, mode ``L`` (gray) or ``RGB``.
 
     ``identity`` identifies what the file shows, and ``span`` is its contrast, if the image in 8 bits lacks some of it.
@@ -130,10 +129,9 @@ class Picture:
 
     def flaws(self) -> Flaw:
         """The faults of the image."""
-        extrema = np.asarray(self.image.getextrema()).reshape(-1, 2)
-        span = int((extrema[:, 1] - extrema[:, 0]).max())
+        span = int(np.ptp(np.asarray(self.image.getextrema()), axis=-1).max())
         before = span if self.span is None else self.span
-        flaws = Flaw.CLIPPED if self.clipped else Flaw(0)
+        flaws = Flaw.CLIPPED if self.clipped else Flaw.NONE
         if before == 0:
             return flaws | Flaw.CONSTANT
         return flaws | Flaw.FAINT if span < min(before, _MIN_SPAN) else flaws

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from evernear.data.manifest import Manifest, Shard, Split, load_manifest, manifest_key
 from evernear.data.preprocess import Pixels
+from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.disk import disk_errors
 from evernear.errors import DataError, IntegrityError
@@ -92,6 +93,19 @@ class Dataset:
             raise DataError(
                 f"{recognizer} takes images of {shape} and cannot be measured on those of {self.manifest.name}, "
                 f"{self.shape}; start over with another --workdir or store."
+            )
+
+    def require_bit_depth(self, bit_depth: BitDepth | None, recognizer: str) -> None:
+        """Check that the release ``recognizer`` reads 16-bit images as this dataset does.
+
+        Raises:
+            DataError: their brightness would differ.
+        """
+        own, other = self.manifest.bit_depth or 16, bit_depth or 16
+        if own != other:
+            raise DataError(
+                f"{recognizer} reads 16-bit images as {other} bits, so it cannot be measured on those of"
+                f" {self.manifest.name}, which were read as {own} bits; start over with another --workdir or store."
             )
 
     def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:

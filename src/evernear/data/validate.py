@@ -93,12 +93,12 @@ _PROBLEMS = {
     "low_contrast": (
         "image lost its contrast when it was reduced to 8 bits (data.bit_depth)",
         "images lost their contrast when they were reduced to 8 bits (data.bit_depth)",
-        "look at",
+        "; look at",
     ),
     "clipped": (
         "image has 16-bit values beyond the dataset's range (data.bit_depth) and was clipped",
         "images have 16-bit values beyond the dataset's range (data.bit_depth) and were clipped",
-        "look at",
+        "; look at",
     ),
 }
 
