@@ -374,9 +374,11 @@ def _countdown(running: Step) -> "Callable[[Steps], None]":
 
 def _in_words(report: "Report") -> str:
     """The findings of a validation, errors first. Information is no problem."""
+    if not report.findings:
+        return "no problems"
     problems = sum(finding.severity != "info" for finding in report.findings)
     messages = [finding.message for finding in report.findings]
-    return " ".join([f"{quantity(problems, 'finding')}:" if problems else "no problems.", *messages]).removesuffix(".")
+    return " ".join([f"{quantity(problems, 'finding')}:" if problems else "no problems.", *messages])
 
 
 @contextmanager
