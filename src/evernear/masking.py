@@ -187,19 +187,21 @@ def mask_streams() -> None:
 
 
 def copy_masked(source: IO[bytes], path: Path) -> None:
-    """Append the output of a child process to ``path``, masked, until its last process closes the pipe ``source``.
+    """Append the output of a child process to ``path``, masked, until its last process closes the pipe ``source``,
+    which is then closed here as well.
 
     Complete lines are written at once, and at most `LINE_MAX_BYTES` of an incomplete one are in memory. If the disk is
     full, the rest is read and dropped, because a child that nobody reads from would wait forever.
     """
-    with path.open("ab", buffering=0) as log:
-        for text in masked_parts(source):
-            try:
-                log.write(text)
-            except OSError:
-                break
-    while source.read(CHUNK_BYTES):
-        pass
+    with source:
+        with path.open("ab", buffering=0) as log:
+            for text in masked_parts(source):
+                try:
+                    log.write(text)
+                except OSError:
+                    break
+        while source.read(CHUNK_BYTES):
+            pass
 
 
 def masked_parts(source: IO[bytes]) -> Iterator[bytes]:

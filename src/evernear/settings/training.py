@@ -421,7 +421,7 @@ class IndexSettings(Section):
     @classmethod
     def _absolute(cls, uri: str) -> str:
         """Make a relative path absolute: the steps of a run have another working directory."""
-        return uri if not uri or "://" in uri else str(Path(uri).expanduser().absolute())
+        return uri if not uri or "://" in uri else str(absolute(uri))
 
     @property
     def temporary(self) -> "IndexSettings":
