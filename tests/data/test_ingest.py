@@ -218,29 +218,6 @@ def test_explicit_splits_require_train(tmp_path: Path, run_ingest, make_image) -
         run_ingest(tmp_path / "tree")
 
 
-@pytest.mark.parametrize(
-    ("folders", "unknown"),
-    [
-        (("train", "val", "valid"), "val, valid"),
-        (("Test", "test", "train"), "Test, test"),
-        (("test", "train", "x"), "x"),
-        (("seg_test", "seg_train", "seg_pred"), "seg_pred"),
-    ],
-)
-def test_unknown_split_names_are_not_treated_as_classes(
-    tmp_path: Path, run_ingest, make_image, folders: tuple[str, ...], unknown: str
-) -> None:
-    for number in range(40):
-        path = tmp_path / "tree" / folders[number % len(folders)] / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number))
-    with pytest.raises(
-        DataError,
-        match=rf"has split folders .* and no other folder; rename, move or remove {unknown}\.$",
-    ):
-        run_ingest(tmp_path / "tree")
-
-
 def test_split_folder_of_unlabeled_images_is_named(tree, run_ingest) -> None:
     unlabeled = tree / "test"
     (tree / "1").rename(unlabeled)
@@ -280,7 +257,7 @@ def test_dangling_link_is_named(tree, run_ingest) -> None:
     assert run_ingest(tree).problem_counts == {"duplicate": 1, "litter": 1}
     (tree / "1" / "linked.png").unlink()
     (tree / "1" / "linked.png").symlink_to(tree / "unmounted" / "000.png")
-    with pytest.raises(StoreError, match=r"1/linked\.png cannot be read or written: No such file"):
+    with pytest.raises(StoreError, match=r"leads nowhere: 1/linked\.png -> .*000\.png \(No such file"):
         run_ingest(tree)
 
 

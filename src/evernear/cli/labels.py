@@ -67,7 +67,7 @@ def export(settings: Settings, file: FileArgument) -> None:
     from evernear.review.suspects import load_suspects, picture
     from evernear.store import open_store
 
-    store, target = open_store(settings.store_uri), open_target(settings.data.source)
+    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
     answered = Answers(store, target).latest()
     suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
     pictures = ((each, picture(target.read, each.files[0])) for each in suspects)
@@ -89,7 +89,7 @@ def import_(settings: Settings, file: FileArgument) -> None:
     from evernear.review.suspects import load_suspects
     from evernear.store import open_store
 
-    store, target = open_store(settings.store_uri), open_target(settings.data.source)
+    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
     with disk_errors(file):
         data = file.read_bytes()
     suspects = load_suspects(store, settings.data.source)
@@ -114,7 +114,7 @@ def review(settings: Settings, port: PortOption = 8095) -> None:
     from evernear.review.suspects import load_suspects
     from evernear.store import open_store
 
-    store, target = open_store(settings.store_uri), open_target(settings.data.source)
+    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
     answers = Answers(store, target)
     answers.recover()
     for sentence in answers.set_aside.values():

@@ -130,7 +130,7 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
-    source = open_source(settings.source)
+    source = open_source(settings.source, settings)
     snapshots = Snapshots(open_store(store_uri), dataset_name(settings, source))
     with (
         disk_errors(tempfile.gettempdir()),
@@ -238,8 +238,9 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
 
 def _left_out(source: FileSource) -> str:
     """A sentence about the files of a source that are no images in a class folder; empty without any."""
-    count = sum(note.count for note in source.notes.values())
-    names = [name for note in source.notes.values() for name in note.names][:_MAX_NAMES]
+    notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
+    count = sum(note.count for note in notes)
+    names = [name for note in notes for name in note.names][:_MAX_NAMES]
     if not count:
         return ""
     more = " and more" if count > len(names) else ""

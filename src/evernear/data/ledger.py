@@ -37,6 +37,8 @@ _NOTES = {
     "litter": "is hidden, or left behind by a system or program",
     "no_class": "is in no class folder",
     "merged_folders": "are one class",
+    "nested_folder": "is the label of the images in these folders",
+    "outside_link": "leads out of the source",
 }
 
 # Published ledgers have these columns: a new name would need a migration. Only earlier versions read ``state`` and

@@ -59,7 +59,7 @@ def diff_source(settings: DataSettings, ledgers: Sequence[Path | None]) -> list[
         DataError, SettingsError: the source is unusable.
         StoreError: the source or a ledger cannot be read.
     """
-    source = open_source(settings.source)
+    source = open_source(settings.source, settings)
     entries = source.entries()
     diffs = [SourceDiff() for _ in ledgers]
     with ExitStack() as stack:

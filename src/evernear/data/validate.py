@@ -85,6 +85,16 @@ _PROBLEMS = {
         "files or folders are hidden or left behind by a system, and were left out",
         ":",
     ),
+    "nested_folder": (
+        "class folder contains folders, whose names are not used",
+        "class folders contain folders, whose names are not used",
+        ":",
+    ),
+    "outside_link": (
+        "link leads out of the source, to a folder whose images are used",
+        "links lead out of the source, to folders whose images are used",
+        ":",
+    ),
     "merged_folders": (
         "class has several folders, because their names look the same",
         "classes have several folders each, because their names look the same",
@@ -100,6 +110,11 @@ _PROBLEMS = {
         "images have 16-bit values beyond the dataset's range (data.bit_depth) and were clipped",
         "; look at",
     ),
+}
+
+_ADVICE = {
+    "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
+    " right, add --set validation.nested_folder=off.",
 }
 
 _LEFT_OUT = ("undecodable", "conflicting_labels")
@@ -220,7 +235,7 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
                 files = f"{remedy} {_listed(names)}"
             else:
                 files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
-            message = f"{quantity(count, singular, plural)}{files}."
+            message = f"{quantity(count, singular, plural)}{files}.{_ADVICE.get(rule, '')}"
             details = tuple(problem.detail for problem in problems)
             if by_setting := next((detail for detail in details if PIXEL_SETTING in detail), ""):
                 message += f" {by_setting}"

@@ -19,10 +19,12 @@ from typing import Literal, Protocol
 from pydantic import AwareDatetime, Field
 
 from evernear.data.sources import open_source
-from evernear.data.sources.folder import SPLIT_WORDS, Bucket, Folder
+from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
+from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.frozen import Frozen
+from evernear.settings import DataSettings
 from evernear.store import Store, open_store
 
 ANSWERS = "review/answers.jsonl"
@@ -57,8 +59,7 @@ class LabelTarget(Protocol):
     """The source to which labeled images are written. Names are those of the source's files."""
 
     labels: list[str]
-    prefix: str
-    """The folder that contains the class folders of new images, such as ``train/``; empty without split folders."""
+    layout: Layout
 
     def has_folder(self, name: str) -> bool:
         """Whether the folder of the file ``name`` exists."""
@@ -69,7 +70,7 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image, and with ``prune`` its folder if that is then empty; a missing image is not an error."""
+        """Remove an image, and with ``prune`` its folders that are then empty; a missing image is not an error."""
         ...
 
     def read(self, name: str) -> bytes | None:
@@ -80,8 +81,8 @@ class LabelTarget(Protocol):
 class FolderTarget:
     """A directory of class folders."""
 
-    def __init__(self, directory: Path) -> None:
-        self.labels, self.prefix = _layout(Folder(directory))
+    def __init__(self, directory: Path, settings: DataSettings) -> None:
+        self.labels, self.layout = _layout(Folder(directory, settings))
         self._directory = directory
 
     def has_folder(self, name: str) -> bool:
@@ -116,8 +117,10 @@ class FolderTarget:
         with disk_errors(path):
             if _exists(path):  # a read-only file system does not say that a file is missing
                 path.unlink()
-            if prune and path.parent.is_dir() and not any(path.parent.iterdir()):
-                path.parent.rmdir()
+            folder = path.parent
+            while prune and folder != self._directory and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+                folder = folder.parent
 
     def read(self, name: str) -> bytes | None:
         """Read the file."""
@@ -129,8 +132,8 @@ class FolderTarget:
 class BucketTarget:
     """A prefix of a bucket, where a folder exists as long as it has an object."""
 
-    def __init__(self, uri: str) -> None:
-        self.labels, self.prefix = _layout(Bucket(uri))
+    def __init__(self, uri: str, settings: DataSettings) -> None:
+        self.labels, self.layout = _layout(Bucket(uri, settings))
         self._store = open_store(uri)
 
     def has_folder(self, name: str) -> bool:
@@ -152,8 +155,8 @@ class BucketTarget:
         return stored[0] if stored else None
 
 
-def open_target(source: str) -> LabelTarget:
-    """Open ``data.source`` for writing. Lists it once, for its classes.
+def open_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
+    """Open ``data.source`` for writing. Lists it once, for its classes. The ``settings`` say how its folders are meant.
 
     Raises:
         SettingsError: the source is not a folder or a bucket.
@@ -161,9 +164,9 @@ def open_target(source: str) -> LabelTarget:
     """
     match source.partition(":"):
         case "folder", _, directory if directory:
-            return FolderTarget(Path(directory))
+            return FolderTarget(Path(directory), settings)
         case "s3", _, _:
-            return BucketTarget(source)
+            return BucketTarget(source, settings)
         case _:
             open_source(source)
             raise SettingsError(
@@ -202,7 +205,7 @@ class Answers:
         if answer.action != "label":
             self._append(answer, expects_answer=False)
             return
-        names = dict(_moves(answer, self._target.prefix))
+        names = dict(_moves(answer, self._target.layout))
         try:
             new_folder = not all(map(self._target.has_folder, names.values()))
         except StoreError as error:
@@ -265,7 +268,7 @@ class Answers:
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
         """Change the source for ``answer``; the error if the source does not take it."""
         try:
-            for old, new in _moves(answer, self._target.prefix):
+            for old, new in _moves(answer, self._target.layout):
                 if answer.files:
                     self._move(old, new, prune=False)
                 else:
@@ -285,7 +288,7 @@ class Answers:
         failure: EvernearError | None = None
         for answer in reversed(labeled):
             try:
-                for old, new in _moves(answer, self._target.prefix):
+                for old, new in _moves(answer, self._target.layout):
                     self._restore(answer, old, new, prune=answer.label in folders)
             except EvernearError as error:
                 failure = failure or error
@@ -348,7 +351,7 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
     return latest
 
 
-def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
+def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
     """The current and the new name of each file of an answer with a label."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
@@ -356,13 +359,13 @@ def _moves(answer: Answer, prefix: str) -> Iterator[tuple[str, str]]:
         raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
     mark = f"review-{answer.image[:16]}"
     if not answer.files:
-        yield "", f"{prefix}{label}/{mark}.png"
+        yield "", f"{layout.class_folder(label)}/{mark}.png"
     for number, file in enumerate(answer.files):
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts:
             raise SettingsError(f"{file!r} is not the name of a file in the source.")
-        split = f"{path.parts[0]}/" if prefix else ""
-        yield file, f"{split}{label}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
+        folder = layout.class_folder(label, file)
+        yield file, f"{folder}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
 
 
 def _exists(path: Path) -> bool:
@@ -383,7 +386,7 @@ def _subject(answer: Answer) -> str:
     return answer.files[0] if answer.files else f"query {answer.image[:8]}"
 
 
-def _layout(source: Folder | Bucket) -> tuple[list[str], str]:
-    """The classes of a source, and the prefix of its training images; see `LabelTarget.prefix`."""
+def _layout(source: Folder | Bucket) -> tuple[list[str], Layout]:
+    """The classes of a source, and its layout."""
     labels = sorted({entry.label for entry in source.entries()})
-    return labels, f"{source.train_folder}/" if source.train_folder else ""
+    return labels, source.layout

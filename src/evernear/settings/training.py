@@ -43,6 +43,15 @@ class DataSettings(Section):
         "0: from a sample of the first ingest.",
     )
     channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: those of most images.")
+    layout: Literal["auto", "classes", "innermost"] = Field(
+        default="auto",
+        description="Folders of a source; auto: splits by their names, and classes in them or above them; classes: "
+        "the top-level folders are the classes, whatever their names; innermost: as auto, but each innermost folder "
+        "is a class.",
+    )
+    split_folders: dict[str, Literal["train", "test", "gallery", "query", "none"]] = Field(
+        default={}, description="The split of folders whose names do not say it; none: leave the folder out."
+    )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
     query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
@@ -75,6 +84,13 @@ class DataSettings(Section):
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         kind, _, directory = source.partition(":")
         return f"{kind}:{absolute(directory)}" if kind in ("folder", "mnist") and directory else source
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> Self:
+        splits = [folder for folder, split in self.split_folders.items() if split != "none"]
+        if self.layout == "classes" and splits:
+            raise ValueError(f"layout=classes says that no folder is a split, but split_folders names {splits[0]!r}")
+        return self
 
 
 class ClassSettings(Section):
@@ -171,6 +187,12 @@ class ValidationSettings(Section):
     )
     similar_classes: Severity = Field(
         default="warn", description="Names of classes differ only in case, width or characters that nobody sees."
+    )
+    nested_folder: Severity = Field(
+        default="warn", description="A class folder contains folders, which may be classes; see data.layout."
+    )
+    outside_link: Severity = Field(
+        default="info", description="A link leads to a folder outside of the source; its images are used."
     )
     constant_image: Severity = Field(default="warn", description="All pixels of an image have the same value.")
     low_contrast: Severity = Field(

@@ -70,6 +70,10 @@ class Store(Protocol):
 
     def folders(self) -> Iterator[str]:
         """Yield the first segments of all keys that have several."""
+        return (name.removesuffix("/") for name in self.children("") if name.endswith("/"))
+
+    def children(self, folder: str) -> Iterator[str]:
+        """Yield the names in a folder, those of folders with a slash at the end; the top folder is empty."""
         ...
 
     def delete(self, key: str) -> None:

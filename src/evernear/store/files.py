@@ -69,11 +69,12 @@ class FileStore(Store):
         with disk_errors(self.root):
             yield from self._walk(self.root, "", prefix)
 
-    def folders(self) -> Iterator[str]:
-        """Yield the first segments of all keys that have several."""
-        with disk_errors(self.root):
-            if self.root.is_dir():
-                yield from (p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
+    def children(self, folder: str) -> Iterator[str]:
+        """Yield the names in a folder, those of folders with a slash at the end."""
+        directory = self.path(folder) if folder else self.root
+        with disk_errors(directory):
+            if directory.is_dir():
+                yield from (p.name + "/" * p.is_dir() for p in directory.iterdir() if p.name[0] != ".")
 
     def delete(self, key: str) -> None:
         """Delete an object; a missing one is not an error."""

@@ -95,13 +95,14 @@ class S3Store(Store):
                 if not key.startswith(OWN_PREFIX):
                     yield ObjectInfo(key, size_bytes, etag)
 
-    def folders(self) -> Iterator[str]:
-        """Yield the first segments of all keys that have several."""
-        with self._connection.errors("s3:ListBucket", self.bucket, self._prefix):
-            for info in self._client.list_objects(self.bucket, self._prefix):
-                segment = str(info.object_name).removeprefix(self._prefix).rstrip("/")
-                if info.is_dir and not segment.startswith("."):
-                    yield segment
+    def children(self, folder: str) -> Iterator[str]:
+        """Yield the names in a folder, those of folders with a slash at the end, in pages of 1,000."""
+        prefix = f"{self._prefix}{folder}/" if folder else self._prefix
+        with self._connection.errors("s3:ListBucket", self.bucket, prefix):
+            for info in self._client.list_objects(self.bucket, prefix):
+                name = str(info.object_name).removeprefix(prefix)
+                if name and not name.startswith("."):
+                    yield name
 
     def delete(self, key: str) -> None:
         """Delete an object; a missing one is not an error."""

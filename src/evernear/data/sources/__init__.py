@@ -4,15 +4,16 @@ from pathlib import Path
 
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource, NameSample
 from evernear.data.sources.digits import Digits
-from evernear.data.sources.folder import Bucket, Folder
+from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.mnist import Mnist, download_mnist
 from evernear.errors import SettingsError
+from evernear.settings import DataSettings
 
 __all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample", "open_source"]
 
 
-def open_source(source: str) -> ArraySource | FileSource:
-    """Open the source that ``data.source`` names.
+def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:
+    """Open the source that ``data.source`` names; ``settings`` say what its folders mean.
 
     Raises:
         SettingsError: the kind of source is unknown.
@@ -26,9 +27,9 @@ def open_source(source: str) -> ArraySource | FileSource:
         case "mnist", _, directory if directory:
             return Mnist(Path(directory))
         case "folder", _, directory if directory:
-            return Folder(Path(directory))
+            return Folder(Path(directory), settings)
         case "s3", _, path if path.startswith("//") and path.strip("/"):
-            return Bucket(source)
+            return Bucket(source, settings)
         case _:
             raise SettingsError(
                 f"Unknown source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"

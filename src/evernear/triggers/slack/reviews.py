@@ -29,7 +29,7 @@ _LABEL_MAX_CHARACTERS = 75
 def review(call: Call) -> Message | None:
     """Post the newest uncertain queries of the queue."""
     services = call.services
-    target = open_target(services.settings.data.source)
+    target = open_target(services.settings.data.source, services.settings.data)
     items = Queue(services.store).pending(Answers(services.store, target).latest().keys(), SHOWN)
     if not items:
         return line("The review queue is empty.")
@@ -115,7 +115,7 @@ def answer_message(answer: Answer, request: Request) -> Message:
 
 def _record(services: Services, answer: Answer) -> Iterable[str]:
     """Record an answer; return a sentence for each earlier one that was set aside."""
-    answers = Answers(services.store, open_target(services.settings.data.source))
+    answers = Answers(services.store, open_target(services.settings.data.source, services.settings.data))
     if answer.action == "undo":
         answers.undo(answer)
     else:

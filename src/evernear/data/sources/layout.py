@@ -1,0 +1,319 @@
+"""The layout of a tree of images: which folders are splits, and which folder is the class of an image.
+
+Folders are splits if their names say so, above the class folders (``train/cat/0.jpg``) or in them
+(``cat/train/0.jpg``). Where names and contents leave it open, `choose_layout` refuses: with ``train`` and ``eval`` as
+classes, the network would learn to tell the two apart. The settings ``data.layout`` and ``data.split_folders`` answer.
+"""
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from evernear.data.manifest import SPLITS, Split
+from evernear.errors import DataError
+from evernear.output import quantity
+from evernear.settings.training import DataSettings
+
+_VALIDATION = frozenset({"val", "valid", "validation", "dev"})
+SPLIT_WORDS: Final[dict[str, Split]] = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "gallery": "gallery",
+    "query": "query",
+    **dict.fromkeys(_VALIDATION, "gallery"),
+}
+"""Words in the names of split folders, and their splits. Training is validated on the gallery."""
+# The beginning of a name such as trainset, tests or Validate.
+_BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
+_MAX_NAMES = 5
+
+
+class Contents(NamedTuple):
+    """A top-level folder: the names of its folders, and whether it contains images directly."""
+
+    folders: frozenset[str] = frozenset()
+    has_images: bool = False
+
+
+class Place(NamedTuple):
+    """What the folders of an image mean."""
+
+    class_folder: str
+    """The folder that names the class."""
+    split_folder: str
+    split: Split | None
+    class_folders: list[str]
+    """The folders that are not splits."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``splits`` are the split folders by name: at the top, or in the class folders if ``class_first``."""
+
+    splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
+    left_out: frozenset[str] = frozenset()
+    """Top-level folders to ignore."""
+    left_out_inside: frozenset[str] = frozenset()
+    """Folders in top-level folders to ignore."""
+    class_first: bool = False
+    innermost: bool = False
+    """The class is the innermost folder instead of the outermost one."""
+
+    @property
+    def train_folder(self) -> str:
+        """The split folder of the training images; empty without split folders."""
+        return next((folder for folder, split in self.splits.items() if split == "train"), "")
+
+    @property
+    def top_splits(self) -> Mapping[str, Split]:
+        """The split folders at the top."""
+        return {} if self.class_first else self.splits
+
+    @property
+    def chosen_splits(self) -> tuple[Split, ...]:
+        """The splits that ingest assigns: train, and those without a folder."""
+        return ("train", *(split for split in SPLITS[1:] if split not in self.splits.values()))
+
+    def leaves_out(self, folders: list[str]) -> bool:
+        """Whether the settings leave out the images in ``folders``."""
+        return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
+
+    def place(self, folders: list[str]) -> Place | None:
+        """What the ``folders`` of an image mean; None if it is left out, or not in a class folder."""
+        if self.leaves_out(folders):
+            return None
+        split_folder = ""
+        if self.splits:
+            depth = 1 if self.class_first else 0
+            if len(folders) > depth and folders[depth] in self.splits:
+                split_folder = folders[depth]
+                # Archives from Kaggle repeat the split: seg_train/seg_train/sea/0.jpg.
+                repeated = len(folders) > depth + 2 and folders[depth + 1] == split_folder
+                folders = [*folders[:depth], *folders[depth + 1 + repeated :]]
+            elif not self.class_first:
+                return None
+        if not folders:
+            return None
+        class_folder = folders[-1 if self.innermost else 0]
+        return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
+
+    def class_folder(self, label: str, file: str = "") -> str:
+        """The folder for an image of class ``label``: a new one, or a ``file`` of the source that changes its class.
+
+        A file stays in its split folder; a new image belongs to the training images.
+        """
+        split_folder = self.train_folder
+        if file:
+            place = self.place(file.split("/")[:-1])
+            split_folder = place.split_folder if place else ""
+        parts = (label, split_folder) if self.class_first else (split_folder, label)
+        return "/".join(filter(None, parts))
+
+    def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
+        """Require that each split folder contains images in class folders; ``used`` are those that do.
+
+        Raises:
+            DataError: a split folder does not.
+        """
+        for folder in sorted(self.splits.keys() - used):
+            if folder in settings.split_folders:
+                raise DataError(
+                    f"data.split_folders names {folder}, but {name} has no folder of this name with images in class"
+                    " folders; correct the name or remove the setting."
+                )
+            if self.train_folder in used:
+                split = self.splits[folder]
+                raise DataError(
+                    f"The folder {folder} of {name} contains no image in a class folder; sort its images into class"
+                    f" folders, or move the folder away to let ingest choose {split} images from {self.train_folder}."
+                )
+        if self.top_splits and not used:
+            raise DataError(
+                f"{name} contains no image in a class folder: {_listed(self.splits)} are split folders. Sort the images"
+                " into class folders in them, or add --set data.layout=classes if these folders are the classes."
+            )
+
+
+class NestedFolders:
+    """The folders in class folders, by class. Memory does not grow with their number."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, set[str]] = {}
+        self._images: Counter[str] = Counter()
+        self._direct: set[str] = set()
+
+    def add(self, label: str, place: Place) -> None:
+        """Count an image."""
+        if len(place.class_folders) == 1:
+            self._direct.add(label)
+            return
+        self._images[label] += 1
+        folders = self._folders.setdefault(label, set())
+        if len(folders) <= _MAX_NAMES:
+            folders.add(place.class_folders[1])
+
+    def names(self) -> Iterator[str]:
+        """The class folders whose folders may be classes or splits; a single folder in one class is neither."""
+        single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
+        for label, folders in self._folders.items():
+            if len(folders) > 1 or (label in single and len(single) > 1) or _split_words(folders):
+                yield f"{label} ({_listed(folders)}: {quantity(self._images[label], 'image', 'images')})"
+
+
+def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSettings) -> Layout:
+    """The layout of a source with these top-level folders.
+
+    Raises:
+        DataError: it is not clear which folders are splits, or none of them is for training.
+    """
+    ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
+    left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
+    given: dict[str, Split] = {folder: split for folder, split in settings.split_folders.items() if split != "none"}
+    folders = {
+        folder: Contents(contents.folders - left_out_inside, contents.has_images)
+        for folder, contents in folders.items()
+        if folder not in left_out
+    }
+    if settings.layout == "classes":
+        return Layout({}, left_out, left_out_inside)
+    top = _top_splits(name, folders, given)
+    splits = _splits_in_classes(name, folders, given) if top is None else top
+    class_first = top is None and bool(splits)
+    return Layout(splits, left_out, left_out_inside, class_first, innermost=settings.layout == "innermost")
+
+
+def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split] | None:
+    """The splits of the top-level folders; None if these are classes."""
+    named = folders.keys() & given.keys()
+    words = _split_words(folders.keys() - given.keys())
+    known, unknown = _known_splits(words, folders.keys(), given)
+    if unknown:
+        signs = _alike(words) | _look_like_splits(words, folders)
+        if not (named or signs):
+            return None
+        raise _question(f"{name} has", known.keys() | named if named else known.keys() & signs, unknown, folders)
+    if not (known or named):
+        return None
+    splits: dict[str, Split] = {**known, **given}
+    if "train" not in splits.values():
+        raise DataError(
+            f"{name} has split folders ({_listed(splits)}) but no train folder; name one with"
+            f" {_assignment(min(splits), 'train')}, or add --set data.layout=classes if they are classes."
+        )
+    return splits
+
+
+def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split]:
+    """The splits of folders in class folders; empty if they are not splits."""
+    inner = [contents.folders for contents in folders.values()]
+    plain = {folder: re.sub("[^a-z]", "", folder.lower()) for names in inner for folder in names - given.keys()}
+    words = {folder: word for folder, word in plain.items() if word in SPLIT_WORDS}
+    splits: dict[str, Split] = {**_splits_of(words, given), **given}
+    with_train = [names for names in inner if len(names) > 1 and "train" in map(splits.get, names)]
+    if not any(splits.get(name, "train") != "train" for names in with_train for name in names) and len(with_train) < 2:
+        return given
+    unknown: set[str] = set()
+    for names in inner:
+        if names & splits.keys():
+            unknown |= _known_splits({folder: words[folder] for folder in names & words.keys()}, names, given)[1]
+    if unknown:
+        raise _question(f"The class folders of {name} contain", splits.keys() - unknown, unknown, folders)
+    return splits
+
+
+def named_like_splits(folders: Collection[str]) -> set[str]:
+    """Folders whose names are like those of splits, so that their contents decide."""
+    return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
+
+
+def _known_splits(
+    words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
+) -> tuple[dict[str, Split], set[str]]:
+    """The splits of folders with ``words``, and the names of folders without a split or with another folder's split."""
+    splits = _splits_of(words, given)
+    uses = Counter(splits.values())
+    known: dict[str, Split] = {folder: split for folder, split in splits.items() if uses[split] == 1}
+    return known, set(folders) - known.keys() - given.keys()
+
+
+def _split_words(folders: Collection[str]) -> dict[str, str]:
+    """The word of `SPLIT_WORDS` in each of ``folders`` that contains exactly one, ignoring case."""
+    words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
+    return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
+
+
+def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
+    """The splits of folders with ``words``; a validation folder is the gallery, or else the test split.
+
+    A dataset with nothing but train and validation reports its results on the latter.
+    """
+    has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
+    return {
+        folder: "test" if word in _VALIDATION and not has_test else SPLIT_WORDS[word] for folder, word in words.items()
+    }
+
+
+def _alike(words: Mapping[str, str]) -> set[str]:
+    """Folders whose names differ only in the split, such as ``seg_train`` and ``seg_test``."""
+    patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
+    counts = Counter(patterns.values())
+    return {folder for folder, pattern in patterns.items() if counts[pattern] > 1}
+
+
+def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
+    """Folders whose names and contents are those of splits.
+
+    A folder with one of the ``words`` contains class folders and no image, or shares class folders with others. A name
+    that only begins like one has to share class folders.
+    """
+    sharing = _sharing(folders)
+    with_word = {
+        folder for folder in words if folder in sharing or (folders[folder].folders and not folders[folder].has_images)
+    }
+    return with_word | {folder for folder in sharing if _BEGINS_LIKE_SPLIT.search(folder.lower())}
+
+
+def _sharing(folders: Mapping[str, Contents]) -> set[str]:
+    """Folders that contain a folder of the same name as another one does."""
+    counts = Counter(inner for contents in folders.values() for inner in contents.folders)
+    return {folder for folder, contents in folders.items() if any(counts[inner] > 1 for inner in contents.folders)}
+
+
+def _question(
+    subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
+) -> DataError:
+    """The error that asks which of the ``unknown`` folders are splits, with settings that answer."""
+    sharing = _sharing(folders)
+    used: set[str] = {SPLIT_WORDS[word] for word in _split_words(known).values()}
+    answers: list[str] = []
+    for folder in sorted(unknown):
+        match = _BEGINS_LIKE_SPLIT.search(folder.lower())
+        likely: list[str] = [SPLIT_WORDS[match[0]]] if match else []
+        likely += ["test"] if folder in sharing or folder not in folders else []
+        split = next((split for split in likely if split not in used), "none")
+        used.add(split)
+        answers.append(_assignment(folder, split))
+    looks = f"split folders ({_listed(known)}) and others ({_listed(unknown)})" if known else f"{_listed(unknown)}"
+    return DataError(
+        f"{subject} {looks}, which may be splits or classes. Give each its split (train, test, gallery, query, or none"
+        f" to leave it out), as in {' '.join(answers[:_MAX_NAMES])}, or add --set data.layout=classes if every"
+        " top-level folder is a class."
+    )
+
+
+def _assignment(folder: str, split: str) -> str:
+    """The option that says the split of a folder."""
+    if re.search(r"[.=\s]|__", folder):
+        return f"--set {shlex.quote(f'data.split_folders={json.dumps({folder: split}, ensure_ascii=False)}')}"
+    return f"--set {shlex.quote(f'data.split_folders.{folder}={split}')}"
+
+
+def _listed(folders: Iterable[str]) -> str:
+    shown = sorted(folders)
+    return ", ".join(shown if len(shown) <= _MAX_NAMES else [*shown[:_MAX_NAMES], "and more"])

@@ -1,0 +1,134 @@
+"""A directory tree in which links to folders are followed. pathlib would take most of the time of a listing."""
+# ruff: noqa: PTH115, PTH116, PTH120
+
+import os
+import stat
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from evernear.data.sources.names import is_skipped
+from evernear.disk import disk_errors
+from evernear.errors import StoreError
+
+_MAX_NAMES = 5
+_Inode = tuple[int, int]
+
+
+class Tree:
+    """The folders and files below a directory.
+
+    A link to a folder is followed, unless that folder contains the link. Paths begin with the directory, and lead
+    through links.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._real_root = os.path.realpath(root)
+        self._broken: dict[str, str] = {}
+        self._listed: set[tuple[_Inode, Hashable]] = set()
+        self.outside: dict[str, str] = {}
+        """Links to folders outside of the directory: the target of each by its name."""
+
+    def name(self, path: str) -> str:
+        """The name of a path in the tree, with escapes for bytes that are not UTF-8."""
+        return _shown(os.path.relpath(path, self._root))
+
+    def folders(self, path: str) -> list[str]:
+        """The paths of the folders in a folder, sorted."""
+        above = self._containing(path)
+        entries = (entry for entry, kind in self.scan(path) if kind == "folder")
+        return sorted(entry.path for entry in entries if self._enters(entry, above))
+
+    def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
+        """All files below a folder, unsorted: sorting would hold the listing of a whole folder in memory.
+
+        A folder that `is_skipped` is yielded instead of the files in it; one without a ``group`` of its path is left
+        out. Links among folders would multiply their files, so a link to a folder that was listed for this group is
+        skipped.
+        """
+        yield from self._files(folder, self._containing(folder), group)
+
+    def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
+        """The folders, the regular files and whatever `is_skipped` in a folder. Notes the links that lead nowhere."""
+        with disk_errors(folder), os.scandir(folder) as entries:
+            for entry in entries:
+                if is_skipped(entry.name):
+                    yield entry, "skipped"
+                elif entry.is_symlink():
+                    try:
+                        mode = entry.stat().st_mode
+                    except OSError as error:  # missing, not permitted, a cycle of links, not connected
+                        self._broken[self.name(entry.path)] = f"{_shown(os.readlink(entry.path))} ({error.strerror})"
+                        continue
+                    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+                        yield entry, "folder" if stat.S_ISDIR(mode) else "file"
+                elif entry.is_dir():
+                    yield entry, "folder"
+                elif entry.is_file():
+                    yield entry, "file"
+
+    def require_no_broken_link(self) -> None:
+        """Require that no link seen so far leads nowhere: images must not leave the dataset because a disk is not
+        mounted.
+
+        Raises:
+            StoreError: the message names some of the links.
+        """
+        if self._broken:
+            shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())[:_MAX_NAMES]]
+            more = " and more" if len(self._broken) > _MAX_NAMES else ""
+            links = "a link that leads" if len(self._broken) == 1 else f"{len(self._broken):,} links that lead"
+            raise StoreError(
+                f"{self._root} contains {links} nowhere: {', '.join(shown)}{more}; mount or restore the target, or"
+                " remove the link."
+            )
+
+    def _files(
+        self, folder: str, above: frozenset[_Inode], group: Callable[[str], Hashable]
+    ) -> Iterator[os.DirEntry[str]]:
+        folders: list[os.DirEntry[str]] = []
+        for entry, kind in self.scan(folder):
+            if kind == "folder":
+                folders.append(entry)
+            else:
+                yield entry
+        for entry in sorted(folders, key=lambda entry: (entry.is_symlink(), entry.name)):
+            inode, key = _inode(entry.path), group(entry.path)
+            if key is None or not self._enters(entry, above) or (entry.is_symlink() and (inode, key) in self._listed):
+                continue
+            self._listed.add((inode, key))
+            yield from self._files(entry.path, above | {inode}, group)
+
+    def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
+        """Whether to list a folder: not if it is one of those ``above``. Notes a link that leads out of the tree."""
+        if _inode(entry.path) in above:
+            return False
+        if entry.is_symlink():
+            target = os.path.realpath(entry.path)
+            if os.path.commonpath([self._real_root, target]) != self._real_root:
+                self.outside[self.name(entry.path)] = _shown(os.readlink(entry.path))
+        return True
+
+    def _containing(self, folder: str) -> frozenset[_Inode]:
+        """A folder of the tree, the folders that lead to it, and those that contain the tree."""
+        paths = [self._real_root, *map(str, Path(self._real_root).parents)]
+        while len(folder) > len(self._root):
+            paths.append(folder)
+            folder = os.path.dirname(folder)
+        inodes: set[_Inode] = set()
+        for path in paths:
+            with suppress(StoreError):
+                inodes.add(_inode(path))
+        return frozenset(inodes)
+
+
+def _inode(folder: str) -> _Inode:
+    with disk_errors(folder):
+        status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _shown(path: str) -> str:
+    return os.fsencode(path).decode(errors="backslashreplace")

@@ -1,0 +1,340 @@
+"""Which folders are splits and which are classes; an error names settings that answer, and the tests run them."""
+
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from evernear.data.manifest import Manifest
+from evernear.data.shards import Dataset
+from evernear.data.sources import open_source
+from evernear.data.sources.folder import Bucket
+from evernear.data.validate import validate
+from evernear.errors import DataError, SettingsError
+from evernear.settings import DataSettings, Settings, ValidationSettings, load, overrides_from
+from evernear.store import open_store
+
+MakeTree = Callable[..., Path]
+NAMES = ["a", "b"]
+
+
+@pytest.fixture
+def make_tree(tmp_path: Path, make_image) -> MakeTree:
+    """``make_tree(folders, count)`` writes ``count`` different images into each of ``folders``."""
+
+    def make_tree(folders: Iterable[str], count: int = 20) -> Path:
+        for index, folder in enumerate(folders):
+            (tmp_path / "tree" / folder).mkdir(parents=True)
+            for number in range(count):
+                image = make_image(index * 1000 + number)
+                (tmp_path / "tree" / folder / f"{index}-{number:03}.png").write_bytes(image)
+        return tmp_path / "tree"
+
+    return make_tree
+
+
+def in_each(splits: Iterable[str], classes: Iterable[str] = NAMES) -> list[str]:
+    return [f"{split}/{label}" for split in splits for label in classes]
+
+
+def answers(error: DataError) -> list[DataSettings]:
+    """The settings that a message offers: the splits, and that all folders are classes."""
+    words = re.findall(r"--set ('[^']*'|\S+)", str(error))
+    values = [shlex.split(word.rstrip(",.;"))[0] for word in words]
+    splits = [value for value in values if value.startswith("data.split_folders")]
+    assert values == [*splits, "data.layout=classes"]
+    return [load(overrides=words).data for words in (splits, values[-1:])]
+
+
+def ingest_with(run_ingest, root: Path, settings: DataSettings) -> Manifest:
+    return run_ingest(root, layout=settings.layout, split_folders=settings.split_folders)
+
+
+@pytest.mark.parametrize(
+    ("folders", "split_folders"),
+    [
+        (in_each(["train", "eval"]), {"eval": "test"}),
+        (in_each(["train", "evaluation"]), {"evaluation": "test"}),
+        (in_each(["train", "holdout"]), {"holdout": "test"}),
+        (in_each(["Train", "Validate"]), {"Validate": "gallery"}),
+        (in_each(["train", "tests"]), {"tests": "test"}),
+        (in_each(["train", "test", "extra"]), {"extra": "none"}),
+        (in_each(["trainset", "testset"]), {"testset": "test", "trainset": "train"}),
+        (in_each(["train", "val", "valid"]), {"val": "test", "valid": "gallery"}),
+        (in_each(["Test", "test", "train"]), {"Test": "test", "test": "none"}),
+        (in_each(["seg_test", "seg_train", "seg_pred"]), {"seg_pred": "none"}),
+        (in_each(["train/train", "eval/eval"]), {"eval": "test"}),
+        (in_each(["train", "my eval=1.0"]), {"my eval=1.0": "test"}),
+        ([*in_each(["train"], "abcde"), *in_each(["eval"], "bcd")], {"eval": "test"}),
+        ([*in_each(["train"]), "unlabeled"], {"unlabeled": "none"}),
+        ([*in_each(["train", "test"]), "docs"], {"docs": "none"}),
+        ([*in_each(["train"]), *in_each(["holdout"], ["x", "y"])], {"holdout": "none"}),
+        ([*in_each(["train"]), *NAMES], {"a": "none", "b": "none"}),
+    ],
+)
+def test_folders_beside_a_split_that_may_be_splits_are_refused(
+    make_tree, run_ingest, folders: list[str], split_folders: dict[str, str]
+) -> None:
+    root = make_tree(folders)
+    with pytest.raises(DataError, match=r"^tree has .*, which may be splits or classes\. Give each its split") as info:
+        run_ingest(root)
+    as_splits, as_classes = answers(info.value)
+    assert as_splits.split_folders == split_folders
+    manifest = ingest_with(run_ingest, root, as_splits)
+    assert set(manifest.labels) == {
+        Path(folder).name for folder in folders if folder.startswith(("train", "Train", "seg_t"))
+    }
+    tests = [folder for folder, split in split_folders.items() if split == "test"]
+    if tests:
+        assert manifest.count("test") == 20 * sum(folder.partition("/")[0] in tests for folder in folders)
+    manifest = run_ingest(root, dataset="other", layout=as_classes.layout)
+    assert set(manifest.labels) == {folder.partition("/")[0] for folder in folders}
+
+
+def test_stray_images_do_not_make_a_split_a_class(make_tree, run_ingest, make_image) -> None:
+    root = make_tree(in_each(["train", "eval"]))
+    (root / "train" / "stray.png").write_bytes(make_image(9000))
+    with pytest.raises(DataError, match=r"split folders \(train\) and others \(eval\)"):
+        run_ingest(root)
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ["train", "test tube", "car"],
+        ["test", "trains/old", "trains/new", "cars"],
+        ["testudo/old", "testudo/new", "cars/red", "cars/blue"],
+        ["contest/x", "contest/y", "strain/x", "strain/y"],
+        ["eval", "holdout"],
+    ],
+)
+def test_classes_may_have_names_like_splits(make_tree, run_ingest, folders: list[str]) -> None:
+    assert set(run_ingest(make_tree(folders)).labels) == {folder.partition("/")[0] for folder in folders}
+
+
+@pytest.mark.parametrize(
+    ("folders", "counts"),
+    [
+        (["cat/train", "cat/test", "dog/train", "dog/test"], {"test": 40}),
+        (["cat/train", "cat/val", "dog/train", "dog/val"], {"test": 40}),
+        (["cat/Train", "cat/VAL", "cat/test", "dog/Train", "dog/VAL", "dog/test"], {"test": 40, "gallery": 40}),
+        (["cat/train", "cat/test", "dog/train"], {"test": 20}),
+        (["cat/train", "cat/test", "dog"], {"test": 20}),
+        (
+            ["bottle/train/good", "bottle/test/broken", "bottle/test/good", "cap/train/good", "cap/test/cut"],
+            {"test": 60},
+        ),
+    ],
+)
+def test_splits_in_class_folders_are_recognized(make_tree, run_ingest, contents, digest_of, folders, counts) -> None:
+    root = make_tree(folders)
+    manifest = run_ingest(root)
+    assert set(manifest.labels) == {folder.partition("/")[0] for folder in folders}
+    assert {split: manifest.count(split) for split in counts} == counts
+    held_out = {digest_of(path.read_bytes()) for path in root.glob("*/test/**/*.png")}
+    split = contents(manifest).split
+    assert {split[digest] for digest in held_out} <= {"test"}
+
+
+@pytest.mark.parametrize(
+    ("folders", "split_folders"),
+    [
+        (["cat/train", "cat/test", "cat/extra", "dog/train", "dog/test"], {"extra": "none"}),
+        (["cat/train", "cat/eval", "dog/train", "dog/eval"], {"eval": "test"}),
+        (["cat/train", "cat/val", "cat/valid", "dog/train"], {"val": "none", "valid": "gallery"}),
+    ],
+)
+def test_other_folders_beside_splits_in_class_folders_are_refused(
+    make_tree, run_ingest, folders: list[str], split_folders: dict[str, str]
+) -> None:
+    root = make_tree(folders)
+    with pytest.raises(
+        DataError, match=r"^The class folders of tree contain split folders .*train\) and others"
+    ) as info:
+        run_ingest(root)
+    as_splits, as_classes = answers(info.value)
+    assert ingest_with(run_ingest, root, as_splits).labels == ("cat", "dog")
+    manifest = run_ingest(root, dataset="other", layout=as_classes.layout)
+    assert sum(map(manifest.count, ("train", "test", "gallery", "query"))) == 20 * len(folders)
+
+
+def test_split_of_one_class_can_be_named(make_tree, run_ingest) -> None:
+    """Without a train folder beside it, test may be anything: its images are used, and the run says so."""
+    root = make_tree(["dog", "dog/test", "cat"])
+    (problem,) = run_ingest(root).problems
+    assert problem.names == ("dog (test: 20 images)",)
+    manifest = run_ingest(root, dataset="other", split_folders={"test": "test"})
+    assert (manifest.count("test"), manifest.problem_counts) == (20, {})
+
+
+def test_split_folders_that_do_not_exist_are_named(make_tree, run_ingest) -> None:
+    root = make_tree(in_each(["train", "test"]))
+    with pytest.raises(DataError, match=r"^data\.split_folders names holdout, but tree has no folder of this name"):
+        run_ingest(root, split_folders={"holdout": "test"})
+    with pytest.raises(DataError, match=r"^data\.split_folders names holdout, but tree has no folder of this name"):
+        run_ingest(root, split_folders={"train": "train", "holdout": "query"})
+    assert run_ingest(root, split_folders={"holdout": "none"}).count("test") == 40
+
+
+def test_two_folders_may_have_one_split_if_the_settings_say_so(make_tree, run_ingest) -> None:
+    root = make_tree(in_each(["fold1", "fold2", "fold3"]))
+    manifest = run_ingest(root, split_folders={"fold1": "train", "fold2": "train", "fold3": "test"})
+    assert (manifest.labels, manifest.count("test")) == (("a", "b"), 40)
+
+
+def test_split_folders_that_are_classes(make_tree, run_ingest) -> None:
+    root = make_tree(["train", "test"])
+    with pytest.raises(
+        DataError, match=r"contains no image in a class folder: test, train are .* data\.layout=classes"
+    ):
+        run_ingest(root)
+    assert set(run_ingest(root, layout="classes").labels) == {"train", "test"}
+
+
+def test_splits_contradict_that_all_folders_are_classes() -> None:
+    with pytest.raises(SettingsError, match=r"layout=classes says that no folder is a split, .* names 'eval'"):
+        load(overrides=["data.layout=classes", "data.split_folders.eval=test"])
+    assert load(overrides=["data.layout=classes", "data.split_folders.docs=none"]).data.layout == "classes"
+
+
+def test_nested_folders_are_reported_with_settings_that_answer(make_tree, run_ingest) -> None:
+    root = make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"])
+    manifest = run_ingest(root)
+    assert manifest.labels == ("fruit", "veg")
+    (finding,) = validate(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
+    assert (finding.rule, finding.severity, finding.names) == (
+        "nested_folder",
+        "warn",
+        ("fruit (apple, pear: 40 images)", "veg (carrot, leek: 40 images)"),
+    )
+    assert finding.message == (
+        "2 class folders contain folders, whose names are not used: fruit (apple, pear: 40 images), veg (carrot, leek:"
+        " 40 images). If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
+        " right, add --set validation.nested_folder=off."
+    )
+    settings = load(overrides=re.findall(r"--set ([^;]+?)[;.]?(?= |$)", finding.message)[:1])
+    manifest = run_ingest(root, dataset="other", layout=settings.data.layout)
+    assert set(manifest.labels) == {"apple", "pear", "leek", "carrot"}
+    assert manifest.problem_counts == {}
+
+
+def test_innermost_folders_are_classes_in_splits_as_well(make_tree, run_ingest) -> None:
+    root = make_tree([*in_each(["train/fruit", "test/fruit"], ["apple", "pear"])])
+    manifest = run_ingest(root, layout="innermost")
+    assert (manifest.labels, manifest.count("test")) == (("apple", "pear"), 40)
+
+
+def test_number_of_nested_folders_does_not_matter(make_tree, run_ingest) -> None:
+    root = make_tree([*in_each(["cat", "dog"], [str(number) for number in range(30)])], count=1)
+    assert run_ingest(root).problems[0].names == ("cat (0, 1, 10, 11, 12, and more: 30 images)",)
+
+
+def test_watcher_and_review_follow_the_layout(make_tree, run_ingest, make_image) -> None:
+    from evernear.data.source_diff import diff_source
+    from evernear.review.answers import open_target
+
+    root = make_tree(in_each(["train", "eval"]))
+    uri = f"folder:{root}"
+    with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
+        diff_source(DataSettings(source=uri), [None])
+    with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
+        open_target(uri)
+    settings = DataSettings(source=uri, split_folders={"eval": "test"})
+    (diff,) = diff_source(settings, [None])
+    assert (diff.labels, diff.explicit) == ({"a": 40, "b": 40}, {"test": 40})
+    target = open_target(uri, settings)
+    assert (target.labels, target.layout.class_folder("c")) == (["a", "b"], "train/c")
+    assert target.layout.class_folder("b", "eval/a/0.png") == "eval/b"
+
+
+def test_review_of_splits_in_class_folders(make_tree, make_image, tmp_path: Path) -> None:
+    import hashlib
+    from datetime import UTC, datetime
+
+    from evernear.review.answers import Answer, Answers, open_target
+
+    root = make_tree(["cat/train", "cat/test", "dog/train"], count=1)
+    target = open_target(f"folder:{root}")
+    assert target.labels == ["cat", "dog"]
+    answers = Answers(open_store((tmp_path / "store").as_uri()), target)
+
+    def answer(image: bytes, label: str = "", files: tuple[str, ...] = ()) -> Answer:
+        digest = hashlib.sha256(image).hexdigest()
+        action = "label" if label else "undo"
+        return Answer(image=digest, action=action, label=label, files=files, who="me", at=datetime.now(UTC))
+
+    def listed() -> set[tuple[str, str | None]]:
+        entries = open_source(f"folder:{root}").entries()
+        return {(entry.label, entry.explicit_split) for entry in entries if "review" in entry.name}
+
+    moved, live = (root / "cat/test/1-000.png").read_bytes(), make_image(77)
+    answers.label(moved, answer(moved, "dog", ("cat/test/1-000.png",)))
+    answers.label(live, answer(live, "owl"))
+    assert listed() == {("dog", "test"), ("owl", None)}
+    answers.undo(answer(live))
+    assert not (root / "owl").exists()
+
+
+def upload(bucket: str, root: Path) -> str:
+    store = open_store(f"s3://{bucket}/images")
+    for path in filter(Path.is_file, root.rglob("*")):
+        store.put(path.relative_to(root).as_posix(), path)
+    return f"s3://{bucket}/images"
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        in_each(["train", "eval"]),
+        in_each(["trainset", "testset"]),
+        [*in_each(["train"]), "unlabeled"],
+        ["cat/train", "cat/test", "cat/extra", "dog/train", "dog/test"],
+        in_each(["test"]),
+    ],
+)
+def test_bucket_and_folder_are_refused_alike(make_tree, run_ingest, bucket: str, folders: list[str]) -> None:
+    root = make_tree(folders)
+    uri = upload(bucket, root)
+    with pytest.raises(DataError) as local:
+        run_ingest(root)
+    with pytest.raises(DataError) as remote:
+        run_ingest(uri)
+    assert str(remote.value).replace(f"{bucket}-images", "tree") == str(local.value)
+
+
+@pytest.mark.parametrize(
+    ("folders", "settings"),
+    [
+        (in_each(["train", "eval"]), {"split_folders": {"eval": "test"}}),
+        (["cat/train", "cat/test", "dog/train", "dog/test"], {}),
+        (["fruit/apple", "fruit/pear", "veg/leek"], {}),
+        (["fruit/apple", "fruit/pear", "veg/leek"], {"layout": "innermost"}),
+        (["cat", "dog", "docs"], {"split_folders": {"docs": "none"}}),
+    ],
+)
+def test_bucket_and_folder_have_one_layout(make_tree, run_ingest, bucket: str, folders, settings) -> None:
+    root = make_tree(folders)
+    assert run_ingest(upload(bucket, root), **settings).digest == run_ingest(root, **settings).digest
+
+
+def test_layout_of_a_bucket_costs_few_requests(make_tree, bucket: str, monkeypatch) -> None:
+    """One request for the top folder, and one for each of at most 20 folders and of those named like splits."""
+    uri = upload(bucket, make_tree([*map(str, range(50)), "testbed", "train tracks"], count=2))
+    source = Bucket(uri)
+    read: list[str] = []
+    children = source._store.children
+    monkeypatch.setattr(source._store, "children", lambda folder: (read.append(folder), children(folder))[1])
+    assert len(list(source.entries())) == 104
+    assert {"", "testbed", "train tracks"} < set(read)
+    assert len(read) == len(set(read)) <= 23
+
+
+def test_layout_is_a_setting_of_a_pipeline_run() -> None:
+    from evernear.settings import of_run
+
+    words = ["data.split_folders.eval=test", "data.layout=innermost"]
+    chosen = of_run(overrides_from(words), source="s3://bucket/images")
+    assert (chosen.data.split_folders, chosen.data.layout) == ({"eval": "test"}, "innermost")
+    assert Settings.model_validate_json(chosen.model_dump_json()).data == chosen.data
