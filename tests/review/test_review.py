@@ -290,7 +290,7 @@ class DeniedTarget:
 
     def __init__(self, target: LabelTarget) -> None:
         self._target = target
-        self.labels, self.prefix = target.labels, target.prefix
+        self.labels, self.layout = target.labels, target.layout
         self.has_folder, self.add, self.read = target.has_folder, target.add, target.read
         self.denied = True
 
