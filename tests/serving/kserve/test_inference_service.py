@@ -1,6 +1,7 @@
 """Transformer and predictor as processes, over real sockets and in every protocol."""
 
 import base64
+import gzip
 import http.client
 import json
 import time
@@ -89,6 +90,15 @@ class TestAnswers:
         response = server.predict(images)
         assert response.status_code == 200
         assert_same(response.json()["predictions"], stored)
+
+    def test_base64_as_clients_write_it(self, server: Server, images: list[bytes]) -> None:
+        text = base64.b64encode(images[0]).decode()
+        forms = [text, f"data:image/png;base64,{text}", base64.encodebytes(images[0]).decode()]
+        forms.append(base64.urlsafe_b64encode(images[0]).decode().rstrip("="))
+        response = server.post("/v1/models/embedding:predict", json={"instances": [{"data": form} for form in forms]})
+        assert_same(response.json()["predictions"], [response.json()["predictions"][0]] * len(forms))
+        tensor = {"name": "images", "datatype": "BYTES", "shape": [len(forms)], "data": forms}
+        assert_same(predictions_of(server.infer(tensor).json()), response.json()["predictions"])
 
     def test_v2_over_rest(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.infer(files(images))
@@ -208,6 +218,14 @@ class TestBadRequests:
         response = server.post("/v1/models/embedding:predict", content=body, headers={"Content-Type": content_type})
         assert response.status_code == 400
         assert response.json()["error"].endswith(".")
+
+    @pytest.mark.parametrize("content_type", ["application/json", "image/png"])
+    @pytest.mark.parametrize("path", ["/v1/models/embedding:predict", "/v2/models/embedding/infer"])
+    def test_compressed_body_is_named(self, server: Server, path: str, content_type: str) -> None:
+        headers = {"Content-Type": content_type, "Content-Encoding": "gzip"}
+        response = server.post(path, content=gzip.compress(b'{"instances": []}'), headers=headers)
+        assert response.status_code == 400
+        assert "compressed with gzip" in response.json()["error"]
 
     @pytest.mark.parametrize(
         "tensor",
