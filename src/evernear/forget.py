@@ -222,7 +222,7 @@ def _state(store: Store, name: str) -> _DatasetState:
     folder = f"{DATASETS}{name}/"
     stored = {PurePosixPath(info.key).stem for info in store.list(f"{folder}shards/")}
     keys = [info.key for info in store.list(f"{folder}manifests/")]
-    manifests = [Manifest.from_json(store.get(key), f"{store.uri}/{key}") for key in keys]
+    manifests = [Manifest.from_store(store.get(key), store, key) for key in keys]
     removed: dict[bytes, str] = {}
     clean_shards = {shard.sha256 for shard in head.shards}
     affected_shards: set[str] = set()

@@ -25,13 +25,15 @@ class Frozen(BaseModel):
         return self.model_dump_json(indent=2).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, data: bytes | str, source: Path | str) -> Self:
-        """Parse a stored document.
+    def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
+        """Parse a stored document. ``remedy`` replaces the one of the class.
 
         Raises:
             IntegrityError: ``data`` is not a valid document; the sentence names ``source``, the first invalid field and
                 the remedy.
         """
+        if not data:
+            raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -39,7 +41,7 @@ class Frozen(BaseModel):
             field = printable(".".join(str(part) for part in fault["loc"]), _QUOTED_MAX_CHARACTERS)
             reason = printable(fault["msg"].removeprefix("Value error, "), _QUOTED_MAX_CHARACTERS)
             detail = ": ".join(filter(None, [field, reason]))
-            raise IntegrityError(f"{source} is not a valid {_words(cls)}: {detail}{cls._ending()}") from None
+            raise IntegrityError(f"{source} is not a valid {_words(cls)}: {detail}{cls._ending(remedy)}") from None
 
     def save(self, path: Path) -> None:
         """Write the document atomically.
@@ -63,8 +65,9 @@ class Frozen(BaseModel):
         return cls.from_json(data, path)
 
     @classmethod
-    def _ending(cls) -> str:
-        return f"; {cls.remedy}." if cls.remedy else "."
+    def _ending(cls, remedy: str | None = None) -> str:
+        remedy = cls.remedy if remedy is None else remedy
+        return f"; {remedy}." if remedy else "."
 
 
 def _words(cls: type[Frozen]) -> str:

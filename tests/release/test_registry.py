@@ -533,3 +533,92 @@ def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> N
     for version in (future, recent, tomorrow):
         store.put(f"{registry_module.MANIFESTS}{version}.json", b"{}")
     assert list(Registry(store).list()) == [future, recent, tomorrow]
+
+
+def promoted(store: Store, releases: list[PackedRelease]) -> Registry:
+    """A registry where each of ``releases`` was promoted in turn."""
+    registry = Registry(store)
+    champion = None
+    for release in releases:
+        publish(registry, release)
+        champion = registry.set_champion(release.version, champion)
+    return registry
+
+
+def test_lost_pointer_is_not_taken_for_a_new_registry(store: Store, releases: list[PackedRelease]) -> None:
+    registry = promoted(store, releases[:1])
+    store.delete(CHAMPION)
+    for use in (registry.champion, lambda: list(registry.history()), lambda: registry.prune(1)):
+        with pytest.raises(IntegrityError, match=r"champion\.json does not exist .*run `evernear registry restore`"):
+            use()
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"{}"])
+def test_pointer_is_restored_from_the_history(
+    store: Store, releases: list[PackedRelease], damage: bytes | None
+) -> None:
+    registry = promoted(store, releases[:3])
+    store.delete(CHAMPION) if damage is None else store.put(CHAMPION, damage)
+    restored = registry.restore()
+    assert registry.champion() == restored
+    assert (restored.version, restored.promotion.how) == (releases[2].version, "restore")
+    assert [promotion.number for promotion in registry.history()] == [1, 2, 3, 4]
+    back = registry.roll_back(restored)
+    assert back.version == releases[1].version
+    assert registry.roll_back(back).version == releases[0].version
+
+
+def test_pointer_is_restored_to_a_named_release(store: Store, releases: list[PackedRelease]) -> None:
+    registry = promoted(store, releases[:2])
+    publish(registry, releases[2])
+    store.delete(CHAMPION)
+    restored = registry.restore(releases[2].version)
+    assert (restored.version, restored.previous, restored.promotion.number) == (
+        releases[2].version, releases[1].version, 3
+    )  # fmt: skip
+    assert registry.roll_back(restored).version == releases[1].version
+
+
+def test_restore_never_reuses_a_number(store: Store, releases: list[PackedRelease]) -> None:
+    registry = promoted(store, releases[:3])
+    store.delete(CHAMPION)
+    store.put("releases/history/00000003.json", b"")
+    restored = registry.restore()
+    assert (restored.version, restored.promotion.number) == (releases[1].version, 4)
+
+
+def test_intact_pointer_is_not_replaced(store: Store, releases: list[PackedRelease]) -> None:
+    registry = promoted(store, releases[:2])
+    with pytest.raises(StoreError, match=f"{releases[1].version}.*nothing to restore"):
+        registry.restore(releases[0].version)
+
+
+def test_restore_without_history_needs_a_version(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    publish(registry, releases[0])
+    store.put(CHAMPION, b"")
+    with pytest.raises(StoreError, match="`evernear registry restore VERSION`"):
+        registry.restore()
+    with pytest.raises(StoreError, match="does not exist"):
+        registry.restore(releases[1].version)
+    assert registry.restore(releases[0].version).version == releases[0].version
+
+
+@pytest.mark.parametrize("folder", ["manifests", "history"])
+def test_one_damaged_record_does_not_break_list_history_and_prune(
+    store: Store, releases: list[PackedRelease], folder: str
+) -> None:
+    registry = promoted(store, releases[:3])
+    damaged = releases[0].version
+    store.put(f"releases/manifests/{damaged}.json" if folder == "manifests" else "releases/history/00000001.json", b"")
+    records, faults = registry.records()
+    if folder == "manifests":
+        assert [*records] == [release.version for release in releases[1:3]]
+        assert list(faults) == [damaged]
+        assert "it is empty; run `evernear store check --repair`" in faults[damaged]
+        assert registry.prune(1) == ()
+        assert damaged in list(registry.list())
+    else:
+        assert not faults
+        assert [promotion.number for promotion in registry.history()] == [2, 3]
+        assert registry.prune(1) == (damaged,)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, with_options
-from evernear.errors import StoreError
+from evernear.errors import IntegrityError, StoreError
 from evernear.output import print_json, print_line, print_table
 from evernear.settings import Settings
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from evernear.release.registry import Champion, Record, Registry
 
 app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="List, show, promote, roll back and prune releases."
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    help="List, show, promote, roll back, restore and prune releases.",
 )
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 StoreOption = Annotated[
@@ -51,11 +53,18 @@ def registry_of(
 @with_options(registry=registry_of)
 def list_(registry: "Registry", as_json: JsonOption = False) -> None:
     """List all releases, oldest first, with their states: champion, promoted (once), held, or not promoted."""
-    champion = registry.champion()
-    releases = [_fields(registry.get(version), champion) for version in registry.list()]
-    promoted = {promotion.version for promotion in registry.history()}
+    records, faults = registry.records()
+    try:
+        champion = registry.champion()
+        promoted = {promotion.version for promotion in registry.history()}
+    except IntegrityError as error:
+        champion, promoted = None, set[str]()
+        print_line(f"WARNING: {error}", sys.stderr)
+    releases = [_fields(record, champion) for record in records.values()]
     for release in releases:
         release["state"] = _state(release, promoted)
+    for fault in faults.values():
+        print_line(f"WARNING: {fault}", sys.stderr)
     if as_json:
         print_json(releases)
         return
@@ -70,6 +79,7 @@ def list_(registry: "Registry", as_json: JsonOption = False) -> None:
         )
         for release in releases
     ]
+    rows += [(version, "-", "-", "damaged", "-", "-") for version in faults]
     print_table(("version", "created (UTC)", "accuracy", "state", "parent", "size"), rows)
 
 
@@ -149,7 +159,7 @@ def promote(
     from evernear.deployment import promote as promote_release
     from evernear.release.registry import Cause
 
-    _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), as_json)
+    _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
     _update_model_registry(settings)
 
 
@@ -160,8 +170,27 @@ def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = Fals
     from evernear.deployment import roll_back
     from evernear.release.registry import Cause
 
-    _print(roll_back(settings, cause=Cause.of_this_process(why)), as_json)
+    _print(roll_back(settings, cause=Cause.of_this_process(why)), settings, as_json)
     _update_model_registry(settings)
+
+
+@app.command()
+@with_options(registry=registry_of)
+def restore(
+    registry: "Registry",
+    version: Annotated[
+        str | None, typer.Argument(metavar="[VERSION]", help="The champion. [the newest one in the history]")
+    ] = None,
+    why: WhyOption = "",
+) -> None:
+    """Write the lost or damaged pointer to the champion again, from the history. Leaves servers alone."""
+    from evernear.release.registry import Cause
+
+    champion = registry.restore(version, Cause.of_this_process(why)).promotion
+    print_line(
+        f"Release {champion.version} is the champion again, as promotion {champion.number} of the history; `evernear "
+        "serve` loads it if the server runs another one."
+    )
 
 
 @app.command()
@@ -215,11 +244,18 @@ def _state(release: dict[str, Any], promoted: set[str]) -> str:
     return "held" if release["verdict"] and not release["verdict"]["promote"] else "not promoted"
 
 
-def _print(deployed: "Deployment", as_json: bool) -> None:
+def _print(deployed: "Deployment", settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json(deployed)
         return
-    target = f" A rollback would restore {deployed.previous}." if deployed.previous else ""
+    from evernear.release.registry import Registry
+    from evernear.store import open_store
+
+    target = ""
+    if deployed.previous and Registry(open_store(settings.store_uri)).is_published(deployed.previous):
+        target = f" A rollback would restore {deployed.previous}."
+    elif deployed.previous:
+        target = f" No rollback is possible: {deployed.previous}, the champion before it, was pruned."
     print_line(f"Release {deployed.version} {deployed.state()}.{target}")
 
 

@@ -7,11 +7,15 @@ from typing import Literal, get_args
 from evernear.data.preprocess import Resize
 from evernear.data.reduction import BitDepth
 from evernear.disk import sha256_bytes
+from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
+from evernear.store import Store
 
 Split = Literal["train", "test", "gallery", "query"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 FILE_NAME = "manifest.json"
+REPAIR = "run `evernear store check --repair`"
+"""The remedy for an object of a dataset that is missing or damaged in a store."""
 _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"}
 
 
@@ -47,7 +51,9 @@ class Manifest(Frozen):
 
     format: Literal[1] = 1
     name: str
-    store_uri: str
+    store_uri: str = ""
+    """The store that it was read from, for the steps that get it as an artifact. Empty in the store itself, which may
+    be moved, renamed or copied."""
     source: str
     created: str
     parent: str | None
@@ -64,6 +70,19 @@ class Manifest(Frozen):
     """The sha256 of files with later changes of the ledger, in order (`evernear.data.ledger.apply_changes`)."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
+
+    @classmethod
+    def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
+        """Parse the object ``key`` of ``store``, whatever store it was written for.
+
+        Raises:
+            IntegrityError: it is not a valid manifest.
+        """
+        return cls.from_json(data, f"{store.uri}/{key}", REPAIR).model_copy(update={"store_uri": store.uri})
+
+    def to_store(self) -> bytes:
+        """The form in which a store has it."""
+        return self.model_copy(update={"store_uri": ""}).to_json()
 
     @property
     def digest(self) -> str:
@@ -88,6 +107,22 @@ class Manifest(Frozen):
 def manifest_key(name: str, digest: str) -> str:
     """The key of the snapshot ``digest`` of the dataset ``name``."""
     return f"datasets/{name}/manifests/{digest}.json"
+
+
+def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
+    """The snapshot ``digest`` of the dataset ``name``; None if ``store`` does not have it.
+
+    Raises:
+        IntegrityError: its manifest is damaged.
+    """
+    key = manifest_key(name, digest)
+    stored = store.find(key)
+    if stored is None:
+        return None
+    manifest = Manifest.from_store(stored[0], store, key)
+    if (manifest.name, manifest.digest) != (name, digest):
+        raise IntegrityError(f"{store.uri}/{key} does not describe the snapshot with that digest; {REPAIR}.")
+    return manifest
 
 
 def ledger_key(name: str, sha256: str) -> str:

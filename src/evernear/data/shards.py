@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.data.manifest import Manifest, Shard, Split, load_manifest, manifest_key
+from evernear.data.manifest import Manifest, Shard, Split, find_manifest, load_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
@@ -75,9 +75,8 @@ class Dataset:
         Raises:
             IntegrityError: the stored manifest is invalid.
         """
-        key = manifest_key(name, digest)
-        stored = store.find(key)
-        return Dataset(Manifest.from_json(stored[0], f"{store.uri}/{key}"), store) if stored else None
+        manifest = find_manifest(store, name, digest)
+        return Dataset(manifest, store) if manifest else None
 
     def count(self, split: Split) -> int:
         """Images of a split."""

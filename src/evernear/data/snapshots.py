@@ -1,11 +1,12 @@
 """The snapshots of a dataset in the store, and the pointer to the newest one."""
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_digests
-from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.manifest import REPAIR, Manifest, find_manifest, ledger_key, manifest_key
 from evernear.disk import sha256_file
 from evernear.errors import ConflictError, IntegrityError
 from evernear.frozen import Frozen
@@ -22,6 +23,8 @@ DATASETS = "datasets/"
 
 class DatasetHead(Frozen):
     """The pointer to the newest snapshot."""
+
+    remedy = REPAIR
 
     digest: str
     interrupts: int = 0
@@ -50,18 +53,19 @@ class Snapshots:
         self._changes_bytes = 0
 
     def head(self) -> Manifest | None:
-        """The newest snapshot."""
+        """The newest snapshot; None before the first one.
+
+        Raises:
+            IntegrityError: it is damaged, or the pointer to it is lost.
+        """
         stored = self.store.find(self._head_key)
         if stored is None:
+            self._require_no_later_snapshot()
             return None
         data, self._head_etag = stored
         head = DatasetHead.from_json(data, f"{self.store.uri}/{self._head_key}")
         self._interrupts = head.interrupts
-        manifest = self._manifest(head.digest)
-        if manifest.digest != head.digest:
-            key = manifest_key(self.name, head.digest)
-            raise IntegrityError(f"{self.store.uri}/{key} does not contain the snapshot with that digest.")
-        return manifest
+        return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
         """Copy the ledger of a snapshot to ``path``; `publish` and `checkpoint` then store only its changes."""
@@ -85,13 +89,15 @@ class Snapshots:
             return None
         begun_with = checkpoint.manifest.parent, checkpoint.parent_ledger
         current = begun_with == ((parent.digest, _ledger_of(parent)) if parent else (None, ()))
-        return checkpoint.manifest if current and checkpoint.settings == _of_content(settings) else None
+        if not current or checkpoint.settings != _of_content(settings):
+            return None
+        return checkpoint.manifest.model_copy(update={"store_uri": self.store.uri})
 
     def checkpoint(
         self, settings: DataSettings, manifest: Manifest, parent: Manifest | None, ledger: Ledger, scratch: Path
     ) -> None:
         """Store ``manifest`` for `resume`; readers do not see it, and it is ignored once ``parent`` is replaced."""
-        manifest = self._with_ledger(manifest, ledger, scratch)
+        manifest = self._with_ledger(manifest, ledger, scratch).model_copy(update={"store_uri": ""})
         parent_ledger = _ledger_of(parent) if parent else ()
         checkpoint = Checkpoint(settings=_of_content(settings), manifest=manifest, parent_ledger=parent_ledger)
         self.store.put(self._checkpoint_key, checkpoint.to_json())
@@ -108,12 +114,12 @@ class Snapshots:
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
         if stored is not None:
-            manifest = Manifest.from_json(stored[0], f"{self.store.uri}/{key}")
+            manifest = Manifest.from_store(stored[0], self.store, key)
             if self._ledger == _ledger_of(manifest) and not ledger.has_changed() and self._is_head(manifest.digest):
                 return manifest
         manifest = self._with_ledger(manifest, ledger, scratch)
         try:
-            self.store.put_if(key, manifest.to_json(), stored[1] if stored else None)
+            self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
         except ConflictError:  # another ingest of the same images
             manifest = self._manifest(manifest.digest)
         # The same number of interrupts, so that the head does not return to a state before an interrupt.
@@ -151,7 +157,7 @@ class Snapshots:
                 sha256 = sha256_file(saved)
                 self.store.put(ledger_key(self.name, sha256), saved)
                 compacted = manifest.model_copy(update={"ledger_sha256": sha256, "ledger_changes": ()})
-                self.store.put(manifest_key(self.name, manifest.digest), compacted.to_json())
+                self.store.put(manifest_key(self.name, manifest.digest), compacted.to_store())
                 compact.add(ledger_key(self.name, sha256))
                 saved.unlink()
         for info in self.store.list(f"{DATASETS}{self.name}/ledgers/"):
@@ -182,6 +188,22 @@ class Snapshots:
         stored = self.store.find(self._head_key)
         return stored is not None and DatasetHead.from_json(stored[0], self._head_key).digest == digest
 
+    def manifests(self) -> Iterator[tuple[str, Manifest]]:
+        """The stored snapshots that can be read, with their digests."""
+        for info in self.store.list(f"{DATASETS}{self.name}/manifests/"):
+            digest = PurePosixPath(info.key).stem
+            with suppress(IntegrityError):
+                if (manifest := find_manifest(self.store, self.name, digest)) is not None:
+                    yield digest, manifest
+
+    def _require_no_later_snapshot(self) -> None:
+        """Only a first ingest that was killed leaves a snapshot without a head."""
+        if any(manifest.parent for _, manifest in self.manifests()):
+            raise IntegrityError(
+                f"{self._head_key} does not exist in {self.store.uri}, although the dataset {self.name} has several "
+                f"snapshots; {REPAIR}."
+            )
+
     def _move_head(self, head: DatasetHead) -> None:
         try:
             self.store.put_if(self._head_key, head.to_json(), self._head_etag)
@@ -192,8 +214,11 @@ class Snapshots:
                 ) from None
 
     def _manifest(self, digest: str) -> Manifest:
-        key = manifest_key(self.name, digest)
-        return Manifest.from_json(self.store.get(key), f"{self.store.uri}/{key}")
+        manifest = find_manifest(self.store, self.name, digest)
+        if manifest is None:
+            key = manifest_key(self.name, digest)
+            raise IntegrityError(f"{key} does not exist in {self.store.uri}; {REPAIR}.")
+        return manifest
 
 
 def _ledger_of(manifest: Manifest) -> tuple[str, ...]:

@@ -5,7 +5,7 @@
     releases/manifests/<version>.json    description of the release, sha256 of its archive; never overwritten
     releases/archives/<sha256>.mar       the archive
     releases/champion.json               the version of the champion; moved by compare-and-swap
-    releases/history/<number>.json       the previous states of the pointer; never overwritten
+    releases/history/<number>.json       every state of the pointer; never overwritten
     releases/pruned/<version>.json       the record of a release whose archive was deleted
 """
 
@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import AwareDatetime, Field
 
 from evernear.disk import sha256_file
-from evernear.errors import ConflictError, StoreError, TransientStoreError
+from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.index import milvus_client
@@ -39,7 +39,7 @@ HISTORY = "releases/history/"
 PRUNED = "releases/pruned/"
 CHAMPION_ALONE = "is the champion; servers load it when they start"
 """The state of a release that was promoted in the registry without a server."""
-How = Literal["deploy", "promote", "force", "rollback"]
+How = Literal["deploy", "promote", "force", "rollback", "restore"]
 
 # The release is live before the pointer moves, and a store may take minutes to restart.
 _RETRY_TIMEOUT_S = 300.0
@@ -58,6 +58,8 @@ class Decision(Frozen):
 
 class Record(Frozen):
     """One published release."""
+
+    remedy = "run `evernear store check --repair`"
 
     manifest: ReleaseManifest
     archive_sha256: Sha256
@@ -88,6 +90,8 @@ class Cause(Frozen):
 class Promotion(Frozen):
     """A state of the champion's pointer and its cause. ``previous`` is the target of a rollback."""
 
+    remedy = "`evernear registry promote VERSION` makes a release the champion without it"
+
     version: Version
     previous: Version | None
     since: AwareDatetime
@@ -109,6 +113,8 @@ class _Pointer(Promotion):
     compare-and-swap, so it cannot promote a release that is about to be removed. The next prune finishes a killed one.
     ``prunes`` counts prunes, so that the object never returns to an earlier content (etag).
     """
+
+    remedy = "run `evernear registry restore`"
 
     pruning: dict[Version, Sha256] = {}
     """Releases whose record and archive are being removed, and the sha256 of the archive."""
@@ -220,6 +226,21 @@ class Registry:
             fault += ", although it is the champion; promote another one with `evernear registry promote VERSION`"
         raise StoreError(f"Release {version} {fault}.")
 
+    def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
+        """The records of all releases by version, in the order of `list`, and the faults of those that are damaged."""
+        records: dict[str, Record] = {}
+        faults: dict[str, str] = {}
+        for version in self.list(include_pruned=include_pruned):
+            try:
+                records[version] = self.get(version, include_pruned=include_pruned)
+            except IntegrityError as error:
+                faults[version] = str(error)
+        return records, faults
+
+    def is_published(self, version: str) -> bool:
+        """Whether the release can be promoted: it exists, and was not pruned."""
+        return self._store.find(_key(MANIFESTS, version)) is not None
+
     def contains(self, archive: Path) -> bool:
         """Whether ``archive`` is byte for byte a published release that was not pruned.
 
@@ -258,12 +279,70 @@ class Registry:
         """The champion; None before the first promotion.
 
         Raises:
-            IntegrityError: the pointer is damaged.
+            IntegrityError: the pointer is damaged or lost.
         """
         entry = self._store.find(CHAMPION)
+        if entry is None and next(iter(self._store.list(HISTORY)), None) is not None:
+            entry = self._store.find(CHAMPION)  # the first promotion may have happened between the two requests
+            if entry is None:
+                raise IntegrityError(
+                    f"{CHAMPION} does not exist in {self._store.uri}, although releases were promoted there; "
+                    f"{_Pointer.remedy}."
+                )
         if entry is None:
             return None
         return Champion(_Pointer.from_json(entry[0], f"{CHAMPION} in {self._store.uri}"), entry[1])
+
+    def restore(self, version: str | None = None, cause: Cause | None = None) -> Champion:
+        """Write the lost or damaged pointer again, as a new promotion of ``version``.
+
+        The default is the release of the newest promotion in the history. A rollback then leads where it led before.
+
+        Raises:
+            StoreError: the pointer is intact, the history names no release, or the release does not exist.
+            ConflictError: another process wrote the pointer in the meantime; nothing was changed.
+        """
+        stored = self._store.find(CHAMPION)
+        if stored is not None:
+            with suppress(IntegrityError):
+                pointer = _Pointer.from_json(stored[0], CHAMPION)
+                raise StoreError(f"The champion is {pointer.version}, and its pointer is intact: nothing to restore.")
+        highest, newest = self._newest_promotion()
+        if version is None:
+            if newest is None:
+                raise StoreError(
+                    f"The history in {self._store.uri} names no release; run `evernear registry restore VERSION`. "
+                    "`evernear registry list` shows the versions."
+                )
+            version = newest.version
+        if not self.is_published(version):
+            raise StoreError(f"Release {version} does not exist in {self._store.uri}, or was pruned.")
+        previous, undo_to = (newest.version, newest.number) if newest else (None, None)
+        if newest is not None and newest.version == version:
+            previous, undo_to = newest.previous, newest.undo_to
+        promotion = Promotion(
+            version=version,
+            previous=previous,
+            since=datetime.now(UTC),
+            number=highest + 1,
+            undo_to=undo_to,
+            how="restore",
+            **(cause or Cause.of_this_process()).model_dump(),
+        )
+        pointer = _Pointer.model_validate(promotion.model_dump())
+        etag = self._store.put_if(CHAMPION, pointer.to_json(), stored[1] if stored else None)
+        self._record_in_history(promotion)
+        return Champion(pointer, etag)
+
+    def _newest_promotion(self) -> tuple[int, Promotion | None]:
+        """The highest number in the history, and the newest promotion in it that can be read."""
+        highest, newest = 0, None
+        for entry in self._store.list(HISTORY):
+            if (name := PurePosixPath(entry.key).stem).isdecimal():
+                highest = max(highest, int(name))
+                with suppress(IntegrityError):
+                    newest = self._history_entry(int(name))
+        return highest, newest
 
     def set_champion(
         self, version: str, expected: Champion | None, how: How = "deploy", cause: Cause | None = None
@@ -313,22 +392,22 @@ class Registry:
         return self._move_pointer(promotion, expected)
 
     def history(self) -> Iterator[Promotion]:
-        """All promotions and rollbacks, oldest first; the last one is the current state."""
+        """All promotions and rollbacks that can be read, oldest first; the last one is the current state."""
         champion = self.champion()
         if champion is None:
             return
         for entry in self._store.list(HISTORY):
-            # The current state is also listed once another promotion has been attempted.
-            if entry.key < _history_key(champion.pointer.number):
-                yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
+            if entry.key < _history_key(champion.pointer.number):  # the current state is listed as well
+                with suppress(IntegrityError):  # `evernear store check` names it
+                    yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
         yield champion.promotion
 
     def prune(self, keep: int) -> tuple[str, ...]:
         """Remove all but the newest ``keep`` releases; returns the removed versions.
 
-        The champion, its parent and the target of a rollback are never removed; without a champion, nothing is. The
-        records of removed releases remain available to `get` with ``include_pruned``. Collections in Milvus that no
-        remaining release names are deleted.
+        The champion, its parent and the target of a rollback are never removed, nor is a release whose record is
+        damaged; without a champion, nothing is. The records of removed releases remain available to `get` with
+        ``include_pruned``. Collections in Milvus that no remaining release names are deleted.
 
         Raises:
             ConflictError: the champion changed in the meantime; nothing was removed.
@@ -337,8 +416,9 @@ class Registry:
         champion = self.champion()
         if champion is None:
             return ()
-        versions = list(self.list())
-        retained = {champion.version, champion.previous, self.get(champion.version).manifest.parent}
+        records, faults = self.records()
+        versions = [*records]
+        retained = {champion.version, champion.previous, self.get(champion.version).manifest.parent, *faults}
         retained.update(versions[max(0, len(versions) - keep) :])
         return self._prune([version for version in versions if version not in retained], champion)
 
@@ -364,13 +444,16 @@ class Registry:
         if not pruning:
             return ()
         champion = self._write(champion.pointer.model_copy(update={"pruning": pruning}), champion)
-        remaining = [self.get(version) for version in self.list() if version not in pruning]
+        records, faults = self.records()
+        remaining = [record for version, record in records.items() if version not in pruning]
         shared = {record.archive_sha256 for record in remaining}
         used = [record.manifest.collection for record in remaining]
         for version, archive_sha256 in pruning.items():
-            collection = self.get(version, include_pruned=True).manifest.collection
-            if collection is not None and collection not in used:
-                milvus_client.drop(collection)
+            with suppress(IntegrityError):  # its record was damaged since a prune was killed
+                collection = self.get(version, include_pruned=True).manifest.collection
+                # A release whose record is damaged may use the same collection.
+                if collection is not None and collection not in used and not faults:
+                    milvus_client.drop(collection)
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
         with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune finds nothing to remove
@@ -405,13 +488,12 @@ class Registry:
         if expected is not None:
             if promotion.version in expected.pointer.pruning:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
-            # The current state is added to the history before the pointer moves, so that a kill leaves no gap.
-            with suppress(ConflictError):  # another process moved it first
-                self._store.put_if(_history_key(expected.pointer.number), expected.promotion.to_json(), None)
+            # The current state is in the history before the pointer moves, so that a kill leaves no gap.
+            self._record_in_history(expected.promotion)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=prune_state)
         try:
-            return self._write(pointer, expected)
+            moved = self._write(pointer, expected)
         except ConflictError:
             # An earlier attempt may have moved the pointer although its response was lost. A later update by another
             # process has then added this one to the history.
@@ -425,6 +507,13 @@ class Registry:
             ):
                 return Champion(pointer, _SUPERSEDED)
             raise
+        with suppress(StoreError):  # the pointer has moved, and the next promotion records it
+            self._record_in_history(promotion)
+        return moved
+
+    def _record_in_history(self, promotion: Promotion) -> None:
+        with suppress(ConflictError):  # it is there already
+            self._store.put_if(_history_key(promotion.number), promotion.to_json(), None)
 
     def _write(self, pointer: _Pointer, expected: Champion | None) -> Champion:
         try:

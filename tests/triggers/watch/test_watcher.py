@@ -413,7 +413,8 @@ def test_pending_proposal_expires(watched: WatchedSystem, reason: str) -> None:
 
 
 def test_first_release_is_proposed(watched: WatchedSystem) -> None:
-    watched.store.delete("releases/champion.json")
+    for info in [*watched.store.list("releases/history/"), *watched.store.list("releases/champion.json")]:
+        watched.store.delete(info.key)
     report = watched.watcher().check()
     assert report.action == "retrain"
     assert report.reasons == (f"No release has been promoted yet, and folder:{watched.images} has 1,617 images.",)

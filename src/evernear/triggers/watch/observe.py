@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from evernear.class_names import class_name
 from evernear.data.drift import Measure, Shift, measure_drift
-from evernear.data.manifest import Manifest, manifest_key
+from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
@@ -140,14 +140,14 @@ class Observer:
         return _source_changes(gallery, train, trained.count("train"), new_classes)
 
     def _snapshot(self, release: ReleaseManifest) -> Manifest:
-        key = manifest_key(release.dataset_name, release.dataset_digest)
-        stored = self.store.find(key)
-        if stored is None:
+        manifest = find_manifest(self.store, release.dataset_name, release.dataset_digest)
+        if manifest is None:
+            key = manifest_key(release.dataset_name, release.dataset_digest)
             raise StoreError(
                 f"New images cannot be counted: {key}, from which release {release.version} was made, is no longer in"
                 " the store; train once more."
             )
-        return Manifest.from_json(stored[0], f"{self.store.uri}/{key}")
+        return manifest
 
     def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift | None:
         watch = self.settings.watch
