@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.data.manifest import Manifest
+from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.sources.folder import Folder
 from evernear.errors import ConflictError, StoreError
 from evernear.store import open_store
@@ -81,9 +81,7 @@ def test_killed_ingest_can_be_repeated(tmp_path: Path, make_image, after_shards:
     again = subprocess.run(child(f"folder:{root}", store), capture_output=True, text=True)
     assert again.stdout == whole.stdout
     assert visible_files(store) == visible_files(tmp_path / "whole")
-    manifest = Manifest.model_validate_json(
-        (store / "datasets" / "tree" / "manifests" / f"{again.stdout.strip()}.json").read_bytes()
-    )
+    manifest = find_manifest(open_store(store.as_uri()), "tree", again.stdout.strip())
     assert len(contents(manifest)) == 300
 
 
