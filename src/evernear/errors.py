@@ -8,6 +8,7 @@
     │   └── DataValidationError          a validation rule of severity "error" failed
     ├── StoreError                   4   the object store is unreachable, rejects a request, or has unexpected content
     │   ├── ConflictError                another writer was first (compare-and-swap failed)
+    │   ├── MissingObjectError           an object does not exist
     │   └── TransientStoreError          the store is unreachable or overloaded; a retry may succeed
     ├── IntegrityError               5   a hash, a stamp or a manifest does not match the content
     ├── TrainingError                6   training cannot continue (loss not finite, checkpoint of another run)
@@ -57,6 +58,10 @@ class StoreError(EvernearError):
 
 class ConflictError(StoreError):
     """A conditional write failed: the object changed since the writer read it."""
+
+
+class MissingObjectError(StoreError):
+    """An object does not exist in the store."""
 
 
 class TransientStoreError(StoreError):

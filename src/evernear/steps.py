@@ -228,7 +228,8 @@ def evaluate(
         collector = ExampleCollector(candidate, data)
         with open_champion(opened, chosen.classes) as champion:
             result = evaluate_systems(candidate, champion, data, probed, chosen.evaluation, seen, collector.add)
-            examples = collector.finish(champion.dataset if champion else None)
+            readable = champion and "champion" not in result.unreadable
+            examples = collector.finish(champion.dataset if champion and readable else None)
         live = live_distances(opened, result.champion) if result.champion else None
         result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))

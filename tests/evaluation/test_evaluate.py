@@ -9,6 +9,7 @@ from PIL import Image
 from evernear.data.ingest import ingest
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
+from evernear.data.writer import shard_key
 from evernear.disk import sha256_file
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
@@ -136,6 +137,35 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
     evaluation = evaluate(full, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS, trained_on)
     assert evaluation.leakage == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"other"])
+def test_unreadable_earlier_snapshot_holds_the_candidate(
+    system: System, full: Recognizer, tmp_path: Path, damage: bytes | None
+):
+    """A shard of the champion's snapshot, on which the network was trained as well, is lost or damaged."""
+    store = open_store(tmp_path.as_uri())
+    shard = system.dataset.manifest.shards[0]
+    if damage is not None:
+        store.put(shard_key(system.dataset.manifest.name, shard.sha256), damage)
+    earlier = Dataset(system.dataset.manifest.model_copy(update={"created": "", "problem_counts": {"x": 1}}), store)
+    evaluation = evaluate(full, Champion(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
+    assert (evaluation.leakage, evaluation.champion_leakage) == ({}, None)
+    evaluation.write(tmp_path / "evaluation")
+    verdict = decide(Evaluation.open(tmp_path / "evaluation"), LENIENT)
+    failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
+    assert set(failed) == {"test_images_unseen", "same_test_set"}
+    for reason in failed.values():
+        assert "The shard" in reason
+        assert "run `evernear store check --repair`" in reason
+
+
+def test_unreadable_manifest_of_the_champion_holds_the_candidate(system: System, full: Recognizer):
+    fault = "x.json is not a valid manifest; run `evernear store check --repair`."
+    champion = Champion(full, fault=fault)
+    verdict = decide(evaluate(full, champion, system.dataset, PROBED, SETTINGS), LENIENT)
+    (failed,) = [rule.reason for rule in verdict.rules if not rule.passed]
+    assert fault in failed
 
 
 def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collapsed: Recognizer):

@@ -6,7 +6,7 @@ distinct image. Problems that involve several images (duplicates, conflicts) are
 
 import hashlib
 import sqlite3
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -371,6 +371,21 @@ class Ledger:
         if shard is not None:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
+    def lose_shards(self, sha256s: Collection[str]) -> None:
+        """Forget shards that are lost: their images are removed, to be read again from the source in their splits."""
+        self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
+        self._all("DELETE FROM changes")
+        for slot, shard in self.shards().items():
+            if shard.sha256 in sha256s:
+                self._all("INSERT INTO changes SELECT digest, slot, NULL FROM images WHERE slot = ?", slot)
+        self._remove_changed()
+        for slot in self._changed_slots():
+            self.put_shard(slot, None)
+
+    def remember_splits(self, digests: Iterable[bytes], split: Split) -> None:
+        """Record the split of images as if they were removed, so that they return to it."""
+        self._many("INSERT OR REPLACE INTO removed VALUES (?, ?)", ((digest, split) for digest in digests))
+
     # Files compared with shards
 
     def reconcile(self) -> list[int]:
@@ -509,6 +524,46 @@ def stored_digests(ledger: Path) -> list[bytes]:
     """
     with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute("SELECT digest FROM images")]
+
+
+def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
+    """The images of a slot by digest, in the order of decoding: label number, and files with their sources.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    query = (
+        "SELECT i.digest, i.label, uri, name, etag, f.label, given, size_bytes FROM images i"
+        " JOIN files f ON f.digest = i.digest JOIN sources s ON s.id = f.source WHERE slot = ? ORDER BY turn, name"
+    )
+    images: dict[bytes, tuple[int, list[tuple[str, FileEntry]]]] = {}
+    with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        for digest, label, uri, *entry in db.execute(query, (slot,)):
+            images.setdefault(digest, (label, []))[1].append((uri, FileEntry(*entry)))
+    return images
+
+
+def find_slot(ledger: Path, sha256: str) -> int | None:
+    """The slot of a shard; None if the ledger does not name the shard.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        query = "SELECT slot FROM shards WHERE json_extract(shard, '$.sha256') = ?"
+        row = db.execute(query, (sha256,)).fetchone()
+    return row[0] if row else None
+
+
+def decoders(ledger: Path) -> list[tuple[str, str]]:
+    """The code that decoded the images of each source, as `Ledger.set_decoder` recorded it.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        _add_missing_tables(db)
+        return db.execute("SELECT source, decoder FROM decoders ORDER BY source").fetchall()
 
 
 def save_compact(ledger: Path, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from evernear.data.preprocess import Resize
 from evernear.data.reduction import BitDepth
 from evernear.disk import sha256_bytes
-from evernear.errors import IntegrityError
+from evernear.errors import IntegrityError, MissingObjectError
 from evernear.frozen import Frozen
 from evernear.store import Store
 
@@ -123,6 +123,18 @@ def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
     if (manifest.name, manifest.digest) != (name, digest):
         raise IntegrityError(f"{store.uri}/{key} does not describe the snapshot with that digest; {REPAIR}.")
     return manifest
+
+
+def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
+    """Copy an object of a dataset to ``path``.
+
+    Raises:
+        IntegrityError: it is missing or damaged; the sentence names the remedy.
+    """
+    try:
+        return store.fetch(key, path, sha256)
+    except (IntegrityError, MissingObjectError) as error:
+        raise IntegrityError(f"{str(error).removesuffix('.')}; {REPAIR}.") from error
 
 
 def ledger_key(name: str, sha256: str) -> str:

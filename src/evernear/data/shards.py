@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.data.manifest import Manifest, Shard, Split, find_manifest, load_manifest
+from evernear.data.manifest import REPAIR, Manifest, Shard, Split, fetch_object, find_manifest, load_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
@@ -297,7 +297,7 @@ class _ShardFiles:
                 self._evict(shard.size_bytes)
                 file = _open_existing(self._fetch(shard))
         if file is None:
-            raise IntegrityError(f"The shard {path} is missing; restore it, or ingest into a new dataset.")
+            raise IntegrityError(f"The shard {path} is missing; {REPAIR}.")
         try:
             file.seek(self._start(file, shard, path) + row * self._dtype.itemsize)
         except BaseException:
@@ -320,7 +320,7 @@ class _ShardFiles:
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
         """The offset of the first row; the first call verifies the content."""
         if not self._is_intact(file, shard):
-            raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256.")
+            raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256; {REPAIR}.")
         if shard.sha256 not in self._first_row:
             self._first_row[shard.sha256] = check_header(file, self._dtype, shard)
         return self._first_row[shard.sha256]
@@ -341,7 +341,8 @@ class _ShardFiles:
 
     def _fetch(self, shard: Shard) -> Path:
         """Copy a shard to the cache. The store verifies its content."""
-        path = self._store.fetch(shard_key(self._dataset, shard.sha256), self._cached_path(shard), shard.sha256)
+        key = shard_key(self._dataset, shard.sha256)
+        path = fetch_object(self._store, key, self._cached_path(shard), shard.sha256)
         self._intact.add(shard.sha256)
         return path
 

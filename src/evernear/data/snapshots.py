@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_digests
-from evernear.data.manifest import REPAIR, Manifest, find_manifest, ledger_key, manifest_key
+from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.disk import sha256_file
 from evernear.errors import ConflictError, IntegrityError
 from evernear.frozen import Frozen
@@ -77,6 +77,47 @@ class Snapshots:
             self._changes_bytes += changes.stat().st_size
             apply_changes(path, changes)
             changes.unlink()
+
+    def generations(self, manifest: Manifest, scratch: Path) -> Iterator[Path]:
+        """Yield the ledgers of a snapshot's ancestors, the oldest first, then its own, one after the other in one file.
+
+        Ledgers that the store no longer has are left out, except for the snapshot's own.
+        """
+        chains = {manifest.ledger_sha256: manifest.ledger_changes}
+        ancestors, ancestor = {manifest.digest}, manifest
+        while ancestor.parent is not None and ancestor.parent not in ancestors:
+            with suppress(IntegrityError):
+                found = find_manifest(self.store, self.name, ancestor.parent)
+                if found is not None:
+                    ancestor = found
+                    ancestors.add(found.digest)
+                    chains.setdefault(found.ledger_sha256, found.ledger_changes)
+                    continue
+            break
+        path, changes = scratch / "generation.sqlite", scratch / "generation.changes"
+        for sha256, later in reversed(chains.items()):
+            try:
+                self._fetch(sha256, path)
+                yield path
+                for change in later:
+                    self._fetch(change, changes)
+                    apply_changes(path, changes)
+                    yield path
+            except IntegrityError:
+                if sha256 == manifest.ledger_sha256:
+                    raise
+
+    def move_head(self, digest: str | None) -> None:
+        """Make the stored snapshot ``digest`` the newest one; None: the dataset starts over.
+
+        Raises:
+            ConflictError: another process moved the head in the meantime.
+        """
+        stored = self.store.find(self._head_key)
+        if digest is None:
+            self.store.delete(self._head_key)
+        else:
+            self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
     def resume(self, settings: DataSettings, parent: Manifest | None) -> Manifest | None:
         """The checkpoint of an ingest with the same settings that was killed after ``parent`` was published, if any."""
@@ -182,7 +223,7 @@ class Snapshots:
         return manifest.model_copy(update={"ledger_sha256": sha256, "ledger_changes": tuple(changes)})
 
     def _fetch(self, sha256: str, path: Path) -> None:
-        self.store.fetch(ledger_key(self.name, sha256), path, sha256)
+        fetch_object(self.store, ledger_key(self.name, sha256), path, sha256)
 
     def _is_head(self, digest: str) -> bool:
         stored = self.store.find(self._head_key)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.data.ledger import Ledger
-from evernear.data.manifest import SPLITS, Shard, Split
+from evernear.data.manifest import SPLITS, Shard, Split, fetch_object
 from evernear.data.preprocess import Pixels
 from evernear.disk import disk_errors, sha256_file
 from evernear.errors import DataError, IntegrityError
@@ -137,7 +137,7 @@ class ShardWriter:
     def _rows_of(self, shard: Shard) -> Iterator[Rows]:
         """The rows of a published shard, a block at a time."""
         path = self._scratch / "earlier.npy"
-        self._store.fetch(shard_key(self._dataset, shard.sha256), path, shard.sha256)
+        fetch_object(self._store, shard_key(self._dataset, shard.sha256), path, shard.sha256)
         with path.open("rb") as file:
             check_header(file, self._dtype, shard)
             for start in range(0, shard.count, self._block_rows):
@@ -161,6 +161,11 @@ class ShardWriter:
         self._shards.pop(open_shard.slot, None)
         if shard is not None:
             self._shards[open_shard.slot] = shard
+
+
+def shard_content(rows: Rows) -> bytes:
+    """The file of a shard with ``rows``."""
+    return _header(rows.dtype, len(rows)) + rows.tobytes()
 
 
 class _OpenShard:

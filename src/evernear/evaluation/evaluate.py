@@ -3,7 +3,7 @@
 import io
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -37,6 +37,8 @@ class Champion(NamedTuple):
     """The snapshot that it was built from, if the store still has it."""
     classes: ClassSettings = NO_CHANGES
     """Its classes that were removed or renamed on purpose."""
+    fault: str | None = None
+    """Why the manifest of its snapshot cannot be read."""
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
@@ -57,6 +59,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """The same for the champion; None without a champion or if its dataset is unavailable."""
     champion_test_overlap: float | None = None
     """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``."""
+    unreadable: dict[Literal["training", "champion"], str] = {}
+    """Why the snapshot that the candidate's network was trained on, or the champion's snapshot, cannot be read."""
     classes: ClassSettings = NO_CHANGES
     """Classes of the champion that were removed or renamed on purpose; its measurement uses their current names."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
@@ -133,6 +137,15 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         )
 
 
+class _Leakage(NamedTuple):
+    """The fields of `Evaluation` that compare snapshots."""
+
+    leakage: dict[str, int]
+    champion_leakage: dict[str, int] | None
+    champion_test_overlap: float | None
+    unreadable: dict[Literal["training", "champion"], str]
+
+
 def evaluate(
     candidate: "Recognizer",
     champion: Champion | None,
@@ -144,6 +157,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count leaked test images.
 
+    An earlier snapshot that cannot be read is no error, because the gate then holds the candidate.
+
     The accuracy of a champion that was trained on test images is overstated; the gate reports this. A class of the
     champion that was renamed counts under its new name; a retired one is left out. ``trained_on`` is the snapshot that
     the candidate's network was trained on (None: ``dataset``). ``observe`` sees the candidate's results; see `measure`.
@@ -154,7 +169,7 @@ def evaluate(
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
     measurements["candidate"], outcomes["candidate"] = measure(candidate, dataset, settings, observe=observe)
-    champion_dataset, classes = (champion.dataset, champion.classes) if champion else (None, NO_CHANGES)
+    classes = champion.classes if champion else NO_CHANGES
     if champion:
         measurements["champion"], outcomes["champion"] = measure(
             champion.recognizer, dataset, settings, classes=classes
@@ -165,17 +180,31 @@ def evaluate(
         comparison=_compare(outcomes, dataset.labels),
         open_set=open_set,
         baselines=measure_baselines(outcomes["candidate"], dataset, settings.confidence, settings.batch_size),
-        leakage=_leakage(dataset, trained_on or dataset),
-        champion_leakage=count_leakage(dataset, champion_dataset) if champion_dataset else None,
-        champion_test_overlap=_test_overlap(dataset, champion_dataset, classes) if champion_dataset else None,
         classes=classes,
         outcomes=outcomes,
+        **_measure_leakage(dataset, trained_on or dataset, champion)._asdict(),
     )
 
 
-def _leakage(dataset: Dataset, trained_on: Dataset) -> dict[str, int]:
+def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: Champion | None) -> _Leakage:
+    """Count leaked test images. An earlier snapshot that cannot be read leaves its counts unknown."""
+    unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
-    return leakage if trained_on.digest == dataset.digest else leakage | count_leakage(dataset, trained_on, ("train",))
+    if trained_on.digest != dataset.digest:
+        try:
+            leakage |= count_leakage(dataset, trained_on, ("train",))
+        except IntegrityError as error:
+            leakage, unreadable["training"] = {}, str(error)
+    of_champion, overlap = None, None
+    if champion and champion.dataset:
+        try:
+            of_champion = count_leakage(dataset, champion.dataset)
+            overlap = _test_overlap(dataset, champion.dataset, champion.classes)
+        except IntegrityError as error:
+            of_champion, unreadable["champion"] = None, str(error)
+    elif champion and champion.fault:
+        unreadable["champion"] = champion.fault
+    return _Leakage(leakage, of_champion, overlap, unreadable)
 
 
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:

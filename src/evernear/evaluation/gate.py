@@ -244,18 +244,26 @@ def _test_images_unseen(evaluation: Evaluation) -> Rule:
     reason = "The candidate was not built from any test image."
     if not passed:
         reason = f"The candidate was built from test images: {splits}." if splits else "Test leakage was not measured."
+        if fault := evaluation.unreadable.get("training"):
+            reason += f" The snapshot that its network was trained on cannot be read: {fault}"
     if evaluation.champion_leakage and sum(evaluation.champion_leakage.values()):
         known = sum(evaluation.champion_leakage.values())
         reason += f" The champion was built from {quantity(known, 'test image')}, so its accuracy is overstated."
     elif evaluation.champion and evaluation.champion_leakage is None:
-        reason += " The champion's dataset is not in the store, so its leakage was not measured."
+        missing = "cannot be read" if "champion" in evaluation.unreadable else "is not in the store"
+        reason += f" The champion's dataset {missing}, so its leakage was not measured."
     return Rule(name="test_images_unseen", passed=passed, candidate=float(leaked), bound=0.0, reason=reason)
 
 
 def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
     overlap, floor = evaluation.champion_test_overlap, settings.test_overlap_floor
     passed = overlap is not None and overlap >= floor
-    if overlap is None:
+    if fault := evaluation.unreadable.get("champion"):
+        reason = (
+            f"The dataset of {champion.name} cannot be read, so its test images are unknown: {fault} A person may "
+            "still promote the release."
+        )
+    elif overlap is None:
         reason = f"The dataset of {champion.name} is not in the store, so its test images are unknown."
     elif passed:
         reason = f"The test split contains {overlap:.1%} of the images that {champion.name} was tested on."

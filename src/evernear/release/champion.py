@@ -42,5 +42,8 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
                 f"The champion {champion.version} cannot be opened for comparison: {str(error).removesuffix('.')}; "
                 "restore the file or promote another release (`evernear registry promote VERSION`), and run again."
             ) from error
-        dataset = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest)
-        yield Champion(recognizer, dataset, classes)
+        try:
+            dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
+        except IntegrityError as error:
+            dataset, fault = None, str(error)
+        yield Champion(recognizer, dataset, classes, fault)

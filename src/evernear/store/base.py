@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from evernear.disk import disk_errors, staged_file
-from evernear.errors import ConflictError, IntegrityError, StoreError
+from evernear.errors import ConflictError, IntegrityError, MissingObjectError, StoreError
 
 CHUNK_BYTES = 2**20
 
@@ -60,6 +60,7 @@ class Store(Protocol):
         """Copy an object to ``path`` atomically.
 
         Raises:
+            MissingObjectError: it does not exist.
             IntegrityError: the content does not match ``sha256``.
         """
         ...
@@ -127,6 +128,6 @@ def conflict(uri: str, key: str) -> ConflictError:
     return ConflictError(f"Another writer changed {uri}/{key} in the meantime; nothing was overwritten, run again.")
 
 
-def missing_object(uri: str, key: str) -> StoreError:
+def missing_object(uri: str, key: str) -> MissingObjectError:
     """The error for an object that does not exist."""
-    return StoreError(f"{key} does not exist in {uri}.")
+    return MissingObjectError(f"{key} does not exist in {uri}.")
