@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
 
-from evernear.data.manifest import Manifest, ledger_key, manifest_key
-from evernear.data.snapshots import DATASETS, Checkpoint, DatasetHead
+from evernear.data.manifest import Manifest, find_manifest, ledger_key, manifest_key
+from evernear.data.snapshots import DATASETS, Checkpoint, DatasetHead, Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
-from evernear.release.registry import CHAMPION, HISTORY, MANIFESTS, PRUNED, Record, Registry
+from evernear.release.registry import CHAMPION, HISTORY, MANIFESTS, PRUNED, Promotion, Record, Registry
 from evernear.store import Store
 
+NEWEST = "the newest snapshot of"
+"""The owner of the objects of a dataset's newest snapshot, followed by the name of the dataset."""
 _Document = TypeVar("_Document", bound=Frozen)
 
 
@@ -64,21 +66,27 @@ def datasets(store: Store) -> list[str]:
 def snapshot_references(store: Store, name: str, digest: str, owner: str) -> Iterator[Reference | Unreadable]:
     """Yield what a snapshot needs: its manifest, ledger and shards."""
     key = manifest_key(name, digest)
-    manifest = _read(store, key, Manifest, owner)
-    if isinstance(manifest, Unreadable):
-        yield manifest
+    try:
+        manifest = find_manifest(store, name, digest)
+    except IntegrityError as error:
+        yield Unreadable(key, owner, str(error))
+        return
+    if manifest is None:
+        yield Unreadable(key, owner, f"{key} does not exist in {store.uri}.")
         return
     yield Reference(key, owner)
     yield from _of_manifest(manifest, owner)
 
 
 def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
-    owner = f"the newest snapshot of {name}"
+    owner = f"{NEWEST} {name}"
     head_key = f"{DATASETS}{name}/head.json"
     head = _read(store, head_key, DatasetHead, owner)
+    if isinstance(head, Unreadable) and _is_first_ingest(store, name):
+        head = None
     if isinstance(head, Unreadable):
         yield head
-    else:
+    elif head is not None:
         yield Reference(head_key, owner)
         yield from snapshot_references(store, name, head.digest, owner)
     checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
@@ -89,9 +97,17 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
         checkpoint = Checkpoint.from_json(stored[0], checkpoint_key)
     except IntegrityError:  # ingest ignores it too
         return
-    if not isinstance(head, Unreadable) and checkpoint.manifest.parent == head.digest:
+    parent = head.digest if head is not None and not isinstance(head, Unreadable) else None
+    if not isinstance(head, Unreadable) and checkpoint.manifest.parent == parent:
         yield Reference(checkpoint_key, owner)
         yield from _of_manifest(checkpoint.manifest, f"the unfinished ingest of {name}")
+
+
+def _is_first_ingest(store: Store, name: str) -> bool:
+    """Whether the dataset has no head yet, because its first ingest is in progress or was killed."""
+    return store.find(f"{DATASETS}{name}/head.json") is None and not any(
+        manifest.parent for _, manifest in Snapshots(store, name).manifests()
+    )
 
 
 def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | Unreadable]:
@@ -131,11 +147,15 @@ def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
     if champion is None:
         return
     yield Reference(CHAMPION, owner)
-    key = f"{MANIFESTS}{champion.version}.json"
-    record = _read(store, key, Record, owner)
-    yield record if isinstance(record, Unreadable) else Reference(key, owner)
+    for version, needed_by in ((champion.version, owner), (champion.previous, "the target of a rollback")):
+        key = f"{MANIFESTS}{version}.json"
+        if version is None or (version != champion.version and store.find(f"{PRUNED}{version}.json")):
+            continue
+        record = _read(store, key, Record, needed_by)
+        yield record if isinstance(record, Unreadable) else Reference(key, needed_by)
     for info in store.list(HISTORY):
-        yield Reference(info.key, "the history of the champion")
+        promotion = _read(store, info.key, Promotion, "the history of the champion")
+        yield promotion if isinstance(promotion, Unreadable) else Reference(info.key, "the history of the champion")
 
 
 def _of_manifest(manifest: Manifest, owner: str) -> Iterator[Reference]:

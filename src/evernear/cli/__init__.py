@@ -23,6 +23,7 @@ from evernear.cli import (
     run,
     server,
     slack,
+    store,
     tune,
     watch,
 )
@@ -59,6 +60,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(releases.app, name="registry")
+app.add_typer(store.app, name="store")
 app.add_typer(inspect.app, name="inspect")
 app.add_typer(labels.app, name="labels")
 app.add_typer(cluster.app, name="deployment")

@@ -23,7 +23,7 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.writer import row_dtype, shard_content, shard_key
 from evernear.disk import sha256_bytes
-from evernear.errors import DataError, IntegrityError
+from evernear.errors import IntegrityError
 from evernear.output import quantity
 from evernear.settings import DataSettings
 from evernear.threads import available_cpus
@@ -105,13 +105,15 @@ def rebuild_ledger(snapshots: Snapshots) -> None:
     if head is None:
         raise IntegrityError(f"The dataset {snapshots.name} has no snapshot.")
     dataset = Dataset(head, snapshots.store)
-    with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
-        with closing(Ledger(Path(scratch) / "ledger.sqlite", head.source)) as ledger:
-            ledger.add_labels(head.labels)
-            for shard in head.shards:
-                for block in dataset.shard_blocks(shard):
-                    ledger.remember_splits((digest.tobytes() for digest in block.digests), shard.split)
-            snapshots.publish(head, ledger, Path(scratch))
+    with (
+        tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch,
+        closing(Ledger(Path(scratch) / "ledger.sqlite", head.source)) as ledger,
+    ):
+        ledger.add_labels(head.labels)
+        for shard in head.shards:
+            for block in dataset.shard_blocks(shard):
+                ledger.remember_splits((digest.tobytes() for digest in block.digests), shard.split)
+        snapshots.publish(head, ledger, Path(scratch))
 
 
 def _rows(
@@ -143,10 +145,11 @@ def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[by
         source = open_source(uri)
         if isinstance(source, FileSource):
             decoder = Decoder(source, manifest.shape, settings.max_pixels, manifest.resize)
-            known = [entry for candidates in files.values() for of, entry in candidates if of == uri]
-            # A file may have another name by now, so all are tried in the end.
-            for entries in (known, source.entries()):
-                for image in _decode(decoder, iter(entries), settings):
+            known = {entry.name for candidates in files.values() for _, entry in candidates}
+            # A file may have another name by now, so the others are tried last.
+            for is_known in (True, False):
+                entries = (entry for entry in source.entries() if (entry.name in known) == is_known)
+                for image in _decode(decoder, entries, settings):
                     if image.digest in files:
                         found[image.digest] = image.pixels
                     if len(found) == len(files):
@@ -166,12 +169,3 @@ def _decode(decoder: Decoder, entries: Iterator[FileEntry], settings: DataSettin
         for result in results:
             if isinstance(result, DecodedImage):
                 yield result
-
-
-def is_readable(uri: str) -> bool:
-    """Whether a source can be opened."""
-    try:
-        open_source(uri)
-    except DataError:
-        return False
-    return True

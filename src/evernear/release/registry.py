@@ -13,6 +13,7 @@ import getpass
 import logging
 import shlex
 import socket
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -177,14 +178,8 @@ class Registry:
             ConflictError: another archive has this version, or a release of this version was pruned.
             IntegrityError: the archive is not a valid release.
         """
-        manifest, texts = read_release(archive)
-        verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
-        record = Record(
-            manifest=manifest,
-            archive_sha256=sha256_file(archive),
-            archive_size_bytes=archive.stat().st_size,
-            verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
-        )
+        record = _describe(archive)
+        manifest = record.manifest
         key = _key(MANIFESTS, manifest.version)
         if self._store.find(_key(PRUNED, manifest.version)):
             raise ConflictError(f"Release {manifest.version} was pruned, and a version is never reused.")
@@ -236,6 +231,25 @@ class Registry:
             except IntegrityError as error:
                 faults[version] = str(error)
         return records, faults
+
+    def rebuild_record(self, version: str) -> None:
+        """Write the missing or damaged record of a release again, from its archive.
+
+        Raises:
+            IntegrityError: the store has no archive of this version.
+        """
+        described = {record.archive_sha256 for record in self.records()[0].values()}
+        with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
+            archive = Path(scratch) / "release.mar"
+            for info in self._store.list(ARCHIVES):
+                if (sha256 := PurePosixPath(info.key).stem) not in described:
+                    with suppress(IntegrityError):  # this archive is damaged
+                        self._store.fetch(info.key, archive, sha256)
+                        record = _describe(archive)
+                        if record.manifest.version == version:
+                            self._store.put(_key(MANIFESTS, version), record.to_json())
+                            return
+        raise IntegrityError(f"No archive in {self._store.uri} is intact and of the version {version}.")
 
     def is_published(self, version: str) -> bool:
         """Whether the release can be promoted: it exists, and was not pruned."""
@@ -533,6 +547,18 @@ class Registry:
     def _record(self, folder: str, version: str) -> Record | None:
         entry = self._store.find(_key(folder, version)) if is_version(version) else None
         return Record.from_json(entry[0], f"The record {_key(folder, version)} in {self._store.uri}") if entry else None
+
+
+def _describe(archive: Path) -> Record:
+    """The record of an archive."""
+    manifest, texts = read_release(archive)
+    verdict = Verdict.from_json(texts[VERDICT_FILE], f"{VERDICT_FILE} in {archive}")
+    return Record(
+        manifest=manifest,
+        archive_sha256=sha256_file(archive),
+        archive_size_bytes=archive.stat().st_size,
+        verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
+    )
 
 
 def _key(folder: str, version: str) -> str:

@@ -1,0 +1,52 @@
+"""``evernear store``: check the object store, and repair it."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from evernear.cli.options import JsonOption, with_options
+from evernear.cli.releases import registry_settings
+from evernear.errors import IntegrityError
+from evernear.output import print_json, print_line, quantity
+from evernear.settings import Settings
+
+app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check and repair the object store.")
+
+
+@app.command()
+@with_options(settings=registry_settings)
+def check(
+    settings: Settings,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what the source still has.")] = False,
+    source: Annotated[
+        str | None, typer.Option("--source", help="Where the images are now. [where they were ingested from]")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read and hash every object that a release, a dataset or the champion needs, and report what is damaged."""
+    from evernear.settings import DataSettings
+    from evernear.settings.sources import parse
+    from evernear.store import open_store
+    from evernear.store_check import check as check_store
+    from evernear.store_check import repair as repair_store
+
+    store = open_store(settings.store_uri)
+    if repair:
+        chosen = {**settings.data.model_dump(), **({"source": source} if source else {})}
+        found = repair_store(store, parse(DataSettings, chosen), moved=source is not None)
+    else:
+        found = check_store(store)
+    if as_json:
+        print_json(found)
+    else:
+        for damage in found:
+            print_line(f"{'repaired' if damage.repaired else 'DAMAGED':<8} {damage.key}")
+            print_line(f"  {damage.reason} Needed by {', '.join(damage.needed_by)}.")
+            for sentence in filter(None, (damage.repaired, damage.consequence)):
+                print_line(f"  {sentence}")
+        print_line(f"{store.uri}: {quantity(len(found), 'object')} missing or damaged." if found else "Intact.")
+    if any(damage.consequence for damage in found):
+        if not repair:
+            print_line("Repair it with `evernear store check --repair`.", sys.stderr)
+        raise typer.Exit(IntegrityError.exit_code)

@@ -1,0 +1,235 @@
+"""Check a store, and repair what can be made again: every object that a release, a head or the champion needs.
+
+`check` reads each of them and compares hashes. `repair` restores shards from the images of their sources, the newest
+snapshot of a dataset from earlier ones, ledgers from shards, and records of releases from their archives. Nothing is
+deleted. The rest is reported with its consequence.
+"""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+
+from evernear.data.manifest import Manifest, Shard
+from evernear.data.rebuild import drop_shards, rebuild_ledger, rebuild_shard
+from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.disk import disk_errors, sha256_file
+from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError, StoreError
+from evernear.frozen import Frozen
+from evernear.references import NEWEST, Unreadable, references
+from evernear.release.registry import ARCHIVES, CHAMPION, HISTORY, MANIFESTS, Registry
+from evernear.settings import DataSettings
+from evernear.store import FileStore, Store
+
+Report = Callable[[str], None]
+_PROMOTE = "`evernear registry promote VERSION`"
+
+
+class Damage(Frozen):
+    """An object that is missing or damaged."""
+
+    key: str
+    reason: str
+    needed_by: tuple[str, ...]
+    """Such as "release 20261120.162250.af2fb66c" or "the newest snapshot of birds"."""
+    repaired: str = ""
+    """What `repair` did; empty if the object is still missing or damaged."""
+    consequence: str = ""
+    """What does not work without it, and the next step."""
+
+    @property
+    def in_newest(self) -> bool:
+        """Whether the newest snapshot of its dataset needs it."""
+        return any(owner.startswith(NEWEST) for owner in self.needed_by)
+
+    @property
+    def dataset(self) -> str:
+        """The dataset that it belongs to; empty for a part of the registry."""
+        return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
+
+
+def check(store: Store, report: Report = lambda _: None) -> list[Damage]:
+    """Read every object that is needed, and return those that are missing or damaged.
+
+    Raises:
+        StoreError: the store cannot be reached.
+    """
+    return [_explained(damage) for damage in _damages(store, set(), report)]
+
+
+def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report = lambda _: None) -> list[Damage]:
+    """Repair what can be repaired; return all damage that was found. Safe to repeat after a kill.
+
+    Images come from the sources that they were ingested from; with ``moved`` from ``settings.source``.
+
+    Raises:
+        ConflictError: an ingest or a promotion finished in the meantime; repeat it.
+        StoreError: the store cannot be reached.
+    """
+    repairing = _Repair(store, settings, moved, report)
+    intact: set[str] = set()
+    handled: dict[str, Damage] = {}
+    # A repaired document names further objects.
+    while found := [damage for damage in _damages(store, intact, report) if damage.key not in handled]:
+        for damage in found:
+            handled[damage.key] = repairing.repair(damage)
+        for damage in repairing.leave_out_lost_shards():
+            handled[damage.key] = damage
+    return [damage if damage.repaired else _explained(damage) for damage in handled.values()]
+
+
+def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
+    """The damage of a store, by key; ``intact`` are keys that need not be read again."""
+    owners: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    hashes: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for reference in references(store):
+        owners[reference.key][reference.owner] = None
+        if isinstance(reference, Unreadable):
+            reasons[reference.key] = reference.reason
+        elif reference.sha256 is not None:
+            hashes[reference.key] = reference.sha256
+    with tempfile.TemporaryDirectory(prefix="evernear-check-") as scratch:
+        unread = [key for key in hashes if key not in intact]
+        for number, key in enumerate(unread):
+            report(f"{number:,} of {len(unread):,} objects")
+            if fault := _fault(store, key, hashes[key], Path(scratch)):
+                reasons[key] = fault
+            else:
+                intact.add(key)
+    return [Damage(key=key, reason=reasons[key], needed_by=tuple(owners[key])) for key in sorted(reasons, key=_order)]
+
+
+def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
+    """Why an object does not have its content; None if it has."""
+    try:
+        if isinstance(store, FileStore):
+            path = store.path(key)
+            with disk_errors(path):
+                if not path.is_file():
+                    return f"{key} does not exist in {store.uri}."
+                return None if sha256_file(path) == sha256 else f"{key} does not have its sha256."
+        store.fetch(key, scratch / "object", sha256).unlink()
+    except (IntegrityError, MissingObjectError) as error:
+        return str(error)
+    return None
+
+
+def _order(key: str) -> tuple[int, str]:
+    """Documents come before the objects that they name; ledgers come before shards, which are rebuilt from them."""
+    folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
+    return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
+
+
+class _Repair:
+    """Repairs one object after the other."""
+
+    def __init__(self, store: Store, settings: DataSettings, moved: bool, report: Report) -> None:
+        self._store, self._settings, self._moved, self._report = store, settings, moved, report
+        self._lost: list[Damage] = []
+        """Shards of newest snapshots whose images the source no longer has."""
+
+    def repair(self, damage: Damage) -> Damage:
+        """``damage`` with what was done, or why nothing could be done."""
+        self._report(f"repairing {damage.key}")
+        try:
+            repaired = self._act(damage)
+        except (DataError, IntegrityError, StoreError) as error:
+            damage = damage.model_copy(update={"reason": f"{damage.reason} {error}"})
+            # A source that cannot be read may still have the images.
+            if isinstance(error, IntegrityError) and "/shards/" in damage.key and damage.in_newest:
+                self._lost.append(damage)
+            return damage
+        return damage.model_copy(update={"repaired": repaired})
+
+    def leave_out_lost_shards(self) -> Iterator[Damage]:
+        """Make the newest snapshots readable, without the shards that cannot be rebuilt."""
+        for dataset in sorted({damage.dataset for damage in self._lost}):
+            lost = [damage for damage in self._lost if damage.dataset == dataset]
+            manifest = drop_shards(Snapshots(self._store, dataset), [PurePosixPath(damage.key).stem for damage in lost])
+            for damage in lost:
+                others = tuple(owner for owner in damage.needed_by if not owner.startswith(NEWEST))
+                done = (
+                    f"The newest snapshot of {dataset} is now {manifest.digest[:12]}, without these images; the next "
+                    "run reads those that the source still has."
+                )
+                consequence = _consequence(damage.model_copy(update={"needed_by": others})) if others else ""
+                yield damage.model_copy(update={"repaired": done, "consequence": consequence})
+        self._lost = []
+
+    def _act(self, damage: Damage) -> str:
+        """Repair an object; return what was done. Raises `IntegrityError` if nothing can be done."""
+        folder, name = PurePosixPath(damage.key).parent.name, PurePosixPath(damage.key).stem
+        snapshots = Snapshots(self._store, damage.dataset)
+        if damage.key.startswith(MANIFESTS):
+            Registry(self._store).rebuild_record(name)
+            return "The record was written again from the release's archive."
+        if damage.key.endswith("/head.json") or (folder == "manifests" and damage.dataset and damage.in_newest):
+            return self._reset_head(snapshots)
+        if folder == "ledgers" and damage.in_newest:
+            rebuild_ledger(snapshots)
+            return "The ledger was made again; the next run reads all images again, into the same splits."
+        if folder == "shards":
+            return self._rebuild_shard(snapshots, name)
+        raise IntegrityError("It cannot be made again from anything else in the store or the source.")
+
+    def _reset_head(self, snapshots: Snapshots) -> str:
+        """Return to the newest snapshot whose manifest is intact; without one, the dataset starts over."""
+        intact = sorted((manifest.created, digest) for digest, manifest in snapshots.manifests())
+        snapshots.move_head(intact[-1][1] if intact else None)
+        if not intact:
+            return (
+                f"The dataset {snapshots.name} has no intact snapshot and starts over; the next run reads the source."
+            )
+        created, digest = intact[-1]
+        return (
+            f"The newest snapshot of {snapshots.name} is now {digest[:12]} of {created}; the next run adds what is "
+            "newer in the source."
+        )
+
+    def _rebuild_shard(self, snapshots: Snapshots, sha256: str) -> str:
+        """Rebuild a shard from the ledger of any snapshot that has it, the newest first."""
+        error: EvernearError = IntegrityError("No intact snapshot names it.")
+        for manifest, shard in _snapshots_with(snapshots, sha256):
+            try:
+                rebuild_shard(snapshots, manifest, shard, self._settings, self._moved)
+            except (DataError, IntegrityError, StoreError) as failure:
+                error = failure
+            else:
+                return "The shard was made again from the images of the source."
+        raise error
+
+
+def _snapshots_with(snapshots: Snapshots, sha256: str) -> list[tuple[Manifest, Shard]]:
+    having = [(m, shard) for _, m in snapshots.manifests() for shard in m.shards if shard.sha256 == sha256]
+    return sorted(having, key=lambda pair: pair[0].created, reverse=True)
+
+
+def _explained(damage: Damage) -> Damage:
+    return damage.model_copy(update={"consequence": _consequence(damage)})
+
+
+def _consequence(damage: Damage) -> str:
+    """What does not work without an object, and the next step."""
+    name = PurePosixPath(damage.key).stem
+    if damage.key == CHAMPION:
+        return "No release can be promoted, served or rolled back until `evernear registry restore` writes it again."
+    if damage.key.startswith(HISTORY):
+        return f"A rollback cannot go back beyond it; {_PROMOTE} makes any release the champion."
+    if damage.key.startswith(MANIFESTS):
+        return f"Release {name} can be neither shown nor served. If it is the champion, {_PROMOTE} replaces it."
+    if damage.key.startswith(ARCHIVES):
+        return (
+            "The release can be neither served by a server that starts, nor promoted. If it is the champion, "
+            f"{_PROMOTE} replaces it."
+        )
+    if damage.in_newest:
+        return (
+            f"Every run with the dataset {damage.dataset} fails. `evernear store check --repair` repairs it from the "
+            "source; add --source if the images have moved."
+        )
+    return (
+        "The gate holds every new release until a person promotes one of them, with `evernear registry promote VERSION "
+        f"--force --why REASON`, because the images behind {' and '.join(damage.needed_by)} are unknown. Servers and "
+        "rollbacks are not affected."
+    )

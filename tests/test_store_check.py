@@ -1,0 +1,259 @@
+"""A store is checked by hash, and repaired from its sources."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from releases import MakeRelease, PackedRelease, System
+
+from evernear.data.ingest import ingest
+from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
+from evernear.data.writer import shard_key
+from evernear.errors import IntegrityError
+from evernear.release.registry import CHAMPION, Registry
+from evernear.settings import DataSettings
+from evernear.store import Store, open_store
+from evernear.store_check import Damage, check, repair
+
+SPLITS = ("train", "test", "gallery", "query")
+
+
+def write_images(directory: Path, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for label in "ab":
+        (directory / label).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = rng.integers(0, 256, (8, 8), np.uint8)
+            Image.fromarray(pixels).save(directory / label / f"{seed}-{number}.png")
+
+
+def splits(manifest: Manifest, store: Store) -> dict[bytes, str]:
+    dataset = Dataset(manifest, store)
+    return {digest.tobytes(): split for split in SPLITS for block in dataset.blocks(split) for digest in block.digests}
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return open_store((tmp_path / "store").as_uri())
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DataSettings:
+    write_images(tmp_path / "images", 30, seed=0)
+    return DataSettings(source=f"folder:{tmp_path / 'images'}")
+
+
+def with_history(settings: DataSettings, store: Store) -> Manifest:
+    """A dataset after ingests that added, removed, relabeled and renamed images, and added a class."""
+    images = Path(settings.source.removeprefix("folder:"))
+    ingest(settings, store.uri)
+    write_images(images, 8, seed=1)
+    ingest(settings, store.uri)
+    (images / "a" / "0-3.png").unlink()
+    (images / "a" / "0-4.png").rename(images / "b" / "moved.png")
+    (images / "a" / "1-5.png").rename(images / "a" / "renamed.png")
+    ingest(settings, store.uri)
+    (images / "0").mkdir()
+    for number in range(5):
+        (images / "a" / f"0-{20 + number}.png").rename(images / "0" / f"{number}.png")
+    write_images(images, 3, seed=2)
+    return ingest(settings, store.uri)
+
+
+def damaged(found: list[Damage]) -> set[str]:
+    return {damage.key for damage in found if not damage.repaired}
+
+
+def lose(store: Store, key: str, how: str) -> None:
+    if how == "lost":
+        store.delete(key)
+    else:
+        store.put(key, b"" if how == "empty" else b"x" + store.get(key)[1:])
+
+
+@pytest.mark.parametrize("how", ["lost", "empty", "changed"])
+def test_every_lost_shard_is_found_and_rebuilt_byte_for_byte(store: Store, settings: DataSettings, how: str) -> None:
+    manifest = with_history(settings, store)
+    assert check(store) == []
+    before = splits(manifest, store)
+    keys = {shard_key(manifest.name, shard.sha256) for shard in manifest.shards}
+    for key in keys:
+        lose(store, key, how)
+    found = check(store)
+    assert damaged(found) == keys
+    assert all("store check --repair" in damage.consequence for damage in found)
+    repaired = repair(store, settings, moved=False)
+    assert {damage.key for damage in repaired if damage.repaired} == keys
+    assert check(store) == []
+    assert splits(manifest, store) == before
+    assert ingest(settings, store.uri).digest == manifest.digest
+
+
+def test_shards_are_rebuilt_from_a_source_of_arrays(tmp_path: Path) -> None:
+    store, settings = open_store((tmp_path / "store").as_uri()), DataSettings(source="digits")
+    manifest = ingest(settings, store.uri)
+    for shard in manifest.shards:
+        store.delete(shard_key(manifest.name, shard.sha256))
+    assert damaged(repair(store, settings, moved=False)) == set()
+    assert check(store) == []
+
+
+def test_shards_are_rebuilt_from_files_that_were_renamed_since(tmp_path: Path, settings: DataSettings) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    for number, path in enumerate(sorted((tmp_path / "images").rglob("*.png"))):
+        path.rename(path.with_name(f"renamed-{number}.png"))
+    store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
+    assert damaged(repair(store, settings, moved=False)) == set()
+
+
+def test_shards_are_rebuilt_from_a_source_that_moved(tmp_path: Path, settings: DataSettings) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    shutil.move(tmp_path / "images", tmp_path / "elsewhere")
+    key = shard_key(manifest.name, manifest.shards[0].sha256)
+    store.delete(key)
+    (damage,) = repair(store, settings, moved=False)
+    assert damaged([damage]) == {key}
+    assert "does not exist" in damage.reason
+    assert "--source" in damage.consequence
+    moved = settings.model_copy(update={"source": f"folder:{tmp_path / 'elsewhere'}"})
+    assert damaged(repair(store, moved, moved=True)) == set()
+    assert check(store) == []
+
+
+def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot(
+    store: Store, settings: DataSettings
+) -> None:
+    images = Path(settings.source.removeprefix("folder:"))
+    manifest = ingest(settings, store.uri)
+    before = splits(manifest, store)
+    lost = next(shard for shard in manifest.shards if shard.split == "train")
+    store.delete(shard_key(manifest.name, lost.sha256))
+    for number in range(10):
+        (images / "a" / f"0-{number}.png").unlink()
+    shutil.copy(images / "b" / "0-11.png", images / "b" / "0-12.png")  # other content under the name of an image
+    (damage,) = repair(store, settings, moved=False)
+    assert "The source has no longer" in damage.reason
+    assert "without these images" in damage.repaired
+    assert check(store) == []
+    head = Snapshots(store, manifest.name).head()
+    assert head is not None
+    assert head.count("train") == manifest.count("train") - lost.count
+    after = ingest(settings, store.uri)
+    kept = splits(after, store)
+    assert len(kept) == len(before) - 11
+    assert all(before[digest] == split for digest, split in kept.items() if digest in before)
+
+
+@pytest.mark.parametrize("damage", [b"", None])
+def test_lost_head_returns_to_the_newest_intact_snapshot(
+    store: Store, settings: DataSettings, damage: bytes | None
+) -> None:
+    manifest = with_history(settings, store)
+    key = f"datasets/{manifest.name}/head.json"
+    store.delete(key) if damage is None else store.put(key, damage)
+    assert damaged(check(store)) == {key}
+    repair(store, settings, moved=False)
+    assert check(store) == []
+    assert ingest(settings, store.uri).digest == manifest.digest
+
+
+def test_lost_manifest_returns_to_an_earlier_snapshot(store: Store, settings: DataSettings) -> None:
+    manifest = with_history(settings, store)
+    before = splits(manifest, store)
+    store.put(manifest_key(manifest.name, manifest.digest), b"{")
+    repair(store, settings, moved=False)
+    assert check(store) == []
+    head = Snapshots(store, manifest.name).head()
+    assert head is not None
+    assert head.digest == manifest.parent
+    after = splits(ingest(settings, store.uri), store)
+    assert after.keys() == before.keys()
+
+
+def test_dataset_without_an_intact_snapshot_starts_over(tmp_path: Path, settings: DataSettings) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    store.put(manifest_key(manifest.name, manifest.digest), b"")
+    (damage,) = repair(store, settings, moved=False)
+    assert "starts over" in damage.repaired
+    assert ingest(settings, store.uri).digest == manifest.digest
+
+
+def test_lost_ledger_is_made_again_with_the_same_splits(store: Store, settings: DataSettings) -> None:
+    manifest = with_history(settings, store)
+    before = splits(manifest, store)
+    for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
+        store.delete(ledger_key(manifest.name, sha256))
+    with pytest.raises(IntegrityError, match="run `evernear store check --repair`"):
+        ingest(settings, store.uri)
+    repair(store, settings, moved=False)
+    assert check(store) == []
+    after = ingest(settings, store.uri)
+    assert splits(after, store) == before
+    assert after.problem_counts == manifest.problem_counts
+
+
+def test_unfinished_first_ingest_is_no_damage(tmp_path: Path, settings: DataSettings) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    store.delete(f"datasets/{manifest.name}/head.json")
+    assert check(store) == []
+    store.delete(manifest_key(manifest.name, manifest.digest))
+    assert check(store) == []
+
+
+@pytest.fixture
+def released(store: Store, system: System, make_release: MakeRelease) -> list[PackedRelease]:
+    """Two promoted releases and their snapshot."""
+    original = open_store(system.dataset.manifest.store_uri)
+    for info in original.list("datasets/"):
+        store.put(info.key, original.get(info.key))
+    registry, champion = Registry(store), None
+    made = [make_release(), make_release()]
+    for release in made:
+        registry.publish(release.archive)
+        champion = registry.set_champion(release.version, champion)
+    return made
+
+
+def test_registry_is_repaired_or_its_damage_explained(store: Store, released: list[PackedRelease]) -> None:
+    settings = DataSettings(source="digits")
+    registry = Registry(store)
+    record = f"releases/manifests/{released[0].version}.json"
+    for damage in (lambda: store.put(record, b""), lambda: store.delete(record)):
+        intact = store.get(record)
+        damage()
+        assert damaged(check(store)) == {record}
+        assert damaged(repair(store, settings, moved=False)) == set()
+        assert store.get(record) == intact
+    assert check(store) == []
+    unrepairable: list[tuple[str, str]] = [
+        (registry.get(released[1].version).archive_key, "registry promote"),
+        ("releases/history/00000001.json", "registry promote"),
+        (CHAMPION, "registry restore"),
+    ]
+    for key, step in unrepairable:
+        intact = store.get(key)
+        store.put(key, b"")
+        (damage,) = repair(store, settings, moved=False)
+        assert damaged([damage]) == {key}
+        assert step in damage.consequence
+        store.put(key, intact)
+    assert check(store) == []
+
+
+def test_lost_snapshot_of_a_release_is_explained(store: Store, released: list[PackedRelease]) -> None:
+    manifest = released[0].manifest
+    store.delete(manifest_key(manifest.dataset_name, manifest.dataset_digest))
+    store.delete(f"datasets/{manifest.dataset_name}/head.json")
+    found = repair(store, DataSettings(source="digits"), moved=False)
+    (snapshot,) = [damage for damage in found if "/manifests/" in damage.key]
+    assert "holds every new release until a person promotes one" in snapshot.consequence
