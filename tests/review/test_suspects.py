@@ -191,6 +191,7 @@ def test_page_relabels_keeps_and_undoes(store: Store, source: Path) -> None:
 
 def test_picture_of_a_deep_image_uses_the_bits_of_the_image() -> None:
     """A person sees it with its contrast, whatever the dataset's bit depth."""
-    png = picture(deep_png(np.array([[0, 1023], [512, 100]], np.uint16)))
+    deep = deep_png(np.array([[0, 1023], [512, 100]], np.uint16))
+    png = picture({"deep.png": deep}.get, "deep.png")
     assert png is not None
     assert np.asarray(Image.open(BytesIO(png))).tolist() == [[0, 255], [128, 25]]
