@@ -38,7 +38,7 @@ from evernear.data.preprocess import (
 )
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, open_source
+from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, name_of, open_source
 from evernear.data.splits import choose_split
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors
@@ -142,7 +142,7 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
         ledger_path = Path(scratch, "ledger.sqlite")
         if stored is not None:
             snapshots.fetch_ledger(stored, ledger_path)
-        with closing(Ledger(ledger_path, settings.source)) as ledger:
+        with closing(Ledger(ledger_path, settings.source, settings.moved_from)) as ledger:
             if not settings.dataset:
                 _require_one_source(ledger, snapshots.name, settings.source)
             _list_source(source, ledger, settings.source)
@@ -194,7 +194,7 @@ def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> st
     Raises:
         SettingsError: ``data.dataset`` is not a valid name.
     """
-    name = settings.dataset or source.name
+    name = settings.dataset or (name_of(settings.moved_from) if settings.moved_from else source.name)
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
         raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")
     return name
@@ -204,8 +204,9 @@ def _require_one_source(ledger: Ledger, name: str, source: str) -> None:
     """Reject two sources that would become one dataset only because their names are alike."""
     if others := ledger.other_sources():
         raise DataError(
-            f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it: set"
-            f" data.dataset={name} if that is meant, else start over with another --workdir or store."
+            f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
+            f" moved, set data.moved_from={others[0]}. If they belong together, set data.dataset={name}. Otherwise"
+            " start over with another --workdir or store."
         )
 
 

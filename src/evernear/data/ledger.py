@@ -123,8 +123,8 @@ class NewImage(NamedTuple):
 class Ledger:
     """The ledger of one dataset in a local file. All methods raise `StoreError` if the disk is full."""
 
-    def __init__(self, path: Path, source: str) -> None:
-        """Open or create the ledger for one ingest of ``source``."""
+    def __init__(self, path: Path, source: str, moved_from: str = "") -> None:
+        """Open or create the ledger for one ingest of ``source``, whose images were at ``moved_from`` before."""
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with _sqlite_errors():
@@ -136,6 +136,7 @@ class Ledger:
             _add_missing_tables(self._db)
             if not is_new:
                 ledger_changes.track(self._db)
+            self._has_moved = bool(moved_from) and self._move_source(_source_uri(moved_from), _source_uri(source))
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
             self._source = cast(int, row[0])
@@ -162,7 +163,7 @@ class Ledger:
     def has_changed(self) -> bool:
         """Whether anything changed since the ledger was opened or last saved."""
         with _sqlite_errors():
-            return ledger_changes.any_changed(self._db)
+            return self._has_moved or ledger_changes.any_changed(self._db)
 
     def size_bytes(self) -> int:
         """The size of the whole ledger."""
@@ -175,6 +176,21 @@ class Ledger:
     def other_sources(self) -> list[str]:
         """The other sources of the dataset."""
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
+
+    def _move_source(self, old: str, new: str) -> bool:
+        """Let the files of one source be those of another; return whether anything changed.
+
+        If both have files, because the images were ingested from the new location already, the old ones are deleted.
+        """
+        (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
+        if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
+            return False
+        if both == 2:
+            self._db.execute("DELETE FROM files WHERE source = (SELECT id FROM sources WHERE uri = ?)", (old,))
+            self._db.execute("DELETE FROM sources WHERE uri = ?", (old,))
+        else:
+            self._db.execute("UPDATE sources SET uri = ? WHERE uri = ?", (new, old))
+        return True
 
     # Files
 

@@ -155,9 +155,10 @@ class Snapshots:
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
         if stored is not None:
-            manifest = Manifest.from_store(stored[0], self.store, key)
-            if self._ledger == _ledger_of(manifest) and not ledger.has_changed() and self._is_head(manifest.digest):
-                return manifest
+            known, source = Manifest.from_store(stored[0], self.store, key), manifest.source
+            if self._ledger == _ledger_of(known) and not ledger.has_changed() and self._is_head(known.digest):
+                return known
+            manifest = known.model_copy(update={"source": source})
         manifest = self._with_ledger(manifest, ledger, scratch)
         try:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)

@@ -26,6 +26,11 @@ class DataSettings(Section):
         description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix",
     )
     dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
+    moved_from: str = Field(
+        default="",
+        description="The earlier location of the source, as data.source named it, if its images have moved. Images "
+        "that are gone since are removed, and new labels count.",
+    )
     size_px: int = Field(
         default=0, ge=0, le=1024, description="Height and width of resized images; 0: from the images' median size."
     )
@@ -76,7 +81,7 @@ class DataSettings(Section):
             raise ValueError("it is 8, 10, 12, 14 or 16, or 0 for the bits that the images use")
         return bit_depth
 
-    @field_validator("source")
+    @field_validator("source", "moved_from")
     @classmethod
     def _absolute(cls, source: str) -> str:
         """Make a directory absolute, also one below ``~``: the steps of a run have another working directory."""

@@ -4,12 +4,20 @@ from pathlib import Path
 
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource, NameSample
 from evernear.data.sources.digits import Digits
-from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
+from evernear.data.sources.folder import DEFAULTS, Bucket, Folder, dataset_name
 from evernear.data.sources.mnist import Mnist, download_mnist
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings
 
-__all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample", "open_source"]
+__all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample", "name_of", "open_source"]
+
+
+def name_of(source: str) -> str:
+    """The name of the dataset of a source that may not exist any more."""
+    kind, _, location = source.partition(":")
+    if kind == "folder":
+        return dataset_name(Path(location).name)
+    return dataset_name(location) if kind == "s3" else kind
 
 
 def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:

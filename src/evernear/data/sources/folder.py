@@ -27,11 +27,16 @@ _MAX_FOLDERS_READ = 20
 _PAGE_NAMES = 1000
 
 
+def dataset_name(location: str) -> str:
+    """The name of the dataset of a directory called ``location``, or of a bucket with a prefix."""
+    return re.sub(r"[^a-z0-9]+", "-", location.lower()).strip("-")[:63].rstrip("-") or "dataset"
+
+
 class _ClassFolders(FileSource):
     """Reads label and split from the path of a file."""
 
     def __init__(self, name: str, settings: DataSettings) -> None:
-        self.name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:63].rstrip("-") or "dataset"
+        self.name = dataset_name(name)
         self.layout = Layout()
         """Known once `entries` has begun."""
         self._settings = settings
