@@ -154,11 +154,12 @@ class Snapshots:
         """
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
-        if stored is not None:
-            known, source = Manifest.from_store(stored[0], self.store, key), manifest.source
-            if self._ledger == _ledger_of(known) and not ledger.has_changed() and self._is_head(known.digest):
-                return known
-            manifest = known.model_copy(update={"source": source})
+        with suppress(IntegrityError):  # a damaged manifest is written again
+            known = Manifest.from_store(stored[0], self.store, key) if stored else None
+            if known is not None:
+                if self._ledger == _ledger_of(known) and not ledger.has_changed() and self._is_head(known.digest):
+                    return known
+                manifest = known.model_copy(update={"source": manifest.source})
         manifest = self._with_ledger(manifest, ledger, scratch)
         try:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
