@@ -20,6 +20,7 @@ from evernear.frozen import Frozen
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
 from evernear.release.registry import CHAMPION, HISTORY, MANIFESTS, PRUNED, Promotion, Record, Registry
 from evernear.store import Store
+from evernear.store.identity import IDENTITY
 
 NEWEST = "the newest snapshot of"
 """The owner of the objects of a dataset's newest snapshot, followed by the name of the dataset."""
@@ -53,6 +54,8 @@ def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference 
     Raises:
         StoreError: the store cannot be reached.
     """
+    if store.find(IDENTITY) is not None:
+        yield Reference(IDENTITY, "the store")
     for name in datasets(store):
         yield from _of_dataset(store, name)
     yield from _of_releases(store, frozenset(retired))

@@ -49,7 +49,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
-        manifest = ingest_source(images, chosen.store_uri, running.report)
+        swaps: list[str] = []
+        manifest = ingest_source(images, chosen.store_uri, running.report, swaps.append)
         save_manifest(manifest, Path(dataset))
         RunRecord(open_store(chosen.store_uri), run).save(settings=chosen.model_dump(mode="json"))
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
@@ -59,6 +60,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         running.summary = f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}"
         if (manifest.bit_depth or 16) < 16:
             running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
+        running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
     # Argo copies them several times per step. All settings would make it compress the status of the workflow, and KFP's
     # API server does not read a compressed status: it would no longer report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
@@ -176,6 +178,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
+        from evernear.store.identity import owner_of
 
         data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))
@@ -187,6 +190,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
             Path(index),
             threshold=probed.threshold,
             reject_rate=probed.reject_rate,
+            owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend == "milvus" else "",
         )
         queries = data.manifest.label_counts("query")
         unqueried = sum(not queries[label] for label in result.known_labels)

@@ -175,16 +175,17 @@ class _Repair:
 
     def _reset_head(self, snapshots: Snapshots) -> str:
         """Return to the newest snapshot whose manifest is intact; without one, the dataset starts over."""
-        intact = sorted((manifest.created, digest) for digest, manifest in snapshots.manifests())
-        snapshots.move_head(intact[-1][1] if intact else None)
-        if not intact:
+        intact = dict(snapshots.manifests())
+        parents = {manifest.parent for manifest in intact.values()}
+        last = max(intact, key=lambda digest: (digest not in parents, intact[digest].created), default=None)
+        snapshots.move_head(last)
+        if last is None:
             return (
                 f"The dataset {snapshots.name} has no intact snapshot and starts over; the next run reads the source."
             )
-        created, digest = intact[-1]
         return (
-            f"The newest snapshot of {snapshots.name} is now {digest[:12]} of {created}; the next run adds what is "
-            "newer in the source."
+            f"The newest snapshot of {snapshots.name} is now {last[:12]} of {intact[last].created}; the next run adds "
+            "what is newer in the source."
         )
 
     def _rebuild_shard(self, snapshots: Snapshots, sha256: str) -> str:

@@ -329,3 +329,22 @@ def _splits_by_file(manifest: Manifest) -> dict[str, str]:
                 " JOIN images USING (digest) JOIN shards USING (slot)"
             )
             return dict(db.execute(query).fetchall())
+
+
+def test_swapped_classes_are_named(tree, run_ingest, make_image) -> None:
+    run_ingest(tree)
+    warnings: list[str] = []
+    store = (tree.parent / "store").as_uri()
+    settings = DataSettings(source=f"folder:{tree}")
+    ingest(settings, store, warn=warnings.append)
+    assert not warnings
+    (tree / "1").rename(tree / "swap")
+    (tree / "2").rename(tree / "1")
+    (tree / "swap").rename(tree / "2")
+    (tree / "1" / "new.png").write_bytes(make_image(5000))
+    ingest(settings, store, warn=warnings.append)
+    (warning,) = warnings
+    assert "of 1 are now 2" in warning
+    assert warning.endswith("of 2 are now 1: these classes seem to have swapped their names")
+    ingest(settings, store, warn=warnings.append)
+    assert len(warnings) == 1

@@ -1,6 +1,8 @@
 """Releases whose vectors are in Milvus: network, vectors and labels change together."""
 
 import dataclasses
+import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from evernear.serving.java import java_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import IndexSettings, RunSettings, ServingSettings
 from evernear.store import open_store
+from evernear.store.identity import owner_of
 
 Make = Callable[..., PackedRelease]
 
@@ -192,3 +195,46 @@ def test_workers_of_torchserve_get_the_address_and_the_token_but_no_other_secret
     assert environment["EVERNEAR_MILVUS_URI"] == "http://milvus:19530"
     assert environment["EVERNEAR_MILVUS_TOKEN"] == "secret"
     assert "EVERNEAR_TOKEN" not in environment
+
+
+def test_copied_store_leaves_the_collections_of_the_original(
+    system: System, make_release: MakeRelease, settings, milvus_uri, tmp_path, tmp_path_factory, caplog
+):
+    """Collections belong to a store at a place: a copy has the same id, but prunes only what it filled itself."""
+    store = open_store(settings.store_uri)
+    alias, index_dir = f"test_{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("index")
+    index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type="FLAT")
+    embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
+    build(embeddings, system.dataset.labels, index, index_dir, owner=owner_of(store))
+    made = release_maker(dataclasses.replace(system, index_dir=index_dir), lambda: tmp_path_factory.mktemp("release"))
+    first = made()
+    deploy(first.archive, first.verdict, settings)
+    assert (collection_of(first).alias, collection_of(first).owner) == (alias, owner_of(store))
+
+    copied = RunSettings(workdir=tmp_path / "copy", target="registry")
+    shutil.copytree(settings.workdir / "store", tmp_path / "copy" / "store")
+    champion = first.version
+    for _ in range(2):
+        release = make_release(parent=champion)
+        deploy(release.archive, release.verdict, copied)
+        champion = release.version
+    assert first.version in registry(copied).prune(keep=1)
+    assert alias_target(first) == collection_of(first).name
+    client = MilvusClient(milvus_uri)
+    assert collection_of(first).name in client.list_collections()
+    assert f"The collection {collection_of(first).name} in Milvus is left" in caplog.text
+
+    for _ in range(2):
+        release = make_release(parent=champion)
+        deploy(release.archive, release.verdict, settings)
+    assert first.version in registry(settings).prune(keep=1)
+    assert collection_of(first).name not in client.list_collections()
+
+
+def test_lost_record_of_the_champion_before_is_no_fault_of_milvus(make_release: MakeRelease, settings, caplog):
+    first = make_release()
+    deploy(first.archive, first.verdict, settings)
+    second = make_release(parent=first.version)
+    open_store(settings.store_uri).put(f"releases/manifests/{first.version}.json", b"")
+    deploy(second.archive, second.verdict, settings)
+    assert "Milvus" not in caplog.text

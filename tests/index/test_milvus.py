@@ -101,7 +101,7 @@ def test_changed_collection_is_rejected(embeddings, settings, tmp_path):
     with pytest.raises(IntegrityError, match=f"{name} in Milvus at .* has 2,499 vectors of 16 dimensions, not 2,500"):
         Gallery.open(tmp_path, NETWORK)
     client(settings).drop_collection(name)
-    with pytest.raises(IntegrityError, match=f"{name} in Milvus at .* does not exist; run the index step again"):
+    with pytest.raises(IntegrityError, match=f"{name} in Milvus at .* does not exist; `evernear reindex` fills it"):
         Gallery.open(tmp_path, NETWORK)
 
 

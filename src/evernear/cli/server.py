@@ -8,7 +8,7 @@ import typer
 
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import JsonOption, local_settings, with_options
-from evernear.errors import ServingError
+from evernear.errors import ServingError, SettingsError
 from evernear.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
@@ -20,6 +20,11 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
     from evernear.deployment import open_target
     from evernear.local_run import progress
 
+    if not settings.store and not settings.workdir.is_dir():
+        raise SettingsError(
+            f"The working directory {settings.workdir} does not exist; name it with --workdir, or create it with "
+            "`evernear run`."
+        )
     state = {"run": progress(settings.workdir)} | open_target(settings).status()
     if as_json:
         print_json(state)

@@ -115,13 +115,18 @@ class Batch:
         )
 
 
-def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None] = lambda _: None) -> Manifest:
+def ingest(
+    settings: DataSettings,
+    store_uri: str,
+    report: Callable[[str], None] = lambda _: None,
+    warn: Callable[[str], None] = lambda _: None,
+) -> Manifest:
     """Update a dataset in the store from ``settings.source`` and return its snapshot.
 
     Without changes that is the previous snapshot. Readers see nothing before the last write, which moves
     ``head.json``. An ingest of files that was killed and is run again continues at its last checkpoint, and ends with
     the same digest. Memory does not grow with the number of images. ``report`` receives progress messages about once a
-    second.
+    second. ``warn`` receives sentences about changes that may be mistakes.
 
     Raises:
         DataError: there are no images, there is only one class, or the images do not match the earlier ones.
@@ -166,7 +171,10 @@ def ingest(settings: DataSettings, store_uri: str, report: Callable[[str], None]
             else:
                 adder.add_arrays(source)
             writer.close()
-            for slot in ledger.reconcile():
+            slots = ledger.reconcile()
+            for swap in ledger.swapped_classes():
+                warn(swap)
+            for slot in slots:
                 writer.rewrite(slot, ledger.changes(slot))
             report("writing the manifest")
             problems, counts = ledger.problems(*form.shape[:2], form.resize)

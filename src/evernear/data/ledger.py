@@ -422,12 +422,33 @@ class Ledger:
             " FROM files f JOIN images i ON i.digest = f.digest JOIN labels l ON l.name = f.label"
             " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"
         )
+        self._all("DROP TABLE IF EXISTS relabeled")
+        self._all(
+            "CREATE TEMP TABLE relabeled AS SELECT i.label AS old, c.label AS new, COUNT(*) AS count"
+            " FROM images i LEFT JOIN changes c USING (digest) WHERE c.digest IS NULL OR c.label IS NOT NULL"
+            " GROUP BY 1, 2"
+        )
         self._remove_changed()
         self._all(
             "UPDATE images SET label = c.label FROM changes c WHERE c.digest = images.digest AND c.label IS NOT NULL"
         )
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
         return self._changed_slots()
+
+    def swapped_classes(self) -> list[str]:
+        """After `reconcile`: a sentence about each two classes that exchanged most of their images."""
+        rows = self._all(
+            "SELECT a.name, r.count, (SELECT SUM(count) FROM relabeled WHERE old = r.old),"
+            " b.name, s.count, (SELECT SUM(count) FROM relabeled WHERE old = s.old)"
+            " FROM relabeled r JOIN relabeled s ON r.old = s.new AND r.new = s.old AND r.old < r.new"
+            " JOIN labels a ON a.id = r.old JOIN labels b ON b.id = s.old ORDER BY 1"
+        )
+        return [
+            f"{moved:,} of {of:,} images of {a} are now {b}, and {back:,} of {total:,} of {b} are now {a}: these "
+            "classes seem to have swapped their names"
+            for a, moved, of, b, back, total in rows
+            if 2 * moved > of and 2 * back > total
+        ]
 
     def _remove_changed(self) -> None:
         """Remove the images of ``changes`` without a label, and remember their splits."""

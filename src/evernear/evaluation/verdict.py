@@ -68,13 +68,13 @@ class Verdict(Frozen):
         return f"hold: {len(failed)} of {len(self.rules)} rules failed ({', '.join(failed)})"
 
     @classmethod
-    def from_json(cls, data: bytes | str, source: Path | str) -> Self:
+    def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
         """Parse a stored verdict and check that it is consistent.
 
         Raises:
             IntegrityError: it is invalid, was changed, or promotes although a rule failed.
         """
-        verdict = super().from_json(data, source)
+        verdict = super().from_json(data, source, remedy)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
             raise IntegrityError(f"The verdict {source} was changed after the gate; {cls.remedy}.")
         return verdict

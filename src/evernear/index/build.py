@@ -40,12 +40,14 @@ def build(
     exclude_labels: frozenset[str] = frozenset(),
     threshold: float | None = None,
     reject_rate: float | None = None,
+    owner: str = "",
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
     ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` and
-    ``reject_rate`` are those of an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. The description is written
-    last, so a directory without ``index.json`` is an unfinished index.
+    ``reject_rate`` are those of an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection in Milvus
+    belongs to the store ``owner``. The description is written last, so a directory without ``index.json`` is an
+    unfinished index.
 
     Raises:
         StoreError: the disk is full, or ``out_dir`` cannot be written.
@@ -60,7 +62,7 @@ def build(
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     numbers, sums = _labels(embeddings, known)
     queries = sample_queries(embeddings, known)
-    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers))
+    gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), owner)
     exact = exact_neighbors(queries, gallery.blocks())
     with _parameter_errors(settings, embeddings):
         chosen = _create(gallery, settings, queries, exact)

@@ -1,5 +1,6 @@
 """``index.json``: the contents of an index, the network of its vectors, and how it classifies."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -34,13 +35,19 @@ class Collection(Frozen):
 
     uri: str = Field(max_length=1000)
     """Address of the server, or absolute path of a file of Milvus Lite."""
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}_[0-9a-f]{32}$")
-    """An alias and the hash of the content."""
+    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
+    """An alias, the store that it belongs to (`evernear.store.identity.owner_of`), and the hash of the content."""
 
     @property
     def alias(self) -> str:
         """The alias that this collection has while its release is the champion."""
-        return self.name.rpartition("_")[0]
+        return re.sub("(_s[0-9a-f]{12})?_[0-9a-f]{32}$", "", self.name)
+
+    @property
+    def owner(self) -> str | None:
+        """The store that it belongs to; None if an earlier version made it."""
+        owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", self.name)
+        return owned[1] if owned else None
 
 
 class Calibration(Frozen):

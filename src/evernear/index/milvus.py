@@ -1,7 +1,8 @@
 """Galleries in Milvus: one collection per index, and an alias for that of the champion.
 
 The same code works with a cluster, a standalone server and Milvus Lite, which is a file on this machine. A collection
-is named by the hash of its content and never changed after it is filled, so a release that names it names its vectors.
+is named by its store and the hash of its content and never changed after it is filled, so a release that names it names
+its vectors.
 """
 
 import json
@@ -146,15 +147,17 @@ class MilvusIndex:
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:
     """Fill a collection with ``gallery``, with an index of the type ``factory``, such as ``HNSW,M=32``.
 
-    A collection of the same content is reused, and one that a killed run left unfinished is completed.
+    A collection of the same store and content is reused, and one that a killed run left unfinished is completed.
 
     Raises:
         SettingsError: ``index.uri`` is missing, the index type does not work, or pymilvus is not installed.
         TransientStoreError: Milvus cannot be reached.
         StoreError: Milvus rejects the request.
     """
-    collection = Collection(uri=uri_of(settings), name=f"{settings.collection}_{_digest(gallery, factory)}")
-    name, client, shape = collection.name, connect(collection.uri), (gallery.size, gallery.embeddings.dim)
+    owner = f"_s{gallery.owner}" if gallery.owner else ""
+    name = f"{settings.collection}{owner}_{_digest(gallery, factory)}"
+    collection = Collection(uri=uri_of(settings), name=name)
+    client, shape = connect(collection.uri), (gallery.size, gallery.embeddings.dim)
     with milvus_errors(collection.uri):
         if not client.has_collection(name, timeout=TIMEOUT_S):
             _create_collection(client, collection, gallery, factory)
@@ -192,8 +195,9 @@ def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingB
 
 def _damaged(collection: Collection, fault: str) -> IntegrityError:
     return IntegrityError(
-        f"The collection {collection.name} in Milvus at {address(collection.uri)} {fault}; run the index step again, "
-        "or promote another release."
+        f"The collection {collection.name} in Milvus at {address(collection.uri)} {fault}; `evernear reindex` fills "
+        "it again if the images are the same, otherwise promote another release with `evernear registry promote "
+        "VERSION`."
     )
 
 

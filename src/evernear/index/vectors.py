@@ -50,6 +50,8 @@ class GalleryVectors:
     """The dataset's labels, by number."""
     known: NDArray[np.bool_]
     size: int
+    owner: str = ""
+    """The store that a collection of these vectors belongs to (`evernear.store.identity.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:
         """The vectors in the order of their rows."""

@@ -29,9 +29,11 @@ from evernear.errors import ConflictError, IntegrityError, StoreError, Transient
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
 from evernear.index import milvus_client
+from evernear.index.description import Collection as MilvusCollection
 from evernear.release.archive_reader import read_release, read_release_manifest
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
 from evernear.store import Store
+from evernear.store.identity import owner_of
 
 MANIFESTS = "releases/manifests/"
 ARCHIVES = "releases/archives/"
@@ -251,6 +253,10 @@ class Registry:
                             return
         raise IntegrityError(f"No archive in {self._store.uri} is intact and of the version {version}.")
 
+    def owns(self, collection: MilvusCollection) -> bool:
+        """Whether a collection belongs to this store, or may: those of earlier versions do not say."""
+        return collection.owner in (None, owner_of(self._store))
+
     def is_published(self, version: str) -> bool:
         """Whether the release can be promoted: it exists, and was not pruned."""
         return self._store.find(_key(MANIFESTS, version)) is not None
@@ -467,12 +473,23 @@ class Registry:
                 collection = self.get(version, include_pruned=True).manifest.collection
                 # A release whose record is damaged may use the same collection.
                 if collection is not None and collection not in used and not faults:
-                    milvus_client.drop(collection)
+                    self._drop(collection)
             self._remove(version, archive_sha256 if archive_sha256 not in shared else None)
         changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
         with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune finds nothing to remove
             self._write(champion.pointer.model_copy(update=changes), champion)
         return tuple(sorted(pruning))
+
+    def _drop(self, collection: MilvusCollection) -> None:
+        """Delete a collection, unless it may belong to the store that this one was copied or moved from."""
+        if self.owns(collection):
+            milvus_client.drop(collection)
+        else:
+            _log.warning(
+                "The collection %s in Milvus is left, because the store was copied or moved since it was filled; drop "
+                "it there if no other store needs it.",
+                collection.name,
+            )
 
     def _remove(self, version: str, archive_sha256: str | None) -> None:
         """Remove a release, and its archive unless ``archive_sha256`` is None. A killed removal can be repeated."""
