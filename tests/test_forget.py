@@ -323,3 +323,15 @@ def test_command_lists_first_and_deletes_with_yes(prepared: Prepared):
     deleted = json.loads(evernear("forget", "--yes", "--json", *store).stdout)
     assert deleted["releases"] == [prepared.trained, prepared.reindexed]
     assert "images       0" in evernear("forget", *store).stdout
+
+
+def test_one_damaged_record_does_not_break_the_rest(prepared: Prepared) -> None:
+    promote(prepared, prepared.retrained)
+    prepared.store.put(f"releases/manifests/{prepared.reindexed}.json", b"")
+    found = find(prepared.store)
+    assert found.unreadable == (prepared.reindexed,)
+    assert found.releases == (prepared.trained,)
+    assert forget(prepared.store) == found
+    rebuilt = Registry(prepared.store)
+    rebuilt.rebuild_record(prepared.reindexed)
+    assert find(prepared.store).unreadable == ()

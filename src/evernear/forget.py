@@ -63,6 +63,8 @@ class Forgotten(Frozen):
     """Pages and sample images of runs, and the list of suspect labels."""
     queries: int
     """Logged queries."""
+    unreadable: tuple[str, ...] = ()
+    """Releases whose records are damaged, so that it is unknown whether they are affected."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def forget(store: Store) -> Forgotten:
 class _Forgetting:
     def __init__(self, store: Store) -> None:
         self._store, self._registry = store, Registry(store)
+        self._records, faults = self._registry.records(include_pruned=True)
         names = sorted({info.key.split("/")[1] for info in store.list(DATASETS) if info.key.endswith("/head.json")})
         self._datasets = [_state(store, name) for name in names]
         self._labels = {label for dataset in self._datasets for label in dataset.removed.values()}
@@ -134,6 +137,7 @@ class _Forgetting:
             checkpoints=len(self._checkpoints),
             pages=len(self._pages),
             queries=sum(dropped for _, dropped in self._queries.values()),
+            unreadable=tuple(faults),
         )
 
     def delete(self) -> None:
@@ -169,8 +173,8 @@ class _Forgetting:
         published = set(self._registry.list())
         trained_on: dict[str, str] = {}
         affected: list[str] = []
-        for version in self._registry.list(include_pruned=True):
-            manifest = self._registry.get(version, include_pruned=True).manifest
+        for version, record in self._records.items():
+            manifest = record.manifest
             network = manifest.parts[NETWORK_DESCRIPTION_FILE].sha256
             snapshots = {manifest.dataset_digest, trained_on.setdefault(network, manifest.dataset_digest)}
             if version in published and not snapshots <= clean:

@@ -1,12 +1,13 @@
 """``evernear forget``: delete images that the source no longer has."""
 
+import sys
 from typing import Annotated
 
 import typer
 
 from evernear.cli.options import JsonOption, with_options
 from evernear.cli.releases import registry_settings
-from evernear.output import print_json, print_line
+from evernear.output import print_json, print_line, quantity
 from evernear.settings import Settings
 
 
@@ -26,6 +27,12 @@ def forget(
     forgotten = delete_images(store) if yes else find(store)
     if yes:
         forget_releases(settings)
+    if forgotten.unreadable:
+        print_line(
+            f"WARNING: the records of {quantity(len(forgotten.unreadable), 'release')} are damaged, so it is unknown "
+            "whether they are affected. Run `evernear store check --repair`, then repeat this command.",
+            sys.stderr,
+        )
     if as_json:
         print_json(forgotten)
         return
