@@ -93,10 +93,10 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
         yield Reference(head_key, owner)
         yield from snapshot_references(store, name, head.digest, owner)
     checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
-    stored = store.find(checkpoint_key)
-    if stored is None:
-        return
     try:
+        stored = store.find(checkpoint_key)
+        if stored is None:
+            return
         checkpoint = Checkpoint.from_json(stored[0], checkpoint_key)
     except IntegrityError:  # ingest ignores it too
         return
@@ -173,10 +173,10 @@ def _network(release: ReleaseManifest) -> str:
 
 
 def _read(store: Store, key: str, model: type[_Document], owner: str) -> _Document | Unreadable:
-    stored = store.find(key)
-    if stored is None:
-        return Unreadable(key, owner, f"{key} does not exist in {store.uri}.")
     try:
+        stored = store.find(key)
+        if stored is None:
+            return Unreadable(key, owner, f"{key} does not exist in {store.uri}.")
         return model.from_json(stored[0], f"{store.uri}/{key}")
     except IntegrityError as error:
         return Unreadable(key, owner, str(error))
