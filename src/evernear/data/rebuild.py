@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evernear.data.decoding import DecodedImage, Decoder
+from evernear.data.decoding import DecodedImage, Decoder, ImageForm
 from evernear.data.ingest import Batch
 from evernear.data.ledger import Ledger, decoders, find_slot, read_slot
 from evernear.data.manifest import Manifest, Shard
@@ -141,10 +141,11 @@ def _rows(
 def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[bytes, Pixels]:
     """The pixels of those images that the sources still have, in the order of the sources of decoded arrays."""
     found: dict[bytes, Pixels] = {}
+    form = ImageForm(manifest.shape, manifest.resize, manifest.bit_depth)
     for uri in dict.fromkeys(uri for candidates in files.values() for uri, _ in candidates):
-        source = open_source(uri)
+        source = open_source(uri, settings)
         if isinstance(source, FileSource):
-            decoder = Decoder(source, manifest.shape, settings.max_pixels, manifest.resize)
+            decoder = Decoder(source, form, settings.max_pixels)
             known = {entry.name for candidates in files.values() for _, entry in candidates}
             # A file may have another name by now, so the others are tried last.
             for is_known in (True, False):
@@ -156,7 +157,7 @@ def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[by
                         return found
         else:
             for block in source.blocks():
-                batch = Batch.of_arrays(block, manifest.shape, manifest.resize)
+                batch = Batch.of_arrays(block, form)
                 for digest, pixels in zip(batch.digests, batch.pixels, strict=True):
                     if digest in files:
                         found.setdefault(digest, pixels)
