@@ -328,8 +328,10 @@ def test_command_lists_first_and_deletes_with_yes(prepared: Prepared):
 def test_one_damaged_record_does_not_break_the_rest(prepared: Prepared) -> None:
     promote(prepared, prepared.retrained)
     prepared.store.put(f"releases/manifests/{prepared.reindexed}.json", b"")
+    for key in (LOG, SUSPECTS, "runs/run-1/verdict.json"):
+        prepared.store.put(key, b"")
     found = find(prepared.store)
-    assert found.unreadable == (prepared.reindexed,)
+    assert found.unreadable == (prepared.reindexed, LOG)
     assert found.releases == (prepared.trained,)
     assert forget(prepared.store) == found
     rebuilt = Registry(prepared.store)

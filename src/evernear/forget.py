@@ -16,6 +16,7 @@ The champion is never deleted: `forget` refuses while it is affected. Shards and
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -64,7 +65,7 @@ class Forgotten(Frozen):
     queries: int
     """Logged queries."""
     unreadable: tuple[str, ...] = ()
-    """Releases whose records are damaged, so that it is unknown whether they are affected."""
+    """Releases whose records are damaged, and damaged files of the query log: it is unknown what they contain."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class _Forgetting:
     def __init__(self, store: Store) -> None:
         self._store, self._registry = store, Registry(store)
         self._records, faults = self._registry.records(include_pruned=True)
+        self._unreadable = [*faults]
         names = sorted({info.key.split("/")[1] for info in store.list(DATASETS) if info.key.endswith("/head.json")})
         self._datasets = [_state(store, name) for name in names]
         self._labels = {label for dataset in self._datasets for label in dataset.removed.values()}
@@ -137,7 +139,7 @@ class _Forgetting:
             checkpoints=len(self._checkpoints),
             pages=len(self._pages),
             queries=sum(dropped for _, dropped in self._queries.values()),
-            unreadable=tuple(faults),
+            unreadable=tuple(self._unreadable),
         )
 
     def delete(self) -> None:
@@ -184,29 +186,41 @@ class _Forgetting:
     def _stale_embeddings(self) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="evernear-forget-") as scratch:
             for info in self._store.list(EMBEDDINGS_PREFIX):
-                digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
+                try:
+                    digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
+                except IntegrityError:  # it is only a cache
+                    yield info.key
+                    continue
                 if not np.any([_contains(dataset.current, digests) for dataset in self._datasets], axis=0).all():
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Pages with images and the list of suspect labels, unless their snapshot is clean."""
+        """Pages with images and the list of suspect labels, unless their snapshot is known to be clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
             if name in PAGES:
-                verdict = RunRecord(self._store, run).find("verdict", Verdict)
+                verdict: Verdict | None = None
+                with suppress(IntegrityError):
+                    verdict = RunRecord(self._store, run).find("verdict", Verdict)
                 if verdict is None or verdict.dataset_digest not in clean:
                     yield info.key
         suspects = self._store.find(SUSPECTS)
-        if suspects is not None and Suspects.from_json(suspects[0], SUSPECTS).dataset_digest not in clean:
-            yield SUSPECTS
+        with suppress(IntegrityError):
+            if suspects is None or Suspects.from_json(suspects[0], SUSPECTS).dataset_digest in clean:
+                return
+        yield SUSPECTS
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
         """Files of the query log with their content after the deletion, and the number of deleted queries."""
         for info in self._store.list(QUERIES) if self._labels else ():
             if closed_at(info.key) is None:
                 continue
-            period, queries = parse_file(self._store.get(info.key), info.key)
+            try:
+                period, queries = parse_file(self._store.get(info.key), info.key)
+            except IntegrityError:
+                self._unreadable.append(info.key)
+                continue
             remaining = [query for query in queries if not self._may_show(query)]
             if len(remaining) < len(queries):
                 lines = "".join(f"{line.model_dump_json()}\n" for line in (period, *remaining))

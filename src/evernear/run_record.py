@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime
 
+from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
 from evernear.masking import mask
 from evernear.store import Store
@@ -84,8 +85,12 @@ class RunRecord:
 
     def load(self, name: str) -> dict[str, Any]:
         """The JSON document ``name``; empty if it was not recorded."""
-        entry = self.store.find(self._key(name))
-        return json.loads(entry[0]) if entry else {}
+        key = self._key(name)
+        entry = self.store.find(key)
+        try:
+            return json.loads(entry[0]) if entry else {}
+        except ValueError:
+            raise IntegrityError(f"{key} in {self.store.uri} is empty or no JSON document; delete it.") from None
 
     def find(self, name: str, model: type[Document]) -> Document | None:
         """The document ``name`` as a ``model``; None if it was not recorded."""

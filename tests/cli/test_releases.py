@@ -142,3 +142,34 @@ def test_unreachable_model_registry_does_not_fail_promotion_and_rollback(
         assert json.loads(result.stdout)["version"] == (second if command == ("promote", second) else first)
         warning = "WARNING: The model registry of MODEL_REGISTRY_BASE_URL rejected the champion: "
         assert result.stderr.startswith(warning)
+
+
+def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(uri: str, releases: list[PackedRelease]) -> None:
+    registry, champion = Registry(open_store(uri)), None
+    first, second, third = (release.version for release in releases[:3])
+    for release in releases[:3]:
+        registry.publish(release.archive)
+        champion = registry.set_champion(release.version, champion)
+    assert registry.prune(keep=1) == (first,)
+    assert f"No rollback is possible: {first}, the champion before it, was pruned." in evernear(
+        "rollback", "--store", uri
+    )
+    assert f"A rollback would restore {second}." in evernear("promote", third, "--store", uri)
+
+
+def test_list_names_damage_and_restore_mends_the_pointer(uri: str, releases: list[PackedRelease]) -> None:
+    store = open_store(uri)
+    registry, champion = Registry(store), None
+    first, second = (release.version for release in releases[:2])
+    for release in releases[:2]:
+        registry.publish(release.archive)
+        champion = registry.set_champion(release.version, champion)
+    store.put("releases/champion.json", b"")
+    store.put(f"releases/manifests/{first}.json", b"")
+    output = evernear("list", "--store", uri)
+    assert re.search(rf"{first} +- +- +damaged", output)
+    assert second in output
+    with pytest.raises(IntegrityError, match="it is empty; run `evernear registry restore`"):
+        evernear("champion", "--store", uri)
+    assert f"Release {second} is the champion again, as promotion 3" in evernear("restore", "--store", uri)
+    assert evernear("champion", "--store", uri) == f"{second}\n"

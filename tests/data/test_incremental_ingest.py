@@ -348,3 +348,26 @@ def test_swapped_classes_are_named(tree, run_ingest, make_image) -> None:
     assert warning.endswith("of 2 are now 1: these classes seem to have swapped their names")
     ingest(settings, store, warn=warnings.append)
     assert len(warnings) == 1
+
+
+def test_splits_survive_the_return_to_an_earlier_digest(tree, run_ingest, make_image, contents) -> None:
+    """An image is removed, so that the dataset is as before it was added, and restored together with others."""
+
+    def add(numbers: range) -> list[Path]:
+        paths = [tree / "1" / f"added-{number}.png" for number in numbers]
+        for path, number in zip(paths, numbers, strict=True):
+            path.write_bytes(make_image(number))
+        return paths
+
+    first = run_ingest(tree)
+    before = contents(first).split
+    added = add(range(7000, 7060))
+    splits = contents(run_ingest(tree)).split
+    for path in added:
+        path.unlink()
+    assert run_ingest(tree).digest == first.digest
+    add(range(7000, 7060))
+    add(range(8000, 8090))
+    restored = contents(run_ingest(tree)).split
+    assert {digest: restored[digest] for digest in splits} == splits
+    assert before.items() <= splits.items()

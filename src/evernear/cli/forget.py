@@ -29,8 +29,9 @@ def forget(
         forget_releases(settings)
     if forgotten.unreadable:
         print_line(
-            f"WARNING: the records of {quantity(len(forgotten.unreadable), 'release')} are damaged, so it is unknown "
-            "whether they are affected. Run `evernear store check --repair`, then repeat this command.",
+            f"WARNING: {quantity(len(forgotten.unreadable), 'object')} cannot be read, so it is unknown whether they "
+            "are affected. `evernear store check --repair` repairs the records of releases; delete other objects by "
+            "hand. Then repeat this command.",
             sys.stderr,
         )
     if as_json:

@@ -360,8 +360,7 @@ class Registry:
         for entry in self._store.list(HISTORY):
             if (name := PurePosixPath(entry.key).stem).isdecimal():
                 highest = max(highest, int(name))
-                with suppress(IntegrityError):
-                    newest = self._history_entry(int(name))
+                newest = self._find_in_history(int(name)) or newest
         return highest, newest
 
     def set_champion(
@@ -391,7 +390,8 @@ class Registry:
         """Restore the champion before ``expected``, if the champion is still ``expected``.
 
         A rollback undoes the last promotion, and a second one the promotion before it: it never returns to the release
-        that it just left. An unreachable store is retried for 5 minutes.
+        that it just left. Nothing precedes a promotion whose entry in the history is lost. An unreachable store is
+        retried for 5 minutes.
 
         Raises:
             ConflictError: the pointer moved in the meantime; nothing was changed.
@@ -399,7 +399,7 @@ class Registry:
             StoreError: no previous champion exists, or it was pruned.
         """
         undo_to = expected.pointer.undo_to
-        restored = self._history_entry(undo_to) if undo_to is not None else None
+        restored = self._find_in_history(undo_to) if undo_to is not None else None
         promotion = Promotion(
             version=expected.rollback_target(),
             previous=restored.previous if restored else None,
@@ -556,10 +556,13 @@ class Registry:
             ) from None
         return Champion(pointer, etag)
 
-    def _history_entry(self, number: int) -> Promotion:
-        return Promotion.from_json(
-            self._store.get(_history_key(number)), f"{_history_key(number)} in {self._store.uri}"
-        )
+    def _find_in_history(self, number: int) -> Promotion | None:
+        """A promotion; None if its entry is missing or damaged."""
+        key = _history_key(number)
+        with suppress(IntegrityError):
+            stored = self._store.find(key)
+            return Promotion.from_json(stored[0], f"{key} in {self._store.uri}") if stored else None
+        return None
 
     def _record(self, folder: str, version: str) -> Record | None:
         entry = self._store.find(_key(folder, version)) if is_version(version) else None
