@@ -657,6 +657,30 @@ class PublishedLedger:
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
+    def contents(self, names: Sequence[str]) -> dict[str, tuple[str, bytes | None]]:
+        """The etag and the digest of those of ``names``, at most 500, that were read; no digest: no image."""
+        query = (
+            f"SELECT name, etag, digest FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
+            " AND (digest IS NOT NULL OR NOT pending)"
+        )
+        with _sqlite_errors():
+            return {name: (etag, digest) for name, etag, digest in self._db.execute(query, (self._source, *names))}
+
+    def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
+        """The labels of those of ``digests``, at most 500, whose images the snapshot contains."""
+        query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({_marks(digests)})"  # noqa: S608 - question marks only
+        with _sqlite_errors():
+            return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
+
+    def own_classes(self) -> dict[str, int]:
+        """The number of the source's files in each class of which no other source has an image."""
+        query = (
+            "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
+            " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
+        )
+        with _sqlite_errors():
+            return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
+
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """The files of each of ``digests``, at most 500, by name."""
         query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({_marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only

@@ -86,6 +86,10 @@ class Request(Frozen):
     """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
     """The watcher's measurements at the time of the request."""
+    champion: str | None = None
+    """The champion at the time of the watcher's request; None in requests of earlier versions."""
+    listing: str = ""
+    """A digest of the source's listing at that time, to see whether anything has changed since."""
     run: str = ""
     release: str = ""
     """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""

@@ -1,7 +1,8 @@
 """Checks from end to end: a real folder, a real champion, real query logs; the pipeline server is in memory."""
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -336,15 +337,157 @@ def test_held_training_is_not_repeated_without_more_images(watched: WatchedSyste
     assert len(watched.runs.runs) == 2
 
 
-def test_failed_run_is_repeated_after_the_cooldown(watched: WatchedSystem) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "ended"),
+    [("failed", "failed"), ("stopped", "was stopped"), ("rolled back", "was rolled back"), ("", "led to no release")],
+)
+def test_run_without_a_release_is_repeated_only_after_a_change(
+    watched: WatchedSystem, outcome: str, ended: str
+) -> None:
+    """Without an outcome, the run was killed or canceled before it could report one."""
+    watched.add("3", MANY)
+    watched.watcher(policy="start").check()
+    watched.runs.end("run-1", State.FAILED if outcome else State.CANCELED)
+    if outcome:
+        watched.save_outcome("run-1", outcome)
+    assert "was started; it may be proposed again after" in watched.watcher(policy="start").check().reasons[-1]
+    for _ in range(3):
+        watched.wait(days=1)
+        report = watched.watcher(policy="start").check()
+    assert [run.id for run in watched.runs.runs] == ["run-1"]
+    assert report.reasons[-1] == (
+        f"The run of proposal {watched.proposals[0].id} {ended}, and nothing has changed in the source since. Mend the"
+        " cause, then start the run yourself."
+    )
+    watched.add("3", [noise(1000)])
+    watched.watcher(policy="start").check()
+    assert [run.id for run in watched.runs.runs] == ["run-1", "run-2"]
+
+
+def test_run_is_repeated_after_another_one_led_to_a_release(
+    watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path
+) -> None:
+    """A person started it; the network is still the old one."""
     watched.add("3", MANY)
     watched.watcher(policy="start").check()
     watched.runs.end("run-1", State.FAILED)
     watched.save_outcome("run-1", "failed")
-    assert "was started; it may be proposed again after" in watched.watcher(policy="start").check().reasons[-1]
+    reindexed(watched, trained[1], tmp_path)
     watched.wait(hours=6)
     watched.watcher(policy="start").check()
-    assert [run.id for run in watched.runs.runs] == ["run-1", "run-2"]
+    assert [run.pipeline for run in watched.runs.runs] == ["continuous-training"] * 2
+
+
+@pytest.fixture
+def touch(watched: WatchedSystem) -> Iterator[Callable[[], None]]:
+    """Give all files of the source the current time; afterwards they have their own again."""
+    times = {path: path.stat() for path in watched.images.rglob("*.png")}
+    yield lambda: [path.touch() for path in times] and None
+    for path, stat in times.items():
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("ending", ["held", "failed", "reindexed"])
+def test_touched_files_settle_after_one_run(
+    watched: WatchedSystem, trained: tuple[Path, System], tmp_path: Path, touch: Callable[[], None], ending: str
+) -> None:
+    """The champion's snapshot, or the one of its training, is not the newest and lists the former times."""
+    watch = {"policy": "start", "new_gallery_images": 5, "new_train_images": 50, "new_train_share": 0.0}
+    touch()
+    assert watched.watcher(**watch).check().action == "retrain"
+    watched.add("3", MANY[:5])
+    (watched.images / "3" / "broken.png").write_text("no image")
+    watched._added.append(watched.images / "3" / "broken.png")
+    if ending == "reindexed":
+        reindexed(watched, trained[1], tmp_path)
+    else:
+        ingest(watched.settings().data, watched.store.uri)
+        watched.save_outcome("run-1", ending)
+    watched.runs.end("run-1", State.FAILED)
+    for _ in range(3):
+        watched.wait(days=1)
+        report = watched.watcher(**watch).check()
+        assert report.action == "nothing"
+    assert report.figures["new_files"] == (0 if ending == "reindexed" else 5)
+    assert report.figures["new_train_images"] == pytest.approx(5 * 0.6)
+    assert len(watched.runs.runs) == 1
+
+
+def test_renamed_class_is_started_once_and_named(watched: WatchedSystem) -> None:
+    renamed = (watched.images / "8").rename(watched.images / "eight")
+    try:
+        report = watched.watcher(policy="start").check()
+        watched.runs.end("run-1", State.FAILED)
+        watched.save_outcome("run-1", "failed")
+        for _ in range(3):
+            watched.wait(days=1)
+            watched.watcher(policy="start").check()
+    finally:
+        renamed.rename(watched.images / "8")
+    assert report.action == "reindex"
+    assert report.reasons == watched.proposals[0].reasons
+    assert report.reasons[:2] == (
+        "A new class in the source: eight (174 images).",
+        "About 35 new gallery images.",
+    )
+    assert report.reasons[2] == (
+        "A class is gone from the source: 8 (174 images). Validation stops a run until it is back; if that is on"
+        " purpose, start the run yourself with --retire 8 or --rename 8=NEW."
+    )
+    assert len(watched.runs.runs) == 1
+    assert watched.watcher(policy="start").check().reasons[0] == "Nothing is new."
+
+
+def test_source_that_lists_nothing_is_a_fault(watched: WatchedSystem) -> None:
+    """As the mount point of a disk that is away."""
+    watched.add("3", MANY)
+    watched.watcher().check()
+    moved = watched.images.rename(watched.images.with_name("elsewhere"))
+    watched.images.mkdir()
+    try:
+        report = watched.watcher().check()
+    finally:
+        watched.images.rmdir()
+        moved.rename(watched.images)
+    assert report.action == "nothing"
+    assert report.faults == (
+        f"folder:{watched.images} lists no image, and the release was made from 1,617 files of it: check that it is"
+        " mounted and complete.",
+    )
+    assert [proposal.state for proposal in watched.proposals] == ["pending"]
+
+
+@pytest.mark.parametrize("years", [10, -10])
+def test_jump_of_the_clock_during_a_check_dates_nothing_ahead(watched: WatchedSystem, years: int) -> None:
+    """It was wrong before or is now; then it is right again."""
+    watched.add("3", MANY)
+    times = [NOON, NOON + timedelta(days=365 * years)]
+    clock = iter(sorted(times, reverse=years > 0))
+    watcher = Watcher(watched.settings(), watched.store, watched.runs, watched.directory / "cache", lambda: next(clock))
+    report = watcher.check()
+    assert report.at == watched.proposals[0].created == min(times)
+    for _ in range(2):
+        watched.wait(hours=7)
+        later = watched.watcher().check()
+        assert later.proposal == watched.proposals[-1].id
+        assert watched.watcher().schedule.read().last == later
+
+
+def test_proposal_and_report_of_a_wrong_clock_are_replaced(watched: WatchedSystem) -> None:
+    watched.add("3", MANY)
+    for policy in ("ask", "start"):
+        watched.now = NOON + timedelta(days=3650)
+        watched.watcher(policy=policy).check()
+        watched.now = NOON
+        report = watched.watcher(policy=policy).check()
+        if policy == "start":
+            watched.runs.end("run-1", State.FAILED)
+            report = watched.watcher(policy=policy).check()
+        assert report.proposal == watched.proposals[-1].id
+        assert watched.proposals[-1].created == NOON
+        assert watched.watcher().schedule.read().last == report
+        for proposal in watched.proposals:
+            watched.store.delete(f"triggers/requests/{proposal.id}.json")
 
 
 def test_run_started_by_another_watcher_during_a_check_is_not_started_again(
@@ -386,6 +529,7 @@ def test_concurrent_watchers_start_one_run(watched: WatchedSystem) -> None:
         assert raised == []
         assert len(watched.proposals) == len(watched.runs.runs) == round_number
         watched.runs.end(watched.runs.runs[-1].id, State.FAILED)
+        watched.add("3", [noise(1000 + round_number)])
         watched.wait(hours=7)
 
 

@@ -1,5 +1,7 @@
 """Decide between retrain, reindex and nothing: a function of an observation and of the thresholds in the settings."""
 
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evernear.data.drift import Shift
@@ -39,13 +41,14 @@ def decide(observation: Observation, settings: Settings) -> Decision:
     Retrain takes precedence because it also builds an index.
     """
     figures = _figures(observation, settings)
+    gone = _gone_classes(observation, settings)
     if retrain := _reasons_to_train(observation, settings):
         # Counted since the training, not since the last reindex, whose new images the network has not seen.
         is_worth_it = observation.changes is not None and observation.changes.train_images > 0
-        return Decision("retrain", tuple(retrain), figures, for_a_person=not is_worth_it)
+        return Decision("retrain", (*retrain, *gone), figures, for_a_person=not is_worth_it)
     if reindex := _reasons_to_index(observation, settings):
-        return Decision("reindex", tuple(reindex), figures)
-    return Decision("nothing", tuple(_reasons_for_nothing(observation)), figures)
+        return Decision("reindex", (*reindex, *gone), figures)
+    return Decision("nothing", (*_reasons_for_nothing(observation), *gone), figures)
 
 
 def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:
@@ -83,12 +86,34 @@ def _reasons_to_index(observation: Observation, settings: Settings) -> list[str]
         return []
     reasons: list[str] = []
     if classes := _valid_classes(changes, settings):
-        named = ", ".join(f"{label} ({quantity(count, 'image')})" for label, count in list(classes.items())[:5])
-        more = f" and {len(classes) - 5:,} more" if len(classes) > 5 else ""
-        reasons.append(f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {named}{more}.")
+        reasons.append(f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {_counted(classes)}.")
     if changes.gallery_images >= settings.watch.new_gallery_images:
         reasons.append(f"About {quantity(round(changes.gallery_images), 'new gallery image')}.")
     return reasons
+
+
+def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
+    """A sentence about classes that the source no longer has."""
+    if observation.changes is None:
+        return []
+    former = settings.classes.former_names
+    gone = {name: count for name, count in sorted(observation.changes.gone_classes.items()) if name not in former}
+    if not gone:
+        return []
+    sentence = f"{'A class is' if len(gone) == 1 else 'Classes are'} gone from the source: {_counted(gone)}."
+    if settings.validation.vanished_class != "error":
+        return [sentence]
+    first, pronoun = shlex.quote(next(iter(gone))), "it is" if len(gone) == 1 else "they are"
+    return [
+        f"{sentence} Validation stops a run until {pronoun} back; if that is on purpose, start the run yourself with"
+        f" --retire {first} or --rename {first}=NEW."
+    ]
+
+
+def _counted(classes: Mapping[str, int]) -> str:
+    """The first classes of ``classes`` and their numbers of images."""
+    named = ", ".join(f"{label} ({quantity(count, 'image')})" for label, count in list(classes.items())[:5])
+    return f"{named} and {len(classes) - 5:,} more" if len(classes) > 5 else named
 
 
 def _drift_sentence(shift: Shift, drift: Drift) -> str:
@@ -137,6 +162,7 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
             "new_classes": len(_valid_classes(changes, settings)),
             "new_files": changes.new_files,
             "gone_files": changes.gone_files,
+            "gone_classes": len(changes.gone_classes),
             "listed_files": changes.listed_files,
         }
     if drift := observation.drift:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from evernear.class_names import class_name
 from evernear.data.drift import Measure, Shift, measure_drift
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
+from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
@@ -46,6 +47,10 @@ class SourceChanges:
     listed_files: int
     new_classes: dict[str, int]
     """Number of files by class, for classes that the champion does not know."""
+    gone_classes: dict[str, int]
+    """Number of files in the champion's snapshot by class, for classes that the source no longer has."""
+    listing: str
+    """A digest of the listing."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +133,14 @@ class Observer:
             return _source_changes(every, every, 0, every.labels)
         indexed = self._snapshot(champion)
         trained = self._snapshot(_first_with_network(registry, champion))
-        ledgers = [fetch_ledger(self.store, snapshot, self.cache) for snapshot in (indexed, trained)]
-        for path in set(self.cache.glob("*.sqlite")) - set(ledgers):
+        newest = Snapshots(self.store, indexed.name).head() or indexed
+        *ledgers, latest = [fetch_ledger(self.store, each, self.cache) for each in (indexed, trained, newest)]
+        for path in set(self.cache.glob("*.sqlite")) - {*ledgers, latest}:
             path.unlink(missing_ok=True)
         if indexed.digest == trained.digest:
-            (gallery,) = (train,) = diff_source(data, ledgers[:1])
+            (gallery,) = (train,) = diff_source(data, ledgers[:1], latest)
         else:
-            gallery, train = diff_source(data, ledgers)
+            gallery, train = diff_source(data, ledgers, latest)
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return _source_changes(gallery, train, trained.count("train"), new_classes)
@@ -207,6 +213,8 @@ def _source_changes(
         gone_files=gallery.removed,
         listed_files=gallery.listed,
         new_classes=dict(new_classes),
+        gone_classes=dict(gallery.gone_classes),
+        listing=gallery.listing,
     )
 
 

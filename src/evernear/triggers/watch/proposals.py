@@ -22,6 +22,8 @@ from evernear.triggers.watch.observe import Observation
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
+_CLOCK_TOLERANCE = timedelta(hours=1)
+"""Largest difference between the clocks of several watchers."""
 _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
 
 
@@ -75,6 +77,8 @@ class ProposalService:
             parameters={"source": observation.source} if observation.source else {},
             reasons=decision.reasons,
             figures=decision.figures,
+            champion=observation.champion or "",
+            listing=observation.changes.listing if observation.changes else "",
         )
         try:
             self._requests.add(request)
@@ -86,9 +90,9 @@ class ProposalService:
         """Expire a pending request that no one answered in time, or whose reason no longer holds."""
         if request.state != "pending":
             return request
-        promoted = observation.champion_since is not None and observation.champion_since > request.created
+        promoted = observation.champion_since is not None and request.created < observation.champion_since <= now
         obsolete = decision.action == "nothing" and not observation.faults
-        if not (promoted or obsolete or request.is_expired(now)):
+        if not (promoted or obsolete or request.is_expired(now) or _is_ahead(request, now)):
             return request
         return self._change(request, state="expired")
 
@@ -110,7 +114,7 @@ class ProposalService:
             if active := [run for run in newest if not run.state.is_final]:
                 return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
         last = next((request for request in reversed(requests) if request.pipeline == pipeline), None)
-        if last is None or decision.has_grown_since(last.figures, self._settings):
+        if last is None or _is_ahead(last, now) or decision.has_grown_since(last.figures, self._settings):
             return ""
         until = (last.answered or last.created) + self._cooldown
         if now < until:
@@ -118,16 +122,26 @@ class ProposalService:
                 f"Proposal {last.id} was {last.state}; it may be proposed again after {until:%Y-%m-%d %H:%M} UTC,"
                 " or earlier if the figures grow."
             )
-        if self._was_held(last, observation):
-            return f"The gate held the run of proposal {last.id}, and too few new images have been added since."
-        return ""
+        return self._without_release(last, observation)
 
-    def _was_held(self, request: Request, observation: Observation) -> bool:
-        """Whether the run ended without a release, and no release has gone live since."""
-        if not request.run or (observation.champion_since and observation.champion_since > request.created):
-            return False
+    def _without_release(self, request: Request, observation: Observation) -> str:
+        """The reason not to repeat a run that led to no release, however it ended; empty if there is none.
+
+        A failed, stopped or killed run would end in the same way until something changes.
+        """
+        if not request.run or _has_new_champion(request, observation):
+            return ""
         outcome = load_outcome(self._store, request.run)
-        return outcome is not None and outcome.state == "held"
+        if outcome is not None and outcome.state == "held":
+            return f"The gate held the run of proposal {request.id}, and too few new images have been added since."
+        if observation.changes and observation.changes.listing != request.listing:
+            return ""
+        ending = {"failed": "failed", "stopped": "was stopped", "rolled back": "was rolled back"}
+        ended = ending.get(outcome.state, "led to no release") if outcome else "led to no release"
+        return (
+            f"The run of proposal {request.id} {ended}, and nothing has changed in the source since. Mend the cause,"
+            " then start the run yourself."
+        )
 
     def _start(self, request: Request) -> Request:
         """Start the run that the policy accepted; its id is the key, so that a repeated start finds the first run."""
@@ -143,6 +157,18 @@ class ProposalService:
             return self._requests.change(request, **fields)
         except ConflictError:  # an answer or another watcher changed it first
             return self._requests.find(request.id) or request
+
+
+def _has_new_champion(request: Request, observation: Observation) -> bool:
+    """Whether another release is live than at the time of the request."""
+    if request.champion is not None:
+        return observation.champion != (request.champion or None)
+    return observation.champion_since is not None and observation.champion_since > request.created
+
+
+def _is_ahead(request: Request, now: datetime) -> bool:
+    """Whether a wrong clock dated the request or its answer."""
+    return max(request.created, request.answered or request.created) > now + _CLOCK_TOLERANCE
 
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:

@@ -4,7 +4,7 @@ Changed by compare-and-swap, from the command line, from Slack and by the watche
 """
 
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import ClassVar, Literal
 from uuid import uuid4
 
@@ -16,6 +16,8 @@ from evernear.store import Store
 
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5
+_WRONG_CLOCK = timedelta(days=1)
+"""A report that is so much later than a new one was dated by a wrong clock."""
 
 Action = Literal["retrain", "reindex", "nothing"]
 
@@ -67,11 +69,13 @@ class ScheduleStore:
 
     def save(self, report: CheckReport) -> ScheduleState:
         """Store the last check, unless a later one is stored."""
-        return self._change(
-            lambda state: (
-                state if state.last and state.last.at > report.at else state.model_copy(update={"last": report})
-            )
-        )
+
+        def save(state: ScheduleState) -> ScheduleState:
+            if state.last and report.at < state.last.at < report.at + _WRONG_CLOCK:
+                return state
+            return state.model_copy(update={"last": report})
+
+        return self._change(save)
 
     def _change(self, change: Callable[[ScheduleState], ScheduleState]) -> ScheduleState:
         """Apply ``change``, repeatedly if others write at the same time."""
