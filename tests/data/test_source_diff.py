@@ -1,13 +1,18 @@
 """Changes are counted from listings, and the counts are compared with the subsequent ingest."""
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from evernear.data.manifest import Manifest
-from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
+from evernear.data.snapshots import Snapshots
+from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
+from evernear.data.sources import FileEntry
+from evernear.data.sources.folder import Bucket
 from evernear.errors import DataError, StoreError
 from evernear.settings import DataSettings
 from evernear.store import open_store
@@ -57,6 +62,78 @@ def test_diff_reads_no_image(tree: Path, run_ingest, count: Count) -> None:
     with (tree / "2" / "new.png").open("wb") as file:
         file.truncate(100 * 2**30)  # a sparse file, which takes minutes to read
     assert count(tree, manifest).new == 1
+
+
+@pytest.fixture
+def count_touched(tmp_path: Path) -> Count:
+    """As ``count``, with the newest snapshot, so that touched files are sampled."""
+
+    def count_touched(source: Path | str, manifest: Manifest) -> SourceDiff:
+        store = open_store(manifest.store_uri)
+        newest = Snapshots(store, manifest.name).head()
+        assert newest is not None
+        ledgers = [fetch_ledger(store, each, tmp_path / "cache") for each in (manifest, newest)]
+        source = f"folder:{source}" if isinstance(source, Path) else source
+        (diff,) = diff_source(DataSettings(source=source), ledgers[:1], Newest(ledgers[1], newest.bit_depth))
+        return diff
+
+    return count_touched
+
+
+def test_touched_files_are_sampled(
+    tree: Path, run_ingest, make_image, count_touched: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = run_ingest(tree)
+    files = sorted(tree.rglob("*.png"))
+    before = count_touched(tree, manifest)
+    for path in files:
+        os.utime(path, ns=(10**18, 10**18))
+    touched = count_touched(tree, manifest)
+    assert (touched.new, touched.removed, touched.listing) == (0, 0, before.listing)
+    for number, path in enumerate(files[::2]):
+        size_bytes = path.stat().st_size
+        path.write_bytes(make_image(9000 + number).ljust(size_bytes, b"\0")[:size_bytes])
+    other = count_touched(tree, manifest)
+    assert (other.new, other.removed) == (60, 0)
+    assert other.listing != before.listing
+    monkeypatch.setattr("evernear.data.source_diff._MAX_TOUCHED", 30)
+    # Five standard deviations of a hypergeometric count, times four.
+    assert abs(count_touched(tree, manifest).new - 60) < 5 * 4 * 2.4
+
+
+def test_files_as_read_are_compared_by_image_and_class(
+    tree: Path, run_ingest, make_image, count_touched: Count
+) -> None:
+    """A run that led to no release has read them: a copy, an image that moved, a broken one, a new one."""
+    manifest = run_ingest(tree)
+    shutil.copyfile(tree / "1" / "000.png", tree / "1" / "copy.png")
+    (tree / "1" / "003.png").rename(tree / "2" / "moved.png")
+    (tree / "2" / "broken.png").write_text("no image")
+    (tree / "2" / "new.png").write_bytes(make_image(1000))
+    (tree / "10").rename(tree / "ten")
+    assert count_touched(tree, manifest).new == 44
+    run_ingest(tree)
+    diff = count_touched(tree, manifest)
+    assert (diff.new, diff.labels) == (42, {"2": 2, "ten": 40})
+    assert diff.gone_classes == {"10": 40}
+
+
+def test_objects_uploaded_again_in_parts_are_not_new(
+    tree: Path, run_ingest, count_touched: Count, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ETags are other ones, of the same content."""
+    images = open_store(f"s3://{bucket}/images")
+    for path in tree.rglob("0[01]*.png"):
+        images.put(path.relative_to(tree).as_posix(), path)
+    manifest = run_ingest(f"s3://{bucket}/images")
+    plain = Bucket.entries
+
+    def in_parts(self: Bucket) -> Iterator[FileEntry]:
+        return (entry._replace(etag=f"{entry.etag}-2") for entry in plain(self))
+
+    monkeypatch.setattr(Bucket, "entries", in_parts)
+    diff = count_touched(f"s3://{bucket}/images", manifest)
+    assert (diff.listed, diff.new, diff.removed) == (20, 0, 0)
 
 
 def test_expected_splits_match_those_of_ingest(tree: Path, run_ingest, make_image, count: Count) -> None:

@@ -632,6 +632,14 @@ def _add_missing_tables(db: sqlite3.Connection) -> None:
     db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
 
 
+class ReadFile(NamedTuple):
+    """A file as it was last read; without a digest, it is broken or no image."""
+
+    etag: str
+    size_bytes: int
+    digest: bytes | None
+
+
 class PublishedLedger:
     """The files of one source in a published, immutable ledger. Close it after use."""
 
@@ -657,14 +665,14 @@ class PublishedLedger:
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
-    def contents(self, names: Sequence[str]) -> dict[str, tuple[str, bytes | None]]:
-        """The etag and the digest of those of ``names``, at most 500, that were read; no digest: no image."""
+    def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
+        """Those of ``names``, at most 500, that were read."""
         query = (
-            f"SELECT name, etag, digest FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
+            f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
             " AND (digest IS NOT NULL OR NOT pending)"
         )
         with _sqlite_errors():
-            return {name: (etag, digest) for name, etag, digest in self._db.execute(query, (self._source, *names))}
+            return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
         """The labels of those of ``digests``, at most 500, whose images the snapshot contains."""

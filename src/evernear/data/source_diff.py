@@ -1,10 +1,11 @@
-"""The difference between a source and snapshots of it, from listings alone: no image is read.
+"""The difference between a source and snapshots of it, from listings: only a few touched files are read.
 
 A file is new if its name, size or modification time is (in a bucket: its ETag). Its change time and inode, which ingest
 compares as well, also differ after a ``chmod`` or in a restored backup, which should not start a run.
 
 The ledger of the newest snapshot shows what ingest has read since: a file that it has with that etag is new only if its
-image is. So files that were touched or uploaded again settle when a run has read them, even if it led to no release.
+image is. If only the etag differs, the file may have been touched, restored without its times, or uploaded again in
+other parts. A sample of such files is read, and the share of other images among them counts as new.
 
 A listing does not show the split that ingest will choose for an image (its count is an expectation), nor whether a new
 file is a copy, a renamed file or broken; nor, in sources of decoded arrays (digits, MNIST), whether an image was
@@ -12,6 +13,7 @@ replaced.
 """
 
 import hashlib
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from evernear.data.ledger import PublishedLedger
+from evernear.data.decoding import read_image
+from evernear.data.ledger import PublishedLedger, ReadFile
 from evernear.data.manifest import Manifest, Split
+from evernear.data.preprocess import decode_inspected
+from evernear.data.reduction import BitDepth
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import FileEntry, open_source
-from evernear.data.sources.base import without_change_time
+from evernear.data.sources import FileEntry, FileSource, open_source
+from evernear.data.sources.base import Source, without_change_time
 from evernear.data.splits import split_fractions
 from evernear.disk import disk_errors, sha256_bytes
 from evernear.errors import DataError
@@ -33,6 +38,8 @@ from evernear.settings import DataSettings
 from evernear.store import Store
 
 _PAGE = 500
+_MAX_TOUCHED = 200
+_MAX_TOUCHED_BYTES = 2**28
 
 
 @dataclass
@@ -42,6 +49,8 @@ class SourceDiff:
     listed: int = 0
     new: int = 0
     """Files that are not in the snapshot, or have other content there."""
+    touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
+    """Files with another etag than when they were last read, and the same size, by explicit split."""
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Classes of the snapshot without any file in the source, and their numbers of files there."""
     listing: str = ""
@@ -59,11 +68,28 @@ class SourceDiff:
         """The expected number of new images in ``split``."""
         return self.explicit[split] + (self.new - self.explicit.total()) * self.fractions.get(split, 0.0)
 
+    def add_changed(self, share: float) -> None:
+        """Count this share of the touched files as new."""
+        for split, count in self.touched.items():
+            changed = math.ceil(share * count)
+            self.new += changed
+            if split:
+                self.explicit[split] += changed
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest snapshot of a dataset: its ledger shows what ingest has read since an older one."""
+
+    ledger: Path
+    bit_depth: BitDepth | None = None
+
 
 def diff_source(settings: DataSettings, ledgers: Sequence[Path | None], newest: Path | None = None) -> list[SourceDiff]:
     """Compare ``settings.source``, listed once, with each of ``ledgers`` (None: an empty snapshot).
 
-    ``newest`` is the ledger of the dataset's newest snapshot. Memory does not grow with the number of files.
+    If there is a ``newest`` snapshot, at most 200 of the files that were only touched are read. Memory does not grow
+    with the number of files.
 
     Raises:
         DataError, SettingsError: the source is unusable, or empty although a snapshot has files of it.
@@ -72,19 +98,21 @@ def diff_source(settings: DataSettings, ledgers: Sequence[Path | None], newest: 
     source = open_source(settings.source, settings)
     entries = source.entries()
     diffs = [SourceDiff() for _ in ledgers]
-    listing, classes = 0, set[str]()
+    classes, touched, names, etags = set[str](), _Touched(), 0, 0
     with ExitStack() as stack:
         *opened, latest = [
             stack.enter_context(closing(PublishedLedger(path, settings.source))) if path else None
-            for path in (*ledgers, newest)
+            for path in (*ledgers, newest.ledger if newest else None)
         ]
         while page := list(islice(entries, _PAGE)):
-            # A sum, because the order of a folder's listing may differ.
-            listing += sum(map(_fingerprint, page))
+            # Sums, because the order of a folder's listing may differ.
+            names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
+            etags += sum(_hash(entry.name, entry.etag) for entry in page)
             classes.update(entry.label for entry in page)
-            read = latest.contents([entry.name for entry in page]) if latest else {}
+            read = latest.as_read([entry.name for entry in page]) if latest else {}
             for ledger, diff in zip(opened, diffs, strict=True):
-                _add(diff, page, ledger, read)
+                _add(diff, page, ledger, read, touched)
+        changed_share = touched.changed_share(source, settings, newest.bit_depth if newest else None)
         for ledger, diff in zip(opened, diffs, strict=True):
             if ledger:
                 if not diff.listed and (count := ledger.count()):
@@ -95,7 +123,9 @@ def diff_source(settings: DataSettings, ledgers: Sequence[Path | None], newest: 
                 diff.removed += ledger.count()
                 own = ledger.own_classes().items()
                 diff.gone_classes = {label: count for label, count in own if label not in classes}
-            diff.listing = f"{listing % 2**64:016x}"
+            diff.add_changed(changed_share)
+            # Etags count only if images were replaced by others of the same size, because touching files is no change.
+            diff.listing = f"{(names + (etags if changed_share else 0)) % 2**64:016x}"
             diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
 
@@ -122,35 +152,77 @@ def _add(
     diff: SourceDiff,
     page: Sequence[FileEntry],
     ledger: PublishedLedger | None,
-    read: Mapping[str, tuple[str, bytes | None]],
+    read: Mapping[str, ReadFile],
+    touched: "_Touched",
 ) -> None:
-    """Compare a page of the listing with a ledger; ``read`` has the etags and digests of the files as last read."""
+    """Compare a page of the listing with a ledger; ``read`` has the files as last read."""
     etags = ledger.etags([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
     diff.removed -= len(etags)
-    new = [entry for entry in page if not _has_etag(entry, etags.get(entry.name))]
-    if ledger:
-        as_read = {
-            entry.name: read[entry.name][1]
-            for entry in new
-            if entry.name in read and _has_etag(entry, read[entry.name][0])
-        }
-        labels = ledger.image_labels([digest for digest in as_read.values() if digest is not None])
-        new = [entry for entry in new if entry.name not in as_read or _is_new(entry, as_read[entry.name], labels)]
+    new = [entry for entry in page if entry.name not in etags or not _has_etag(entry, etags[entry.name])]
+    if ledger and read:
+        digests = [read[entry.name].digest for entry in new if entry.name in read]
+        labels = ledger.image_labels([digest for digest in digests if digest is not None])
+        known = [entry for entry in new if entry.name in read and _is_known(entry, read[entry.name], labels)]
+        for entry in known:
+            if not _has_etag(entry, read[entry.name].etag):
+                diff.touched[entry.explicit_split] += 1
+                touched.add(entry, read[entry.name].digest)
+        names = {entry.name for entry in known}
+        new = [entry for entry in new if entry.name not in names]
     diff.new += len(new)
     diff.explicit.update(entry.explicit_split for entry in new if entry.explicit_split)
     diff.labels.update(entry.label for entry in new)
 
 
-def _has_etag(entry: FileEntry, etag: str | None) -> bool:
-    return etag is not None and without_change_time(etag) == without_change_time(entry.etag)
+def _has_etag(entry: FileEntry, etag: str) -> bool:
+    return without_change_time(etag) == without_change_time(entry.etag)
 
 
-def _is_new(entry: FileEntry, digest: bytes | None, labels: Mapping[bytes, str]) -> bool:
-    """Whether the content of a file is an image (``digest``) that a snapshot lacks, or has in another class."""
-    return digest is not None and labels.get(digest) != entry.label
+def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
+    """Whether a snapshot has the image of a file in its class, as far as etag and size tell."""
+    if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
+        return False
+    return read.digest is None or labels.get(read.digest) == entry.label
 
 
-def _fingerprint(entry: FileEntry) -> int:
-    text = "\0".join((entry.name, entry.label, without_change_time(entry.etag)))
+class _Touched:
+    """A uniform sample of the files with other etags and the same sizes, to see how many of them are other images."""
+
+    def __init__(self) -> None:
+        self._sample: dict[int, tuple[FileEntry, bytes | None]] = {}
+
+    def add(self, entry: FileEntry, digest: bytes | None) -> None:
+        """Sample the file, whose image had ``digest``: those with the lowest hashes stay."""
+        self._sample[_hash(entry.name, entry.etag)] = entry, digest
+        if len(self._sample) > _MAX_TOUCHED:
+            del self._sample[max(self._sample)]
+
+    def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth | None) -> float:
+        """The share of other images; 0 without a sample.
+
+        Raises:
+            StoreError: the source is unavailable.
+        """
+        if not self._sample or not isinstance(source, FileSource):
+            return 0.0
+        read = changed = size_bytes = 0
+        for entry, digest in self._sample.values():
+            changed += _read_digest(source, entry, settings.max_pixels, bit_depth) != digest
+            read, size_bytes = read + 1, size_bytes + entry.size_bytes
+            if size_bytes > _MAX_TOUCHED_BYTES:
+                break
+        return changed / read
+
+
+def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth | None) -> bytes | None:
+    """The digest of a file's image; None if it is broken or no image."""
+    try:
+        return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()
+    except DataError:
+        return None
+
+
+def _hash(*parts: object) -> int:
+    text = "\0".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest())

@@ -18,7 +18,7 @@ from evernear.class_names import class_name
 from evernear.data.drift import Measure, Shift, measure_drift
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import Snapshots
-from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
+from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
@@ -137,10 +137,11 @@ class Observer:
         *ledgers, latest = [fetch_ledger(self.store, each, self.cache) for each in (indexed, trained, newest)]
         for path in set(self.cache.glob("*.sqlite")) - {*ledgers, latest}:
             path.unlink(missing_ok=True)
+        read = Newest(latest, newest.bit_depth)
         if indexed.digest == trained.digest:
-            (gallery,) = (train,) = diff_source(data, ledgers[:1], latest)
+            (gallery,) = (train,) = diff_source(data, ledgers[:1], read)
         else:
-            gallery, train = diff_source(data, ledgers, latest)
+            gallery, train = diff_source(data, ledgers, read)
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return _source_changes(gallery, train, trained.count("train"), new_classes)
