@@ -85,7 +85,9 @@ class Newest:
     bit_depth: BitDepth | None = None
 
 
-def diff_source(settings: DataSettings, ledgers: Sequence[Path | None], newest: Path | None = None) -> list[SourceDiff]:
+def diff_source(
+    settings: DataSettings, ledgers: Sequence[Path | None], newest: Newest | None = None
+) -> list[SourceDiff]:
     """Compare ``settings.source``, listed once, with each of ``ledgers`` (None: an empty snapshot).
 
     If there is a ``newest`` snapshot, at most 200 of the files that were only touched are read. Memory does not grow

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,18 @@ def test_first_check_is_immediate_and_the_next_on_the_schedule(settings: Setting
         await_(lambda: len(watcher.checks_s) >= 3)
         assert watcher.checks_s[2] - watcher.checks_s[1] > 0.7
     assert len(list(RequestStore(open_store(settings.store_uri)).list())) == 1
+
+
+def test_clock_that_is_set_back_does_not_end_the_schedule(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before was at a time in the future, and the next one is an interval after it."""
+    monkeypatch.setattr(service_module, "CLOCK_CHECK_S", 0.05)
+    with running(make_settings(tmp_path, interval_s=1), tmp_path) as (service, watcher):
+        await_(lambda: watcher.checks_s)
+        service._scheduler.get_job("check").modify(next_run_time=datetime.now(UTC) + timedelta(days=3650))
+        before = len(watcher.checks_s)
+        await_(lambda: len(watcher.checks_s) > before)
 
 
 def test_burst_of_changes_leads_to_one_check(

@@ -427,12 +427,12 @@ def test_files_that_a_run_has_read_are_new_only_if_their_images_are(
 def test_renamed_class_is_started_once_and_named(watched: WatchedSystem) -> None:
     renamed = (watched.images / "8").rename(watched.images / "eight")
     try:
-        report = watched.watcher(policy="start").check()
+        report = watched.watcher(policy="start", new_train_images=1000).check()
         watched.runs.end("run-1", State.FAILED)
         watched.save_outcome("run-1", "failed")
         for _ in range(3):
             watched.wait(days=1)
-            watched.watcher(policy="start").check()
+            watched.watcher(policy="start", new_train_images=1000).check()
     finally:
         renamed.rename(watched.images / "8")
     assert report.action == "reindex"
@@ -446,7 +446,7 @@ def test_renamed_class_is_started_once_and_named(watched: WatchedSystem) -> None
         " purpose, start the run yourself with --retire 8 or --rename 8=NEW."
     )
     assert len(watched.runs.runs) == 1
-    assert watched.watcher(policy="start").check().reasons[0] == "Nothing is new."
+    assert watched.watcher(policy="start", new_train_images=1000).check().reasons[0] == "Nothing is new."
 
 
 def test_source_that_lists_nothing_is_a_fault(watched: WatchedSystem) -> None:

@@ -26,6 +26,7 @@ FIRST_RETRY_S = 30.0
 DEBOUNCE_MAX = 10
 """Longest delay of a check by further changes, as a multiple of ``watch.debounce_s``."""
 STUCK_AFTER_S = 1800.0
+CLOCK_CHECK_S = 60.0
 _JOB = "check"
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class Service:
             if self._settings.watch.bucket_events:
                 threading.Thread(target=self._listen, name="bucket-events", daemon=True).start()
             try:
-                self.stopping.wait()
+                while not self.stopping.wait(CLOCK_CHECK_S):
+                    self._follow_clock()
             finally:
                 self._scheduler.shutdown(wait=True)
 
@@ -127,6 +129,15 @@ class Service:
         job = self._scheduler.get_job(_JOB)
         if job is not None and not self.stopping.is_set():
             job.modify(next_run_time=datetime.now(UTC) + timedelta(seconds=wait_s))
+
+    def _follow_clock(self) -> None:
+        """After the clock was set back, the next check would be late: by years, if it had jumped ahead before."""
+        job, latest = (
+            self._scheduler.get_job(_JOB),
+            datetime.now(UTC) + timedelta(seconds=self._settings.watch.interval_s),
+        )
+        if job is not None and job.next_run_time > latest:
+            job.modify(next_run_time=latest)
 
     def _listen(self) -> None:
         """Listen for changes of the bucket, and reconnect with backoff."""
