@@ -131,6 +131,8 @@ class _Repair:
 
     def repair(self, damage: Damage) -> Damage:
         """``damage`` with what was done, or why nothing could be done."""
+        if damage.key == CHAMPION:  # a person decides which release is live
+            return damage
         self._report(f"repairing {damage.key}")
         try:
             repaired = self._act(damage)
