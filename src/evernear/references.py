@@ -108,9 +108,11 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
 
 def _is_first_ingest(store: Store, name: str) -> bool:
     """Whether the dataset has no head yet, because its first ingest is in progress or was killed."""
-    return store.find(f"{DATASETS}{name}/head.json") is None and not any(
-        manifest.parent for _, manifest in Snapshots(store, name).manifests()
-    )
+    if store.find(f"{DATASETS}{name}/head.json") is not None:
+        return False
+    has_history = any(manifest.parent for _, manifest in Snapshots(store, name).manifests())
+    released = {record.manifest.dataset_name for record in Registry(store).records()[0].values()}
+    return not has_history and name not in released
 
 
 def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | Unreadable]:

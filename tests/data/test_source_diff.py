@@ -13,7 +13,7 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.data.sources import FileEntry
 from evernear.data.sources.folder import Bucket
-from evernear.errors import DataError, StoreError
+from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
 from evernear.store import open_store
 
@@ -233,7 +233,7 @@ def test_ledger_is_fetched_once_and_not_modified(tree: Path, run_ingest, count: 
     assert count(tree, manifest).new == 0
     assert (cached.stat().st_mtime_ns, cached.read_bytes()) == before
     cached.unlink()
-    with pytest.raises(StoreError, match=r"datasets/tree/ledgers/\S+ does not exist"):
+    with pytest.raises(IntegrityError, match=r"datasets/tree/ledgers/\S+ does not exist"):
         count(tree, manifest)
 
 
