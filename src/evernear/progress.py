@@ -26,6 +26,7 @@ from evernear.masking import mask_streams
 from evernear.output import print_line, printable
 from evernear.run_record import RunRecord, StepRecord
 from evernear.store import open_store
+from evernear.store.lease import wait_for_release
 
 REPORT_INTERVAL_S = 5.0
 """Shortest time between two reports of the time left."""
@@ -91,21 +92,18 @@ class Step:
         """Record the state of the step. Store errors are ignored: the step may not need the store otherwise."""
         if event.kind == "progress":
             return
-        step = StepRecord(
-            step=event.step,
-            state="running" if event.kind == "started" else event.kind,
-            message=event.message,
-            exit_code=event.exit_code,
-            started=self._started,
-        )
+        step = StepRecord.of_this_process(event.step, self._started)
         if event.kind != "started":
-            step = step.model_copy(update={"ended": event.at, **_resources()})
+            ending = {"state": event.kind, "message": event.message, "exit_code": event.exit_code, "ended": event.at}
+            step = step.model_copy(update={**ending, **_resources()})
         with suppress(EvernearError):
             if not self._opened:  # once, because each attempt to reach a store takes a while
                 self._opened = True
                 self._record = RunRecord(open_store(self._store_uri), self._run)
             if self._record is not None:
                 self._record.save_step(step)
+                if event.kind == "started":  # after it is recorded, so that either sees the other
+                    wait_for_release(self._record.store, self.report)
 
 
 @contextmanager

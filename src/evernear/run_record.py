@@ -10,8 +10,11 @@ to the exit step. Each step therefore records its own state::
 """
 
 import json
+import os
+import socket
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime
@@ -22,6 +25,12 @@ from evernear.masking import mask
 from evernear.store import Store
 
 RUNS = "runs/"
+STARTING = "starting"
+"""The folder of `RUNS` that has the locks of runs that are being started, and no run."""
+EXIT_STEP = "notify"
+"""The last step of every run, even of one that failed."""
+RUNNER_VARIABLE = "_EVERNEAR_RUNNER"
+"""The ID of the process that runs the steps of a local run; steps in a cluster do not have it."""
 Document = TypeVar("Document", bound=Frozen)
 
 
@@ -45,6 +54,25 @@ class StepRecord(Frozen):
     """Memory limit of the step's container; None if it has none."""
     gpus: int = 0
     """GPUs that the step could use; 0 if it did not load PyTorch."""
+    host: str = ""
+    """`this_host` of the step; empty in records of evernear 0.1.0."""
+    process: int | None = None
+    """The ID of the step's process on its host."""
+    runner: int | None = None
+    """The ID of the process that runs the steps of a local run, on the same host."""
+
+    @classmethod
+    def of_this_process(cls, step: str, started: datetime) -> "StepRecord":
+        """The record of a step that this process runs."""
+        runner = os.environ.get(RUNNER_VARIABLE)
+        return cls(
+            step=step,
+            state="running",
+            started=started,
+            host=this_host(),
+            process=os.getpid(),
+            runner=int(runner) if runner else None,
+        )
 
 
 class StopRecord(Frozen):
@@ -52,6 +80,14 @@ class StopRecord(Frozen):
 
     by: str
     at: AwareDatetime
+
+
+def this_host() -> str:
+    """The name of this host, and on Linux the number of the namespace in which process IDs are unique."""
+    try:
+        return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 class RunRecord:

@@ -212,7 +212,10 @@ def prune(
     keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases to keep.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old releases, except the champion, its parent and the targets of a rollback."""
+    """Remove old releases, except the champion, its parent and the target of a rollback.
+
+    `evernear store prune` also removes what only they needed.
+    """
     removed = registry.prune(keep)
     if as_json:
         print_json({"removed": removed})

@@ -1,4 +1,4 @@
-"""``evernear store``: check the object store, and repair it."""
+"""``evernear store``: check the object store, repair it, and delete what nothing needs."""
 
 import sys
 from typing import Annotated
@@ -8,10 +8,10 @@ import typer
 from evernear.cli.options import JsonOption, with_options
 from evernear.cli.releases import registry_settings
 from evernear.errors import IntegrityError
-from evernear.output import print_json, print_line, quantity
+from evernear.output import print_json, print_line, print_table, quantity
 from evernear.settings import Settings
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check and repair the object store.")
+app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store.")
 
 
 @app.command()
@@ -50,3 +50,44 @@ def check(
         if not repair:
             print_line("Repair it with `evernear store check --repair`.", sys.stderr)
         raise typer.Exit(IntegrityError.exit_code)
+
+
+@app.command()
+@with_options(settings=registry_settings)
+def prune(
+    settings: Settings,
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases, and of newest runs, to keep.")
+    ] = 10,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would go, and why.")] = False,
+    ended: Annotated[
+        list[str] | None,
+        typer.Option("--ended", metavar="RUN", help="A run on another machine that was killed; repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete what nothing needs: old releases, except the champion, its parent and the target of a rollback, and
+    snapshots, shards, embeddings, checkpoints and records of runs that nothing names. Refuses while a run is in
+    progress.
+    """
+    from evernear.store import open_store
+    from evernear.store_prune import prune as prune_store
+    from evernear.store_prune import surplus
+
+    store = open_store(settings.store_uri)
+    pruning = surplus(store, keep) if dry_run else prune_store(store, keep, ended or ())
+    if as_json:
+        print_json(pruning)
+        return
+    rows = [(f"{group.size_bytes:,}", f"{len(group.keys):,}", group.what, group.why) for group in pruning.surplus]
+    if rows:
+        print_table(("bytes", "objects", "what", "why"), rows)
+    for sentence in pruning.kept:
+        print_line(f"WARNING: {sentence}", sys.stderr)
+    if pruning.releases:
+        print_line(f"{'Would remove' if dry_run else 'Removed'} {', '.join(pruning.releases)}.")
+    deleted = quantity(sum(len(group.keys) for group in pruning.surplus), "object")
+    print_line(
+        f"{store.uri}: {'would delete' if dry_run else 'deleted'} {deleted} of {pruning.listed:,}, "
+        f"{pruning.size_bytes:,} bytes."
+    )

@@ -15,6 +15,7 @@ from evernear.disk import sha256_bytes
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow.connection import ApiError, Connection
 from evernear.kubeflow.runs import Parameter, Run, State, Step
+from evernear.run_record import RUNS, STARTING
 from evernear.settings import PipelineSettings, merge
 from evernear.store import Store
 
@@ -144,7 +145,7 @@ class KfpRuns:
             locked_at_s = time.monotonic()
             yield self._find_run(name) or locked_at_s
             return
-        key = f"runs/starting/{sha256_bytes(name.encode())[:32]}"
+        key = f"{RUNS}{STARTING}/{sha256_bytes(name.encode())[:32]}"
         if (run := self._acquire(store, key, name)) is not None:
             yield run
             return

@@ -27,6 +27,7 @@ from evernear.kubeflow import GOLDEN
 from evernear.masking import mask_streams, masked_parts
 from evernear.output import print_line
 from evernear.progress import EVENTS_VARIABLE, read_events, record_failure
+from evernear.run_record import RUNNER_VARIABLE
 from evernear.settings import RunSettings
 from evernear.settings.sources import parse
 
@@ -37,6 +38,7 @@ def main() -> int:
     """Run one pipeline; the exit code is 0 when every step succeeded."""
     mask_streams()
     order = json.loads(sys.stdin.readline())
+    os.environ[RUNNER_VARIABLE] = str(os.getpid())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # kfp guesses from the image's name whether it has Python. A local run uses no image.
     warnings.filterwarnings("ignore", message="You may be attemping", category=RuntimeWarning)

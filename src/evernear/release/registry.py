@@ -35,7 +35,8 @@ from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Ver
 from evernear.store import Store
 from evernear.store.identity import owner_of
 
-MANIFESTS = "releases/manifests/"
+RELEASES = "releases/"
+MANIFESTS = f"{RELEASES}manifests/"
 ARCHIVES = "releases/archives/"
 CHAMPION = "releases/champion.json"
 HISTORY = "releases/history/"
@@ -425,8 +426,7 @@ class Registry:
     def prune(self, keep: int) -> tuple[str, ...]:
         """Remove all but the newest ``keep`` releases; returns the removed versions.
 
-        The champion, its parent and the target of a rollback are never removed, nor is a release whose record is
-        damaged; without a champion, nothing is. The records of removed releases remain available to `get` with
+        `surplus` says which. The records of removed releases remain available to `get` with
         ``include_pruned``. Collections in Milvus that no remaining release names are deleted.
 
         Raises:
@@ -434,13 +434,25 @@ class Registry:
             StoreError: Milvus is unreachable; run it again.
         """
         champion = self.champion()
+        return self._prune(self._surplus(keep, champion), champion) if champion else ()
+
+    def surplus(self, keep: int) -> tuple[str, ...]:
+        """The versions that `prune` would remove.
+
+        The champion, its parent and the target of a rollback are never removed, nor is a release whose record is
+        damaged; without a champion, nothing is.
+        """
+        champion = self.champion()
         if champion is None:
             return ()
+        return tuple(sorted({*self._surplus(keep, champion), *champion.pointer.pruning}))
+
+    def _surplus(self, keep: int, champion: Champion) -> tuple[str, ...]:
         records, faults = self.records()
         versions = [*records]
         retained = {champion.version, champion.previous, self.get(champion.version).manifest.parent, *faults}
         retained.update(versions[max(0, len(versions) - keep) :])
-        return self._prune([version for version in versions if version not in retained], champion)
+        return tuple(version for version in versions if version not in retained)
 
     def remove(self, versions: Collection[str]) -> tuple[str, ...]:
         """Remove releases as `prune`, even targets of a rollback, but not the champion; returns the removed versions.

@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +16,17 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object in a listing."""
+    """An object in a listing. ``modified`` is by the store's clock."""
 
     key: str
     size_bytes: int
-    etag: str
+    modified: datetime
+    read_etag: Callable[[], str] = field(repr=False, compare=False)
+
+    @cached_property
+    def etag(self) -> str:
+        """The etag. A store in a directory reads the object for it, and raises `MissingObjectError` if it is gone."""
+        return self.read_etag()
 
 
 class Store(Protocol):

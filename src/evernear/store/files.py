@@ -4,6 +4,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,7 +67,7 @@ class FileStore(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, sorted; each is read for its etag."""
+        """Yield the objects whose keys start with ``prefix``, sorted; none is read."""
         with disk_errors(self.root):
             yield from self._walk(self.root, "", prefix)
 
@@ -77,24 +79,38 @@ class FileStore(Store):
                 yield from (p.name + "/" * p.is_dir() for p in directory.iterdir() if p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is not an error."""
+        """Delete an object and the folders that are then empty; a missing object is not an error."""
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                for folder in path.relative_to(self.root).parents[:-1]:
+                    (self.root / folder).rmdir()
 
     def _walk(self, directory: Path, base: str, prefix: str) -> Iterator[ObjectInfo]:
-        if not directory.is_dir():
+        try:
+            # "a/" sorts after "a.b" but before "ab", as whole keys do in S3.
+            names = sorted(p.name + "/" * p.is_dir() for p in directory.iterdir() if not p.name.startswith("."))
+        except FileNotFoundError:
             return
-        # "a/" sorts after "a.b" but before "ab", as whole keys do in S3.
-        names = sorted(p.name + "/" * p.is_dir() for p in directory.iterdir() if not p.name.startswith("."))
         for name in names:
             key = base + name
             if name.endswith("/"):
                 if key.startswith(prefix) or prefix.startswith(key):
                     yield from self._walk(directory / name, key, prefix)
             elif key.startswith(prefix):
-                path = directory / name
-                yield ObjectInfo(key, path.stat().st_size, sha256_file(path))
+                with suppress(FileNotFoundError):  # deleted in the meantime
+                    status = (directory / name).stat()
+                    modified = datetime.fromtimestamp(status.st_mtime, UTC)
+                    yield ObjectInfo(key, status.st_size, modified, partial(self._etag, key))
+
+    def _etag(self, key: str) -> str:
+        path = self.path(key)
+        with disk_errors(path):
+            try:
+                return sha256_file(path)
+            except FileNotFoundError:
+                raise missing_object(self.uri, key) from None
 
     def _write(self, key: str, data: bytes | Path, check: Callable[[Path], None]) -> str:
         path = self.path(key)
@@ -104,8 +120,8 @@ class FileStore(Store):
             with staged_file(self._staging, path.name) as (file, staged):
                 etag = _copy(data, file)
                 sync(file)
-                path.parent.mkdir(parents=True, exist_ok=True)
                 with self._lock():
+                    path.parent.mkdir(parents=True, exist_ok=True)  # `delete` removes empty folders
                     check(path)
                     staged.replace(path)
         return etag

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -90,10 +92,11 @@ class S3Store(Store):
         S3 sorts whole keys; SeaweedFS lists folder by folder, so ``a/b`` comes before ``a.b``.
         """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
-            for name, size_bytes, etag in self._connection.list(self.bucket, self._prefix + prefix):
-                key = name.removeprefix(self._prefix)
+            for listed in self._connection.list(self.bucket, self._prefix + prefix):
+                key = listed.name.removeprefix(self._prefix)
                 if not key.startswith(OWN_PREFIX):
-                    yield ObjectInfo(key, size_bytes, etag)
+                    modified = datetime.fromisoformat(listed.modified)
+                    yield ObjectInfo(key, listed.size_bytes, modified, partial(str, listed.etag))
 
     def children(self, folder: str) -> Iterator[str]:
         """Yield the names in a folder, those of folders with a slash at the end, in pages of 1,000."""

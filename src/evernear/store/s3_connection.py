@@ -73,6 +73,8 @@ class ListedObject(NamedTuple):
     name: str
     size_bytes: int
     etag: str
+    modified: str
+    """The time in ISO 8601."""
 
 
 class _Page(NamedTuple):
@@ -319,6 +321,7 @@ def _parse_page(data: bytes) -> _Page:
                 size_bytes=int(item.findtext(f"{namespace}Size", "")),
                 # The ETag is optional in the protocol, and some gateways send none.
                 etag=item.findtext(f"{namespace}ETag", "").strip('"') or item.findtext(f"{namespace}LastModified", ""),
+                modified=item.findtext(f"{namespace}LastModified", ""),
             )
             for item in page.iterfind(f"{namespace}Contents")
         ],

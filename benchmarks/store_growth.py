@@ -1,0 +1,164 @@
+"""The growth of a store over many runs, and its size after a prune.
+
+Run it with ``python benchmarks/store_growth.py --directory DIRECTORY``.
+
+Each run calls the steps of the pipeline in this process, with a small network. Between two runs, 1% of the images of
+the folder are replaced by others. Then the store is pruned, first to the newest 10 releases and then to the newest one,
+and compared with that of a single run of the last state of the folder.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from evernear import steps
+from evernear.references import NEWEST, references
+from evernear.release.registry import Registry
+from evernear.store import Store, open_store
+from evernear.store_check import check
+from evernear.store_prune import prune
+
+RESULTS = Path(__file__).parent / "results"
+CLASSES, IMAGES, REPLACED = 5, 500, 5
+SIDE_PX = 16
+SETTINGS = {
+    "train": {"epochs": 1, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 64},
+    "gate": {"accuracy_floor": 0.0},
+}
+Sizes = dict[str, tuple[int, int]]
+"""Objects and bytes, by folder."""
+
+
+def write_image(images: Path, number: int, seed: int) -> None:
+    """A noisy stripe whose direction shows the class."""
+    rng = np.random.default_rng([number, seed])
+    label = number % CLASSES
+    rows, columns = np.mgrid[:SIDE_PX, :SIDE_PX]
+    angle = np.pi * label / CLASSES
+    wave = np.sin(np.cos(angle) * rows + np.sin(angle) * columns + rng.uniform(0, 6))
+    pixels = np.clip(128 + 60 * wave + rng.normal(0, 20, wave.shape), 0, 255).astype(np.uint8)
+    path = images / f"class-{label}" / f"{number:04}-{seed}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def replace_images(images: Path, run: int) -> None:
+    """Replace `REPLACED` images, the oldest first."""
+    for number in range(run * REPLACED, (run + 1) * REPLACED):
+        (old,) = images.glob(f"*/{number % IMAGES:04}-*.png")
+        old.unlink()
+        write_image(images, number % IMAGES, run)
+
+
+def run_pipeline(run: str, images: Path, store: str) -> None:
+    """The steps of a run that trains, promoted to target ``registry``."""
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def path(name: str) -> str:
+            return f"{scratch}/{name}"
+
+        parameters = {"source": f"folder:{images}", "target": "registry"}
+        _, chosen = steps.ingest(run, store, parameters, SETTINGS, path("dataset"))
+        steps.validate(run, chosen, path("dataset"), path("report"))
+        steps.train(run, chosen, path("dataset"), path("trained"), path("curves"))
+        steps.export(run, chosen, path("dataset"), path("trained"), path("network"))
+        steps.probe(run, chosen, path("dataset"), path("open_set"))
+        steps.embed(run, chosen, path("dataset"), path("network"), path("embeddings"))
+        steps.index(run, chosen, path("dataset"), path("embeddings"), path("open_set"), path("index"))
+        steps.evaluate(
+            run, chosen, path("dataset"), path("network"), path("index"), path("open_set"), path("evaluation")
+        )
+        steps.gate(run, chosen, path("evaluation"), path("verdict"))
+        parts = {name: path(name) for name in ("network", "index", "evaluation", "verdict")}
+        steps.archive(run, chosen, path("dataset"), parts, path("release"))
+        steps.deploy(run, chosen, "", path("release"), path("verdict"))
+        steps.notify(run, store, "continuous-training", "Succeeded", "", path("outcome"), path("page"))
+
+
+def measure(store: Store) -> Sizes:
+    """Objects and bytes by folder."""
+    objects, sizes = Counter[str](), Counter[str]()
+    for info in store.list(""):
+        folder = "/".join(info.key.split("/")[:-1][:1] + info.key.split("/")[2:-1][-1:] * info.key.startswith("data"))
+        objects[folder] += 1
+        sizes[folder] += info.size_bytes
+    return {folder: (objects[folder], sizes[folder]) for folder in sorted(objects)}
+
+
+def of_kept_releases(store: Store) -> int:
+    """Bytes that only releases need, except for the newest one."""
+    newest = [*Registry(store).list()][-1]
+    needed = {True: set[str](), False: set[str]()}
+    for reference in references(store):
+        needed[reference.owner.startswith(NEWEST) or reference.owner == f"release {newest}"].add(reference.key)
+    only = needed[False] - needed[True]
+    return sum(info.size_bytes for info in store.list("") if info.key in only)
+
+
+def total(sizes: Sizes) -> int:
+    return sum(size for _, size in sizes.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=100)
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.directory, ignore_errors=True)
+    images = arguments.directory / "images"
+    store, fresh = (open_store((arguments.directory / name).resolve().as_uri()) for name in ("store", "fresh"))
+    for number in range(IMAGES):
+        write_image(images, number, 0)
+    measured: dict[str, Sizes] = {}
+    kept: dict[str, int] = {}
+
+    def record(name: str, of: Store, change: Callable[[], object] = lambda: None) -> None:
+        change()
+        measured[name], kept[name] = measure(of), of_kept_releases(of)
+
+    for run in range(arguments.runs):
+        if run:
+            replace_images(images, run)
+        run_pipeline(f"run-{run:03}", images, store.uri)
+        if run == 0:
+            record("1 run", store)
+    record(f"{arguments.runs} runs", store)
+    record("pruned, --keep 10", store, lambda: prune(store, 10))
+    record("pruned, --keep 1", store, lambda: prune(store, 1))
+    run_pipeline("run-fresh", images, fresh.uri)
+    record("a fresh run of the last state", fresh)
+    assert not check(store)
+    RESULTS.joinpath("store_growth.json").write_text(
+        json.dumps({"measured": measured, "kept_releases_bytes": kept}, indent=1) + "\n"
+    )
+    RESULTS.joinpath("store_growth.md").write_text(table(measured, kept))
+
+
+def table(measured: dict[str, Sizes], kept: dict[str, int]) -> str:
+    """The results in Markdown."""
+    folders = sorted({folder for sizes in measured.values() for folder in sizes})
+    fresh_bytes = total(measured["a fresh run of the last state"])
+    lines = [
+        "| store | objects | MB | of it other kept releases | the rest, in fresh runs |",
+        "|---|---|---|---|---|",
+    ]
+    for name, sizes in measured.items():
+        objects = sum(count for count, _ in sizes.values())
+        rest = (total(sizes) - kept[name]) / fresh_bytes
+        lines.append(f"| {name} | {objects:,} | {total(sizes) / 1e6:.2f} | {kept[name] / 1e6:.2f} | {rest:.2f} |")
+    lines += ["", "In kB, by folder:", "", f"| folder | {' | '.join(measured)} |", "|---" * (len(measured) + 1) + "|"]
+    for folder in folders:
+        cells = [f"{sizes.get(folder, (0, 0))[1] / 1e3:,.0f}" for sizes in measured.values()]
+        lines.append(f"| {folder} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

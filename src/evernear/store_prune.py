@@ -1,0 +1,298 @@
+"""Delete what nothing in a store needs: what grows with every run.
+
+`surplus` only reads. `prune` removes old releases (`Registry.prune`), then deletes, in this order:
+
+- records of runs that made no remaining release, but for the newest ones;
+- training checkpoints, unless one may belong to a training that was interrupted after the newest release;
+- cached embeddings of networks of no remaining release, and of shards that begin with a removed image;
+- unfinished ingests that cannot be resumed, snapshots, ledgers and shards that nothing names (`evernear.references`);
+- archives without a release.
+
+A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
+next `prune` deletes the rest. It does not run beside a pipeline: see `evernear.store.lease`.
+
+Everything else stays: the history of the champion, records of pruned releases, the audit log, answers and requests.
+Logged queries have a retention time, `watch.query_retention_s`.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import PurePosixPath
+
+import psutil
+
+from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
+from evernear.errors import BusyError, IntegrityError
+from evernear.forget import CHECKPOINTS
+from evernear.frozen import Frozen
+from evernear.references import Unreadable, datasets, references
+from evernear.release.registry import ARCHIVES, MANIFESTS, RELEASES, Registry
+from evernear.run_record import EXIT_STEP, RUNS, STARTING, RunRecord, StepRecord, this_host
+from evernear.store import ObjectInfo, Store
+from evernear.store.lease import Lease
+
+ABANDONED_AFTER = timedelta(days=7)
+"""Age of the last sign of a run on another machine that recorded no end, from which it counts as killed."""
+RESUMABLE = timedelta(days=7)
+"""Age up to which the checkpoint of an interrupted training is kept."""
+PUBLISHING = timedelta(hours=1)
+"""Age up to which an archive without a record may belong to a publish in progress."""
+_LISTED = (RUNS, CHECKPOINTS, EMBEDDINGS_PREFIX, DATASETS, MANIFESTS, ARCHIVES)
+
+Report = Callable[[str], None]
+
+
+class Surplus(Frozen):
+    """Objects that go for the same reason."""
+
+    what: str
+    why: str
+    size_bytes: int
+    keys: tuple[str, ...]
+
+
+class Pruning(Frozen):
+    """What `prune` deletes, or has deleted."""
+
+    releases: tuple[str, ...]
+    """Versions that are removed; their records remain, as pruned."""
+    surplus: tuple[Surplus, ...]
+    """In the order in which it is deleted."""
+    kept: tuple[str, ...]
+    """What stays only because a document is damaged, one sentence each."""
+    size_bytes: int
+    listed: int
+    """Objects that were listed."""
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What stays."""
+
+    keys: frozenset[str]
+    folders: tuple[str, ...]
+    """Folders whose objects all stay, because a document that says what it needs is damaged."""
+    reasons: tuple[str, ...]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys or key.startswith(self.folders)
+
+
+def surplus(store: Store, keep: int) -> Pruning:
+    """Find out what `prune` would delete now.
+
+    Raises:
+        IntegrityError: the pointer to the champion is damaged or lost.
+        StoreError: the store cannot be reached.
+    """
+    return _plan(store, keep, Registry(store).surplus(keep))
+
+
+def prune(store: Store, keep: int, ended: Collection[str] = (), report: Report = lambda _: None) -> Pruning:
+    """Remove all but the newest ``keep`` releases and runs, and delete what nothing needs. Safe to repeat after a kill.
+
+    ``ended`` are runs that were killed on another machine, so that they recorded no end.
+
+    Raises:
+        BusyError: a run or another `prune` is in progress; nothing was deleted.
+        ConflictError: the champion changed in the meantime, or this process was stopped for too long; repeat it.
+        IntegrityError: the pointer to the champion is damaged or lost.
+        StoreError: the store or Milvus fails; repeat it.
+    """
+    with Lease(store, f"`evernear store prune` (process {os.getpid()} on {this_host().partition('/')[0]})") as lease:
+        if active := active_runs(store, ended):
+            raise BusyError(_explain(active))
+        missing, pruning = _missing(store), surplus(store, keep)
+        lease.require()
+        Registry(store).prune(keep)
+        keys = [key for group in _plan(store, keep, ()).surplus for key in group.keys]
+        for number, key in enumerate(keys):
+            report(f"{number:,} of {len(keys):,} objects deleted")
+            lease.require()
+            store.delete(key)
+        _require_all(store, missing)
+    return pruning
+
+
+def active_runs(store: Store, ended: Collection[str] = ()) -> dict[str, datetime]:
+    """The runs that are in progress, or may be, and when each was last heard of."""
+    last: dict[str, datetime] = {}
+    for info in store.list(RUNS):
+        run, _, rest = info.key.removeprefix(RUNS).partition("/")
+        if rest.startswith("steps/"):
+            last[run] = max(info.modified, last.get(run, info.modified))
+    now = datetime.now(UTC)
+    recent = {run: at for run, at in last.items() if run not in ended and now - at < ABANDONED_AFTER}
+    return {run: at for run, at in recent.items() if _is_active(RunRecord(store, run))}
+
+
+def _is_active(record: RunRecord) -> bool:
+    try:
+        steps = record.steps()
+    except IntegrityError:
+        return True
+    if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
+        return False  # earlier steps that are "running" were killed
+    if any(step.host != this_host() for step in steps):
+        return True
+    return any(
+        _is_alive(step.runner, step) or (step.state == "running" and _is_alive(step.process, step)) for step in steps
+    )
+
+
+def _is_alive(process: int | None, step: StepRecord) -> bool:
+    """Whether the process of this machine runs; one that started after ``step`` has reused the ID."""
+    with suppress(psutil.NoSuchProcess):
+        return process is not None and psutil.Process(process).create_time() < step.started.timestamp() + 1
+    return False
+
+
+def _explain(active: dict[str, datetime]) -> str:
+    run, at = max(active.items(), key=lambda item: item[1])
+    more = f" ({len(active) - 1} more)" if len(active) > 1 else ""
+    return (
+        f"Run {run}{more} is in progress, last heard of at {at:%Y-%m-%d %H:%M:%S} UTC, so nothing was deleted. Wait "
+        f"until it has ended; if it was killed, run `evernear store prune --ended {run}`."
+    )
+
+
+def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
+    """What goes if the releases of the versions ``retired`` are removed."""
+    listing = {folder: list(store.list(folder)) for folder in _LISTED}
+    needs = _needs(store, retired)
+    records = {v: record for v, record in Registry(store).records()[0].items() if v not in retired}
+    networks = {record.manifest.network_identity for record in records.values()}
+    groups = [
+        _runs(store, listing[RUNS], keep, set(records)),
+        _checkpoints(listing[CHECKPOINTS], listing[MANIFESTS]),
+        *_embeddings(store, listing[EMBEDDINGS_PREFIX], networks),
+        *_datasets(listing[DATASETS], needs),
+        _archives(listing[ARCHIVES], needs, {Registry(store).get(v, include_pruned=True).archive_key for v in retired}),
+    ]
+    groups = [group for group in groups if group.keys]
+    return Pruning(
+        releases=tuple(retired),
+        surplus=tuple(groups),
+        kept=needs.reasons,
+        size_bytes=sum(group.size_bytes for group in groups),
+        listed=sum(map(len, listing.values())),
+    )
+
+
+def _needs(store: Store, retired: Iterable[str]) -> _Needs:
+    keys: set[str] = set()
+    folders: dict[str, str] = {}
+    for reference in references(store, retired):
+        keys.add(reference.key)
+        if isinstance(reference, Unreadable):
+            affected = _affected_folders(reference.key)
+            folders |= dict.fromkeys(affected, f"All of {' and '.join(affected)} stays: {reference.reason}")
+    # A pruned release may have been the first with a network, so that it names the snapshot of the training.
+    for fault in Registry(store).records(include_pruned=True)[1].values():
+        folders.setdefault(DATASETS, f"All of {DATASETS} stays: {fault}")
+    return _Needs(frozenset(keys), tuple(folders), tuple(dict.fromkeys(folders.values())))
+
+
+def _affected_folders(key: str) -> tuple[str, ...]:
+    """Where the objects are that a damaged document may need."""
+    if key.startswith(DATASETS):
+        return (f"{DATASETS}{key.split('/')[1]}/",)
+    return (DATASETS, ARCHIVES) if key.startswith(MANIFESTS) else ()
+
+
+def _runs(store: Store, listed: Sequence[ObjectInfo], keep: int, versions: Collection[str]) -> Surplus:
+    last: dict[str, datetime] = {}
+    archived: list[str] = []
+    for info in listed:
+        run, _, name = info.key.removeprefix(RUNS).partition("/")
+        last[run] = max(info.modified, last.get(run, info.modified))
+        if name == "archived.json":
+            archived.append(run)
+    last.pop(STARTING, None)
+    kept = {STARTING, *sorted(last, key=lambda run: (last[run], run))[-keep:]}
+    kept.update(run for run in archived if run not in kept and _version(store, run) in versions)
+    going = [info for info in listed if info.key.removeprefix(RUNS).partition("/")[0] not in kept]
+    return _group("records of runs", f"not of the newest {keep} runs or of a remaining release", going)
+
+
+def _version(store: Store, run: str) -> str | None:
+    """The release that a run archived."""
+    with suppress(ValueError):
+        return RunRecord(store, run).load("archived").get("version")
+    return None
+
+
+def _checkpoints(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surplus:
+    newest = max((info.modified for info in releases), default=None)
+    resumable = max(filter(None, [newest, datetime.now(UTC) - RESUMABLE]))
+    going = [info for info in listed if info.modified < resumable]
+    why = f"older than the newest release, or than {RESUMABLE.days} days: its training ended or was given up"
+    return _group("training checkpoints", why, going)
+
+
+def _embeddings(store: Store, listed: Sequence[ObjectInfo], networks: Collection[str | None]) -> Iterator[Surplus]:
+    def network(info: ObjectInfo) -> str:
+        return info.key.removeprefix(EMBEDDINGS_PREFIX).partition("/")[0]
+
+    going = [info for info in listed if network(info) not in networks]
+    yield _group("cached embeddings", "of networks of no remaining release", going)
+    remaining = [info for info in listed if network(info) in networks]
+    if remaining and (images := _images(store)) is not None:
+        going = [info for info in remaining if PurePosixPath(info.key).stem not in images]
+        yield _group("cached embeddings", "of shards that begin with a removed image", going)
+
+
+def _images(store: Store) -> set[str] | None:
+    """The digests of the images of all newest snapshots; None if one cannot be read."""
+    images: set[str] = set()
+    try:
+        for name in datasets(store):
+            snapshots = Snapshots(store, name)
+            if (head := snapshots.head()) is not None:
+                images.update(digest.hex() for digest in snapshots.images(head))
+    except IntegrityError:
+        return None
+    return images
+
+
+def _datasets(listed: Sequence[ObjectInfo], needs: _Needs) -> Iterator[Surplus]:
+    unneeded: defaultdict[str, list[ObjectInfo]] = defaultdict(list)
+    for info in listed:
+        if info.key not in needs:
+            unneeded[info.key.removeprefix(DATASETS).split("/")[1]].append(info)
+    yield _group("unfinished ingests", "another ingest has finished since", unneeded["checkpoint.json"])
+    yield _group("snapshots", "neither the newest nor of a remaining release", unneeded["manifests"])
+    for folder in ("ledgers", "shards"):
+        yield _group(folder, "of no remaining snapshot", unneeded[folder])
+
+
+def _archives(listed: Sequence[ObjectInfo], needs: _Needs, retired: Collection[str]) -> Surplus:
+    before = datetime.now(UTC) - PUBLISHING
+    unneeded = [info for info in listed if info.key not in needs]
+    going = [info for info in unneeded if info.key in retired or info.modified < before]
+    return _group("archives", "of no remaining release", going)
+
+
+def _group(what: str, why: str, going: Sequence[ObjectInfo]) -> Surplus:
+    size_bytes = sum(info.size_bytes for info in going)
+    return Surplus(what=what, why=why, size_bytes=size_bytes, keys=tuple(info.key for info in going))
+
+
+def _missing(store: Store) -> set[str]:
+    """The objects that are needed and do not exist."""
+    stored = {info.key for folder in (DATASETS, RELEASES) for info in store.list(folder)}
+    return {found.key for found in references(store)} - stored
+
+
+def _require_all(store: Store, missing: Collection[str]) -> None:
+    """Read the store again, and require that all that is needed exists, except for what was ``missing`` before."""
+    if lost := sorted(_missing(store).difference(missing)):
+        raise IntegrityError(
+            f"{lost[0]} in {store.uri} was deleted although it is needed ({len(lost)} in all); run `evernear store "
+            "check --repair`."
+        )

@@ -1,0 +1,380 @@
+"""Pruning a store deletes what nothing needs, and nothing else: beside runs, and if it is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import evernear
+from PIL import Image
+from releases import MakeRelease, PackedRelease, System
+
+from evernear import store_prune
+from evernear.data.ingest import ingest
+from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.shards import Dataset
+from evernear.errors import BusyError, ConflictError
+from evernear.progress import step
+from evernear.references import references
+from evernear.release.registry import Registry
+from evernear.run_record import RunRecord, StepRecord, this_host
+from evernear.settings import DataSettings
+from evernear.store import FileStore, Store, files, lease, open_store
+from evernear.store.lease import KEY, Lease
+from evernear.store_check import check
+from evernear.store_prune import prune, surplus
+
+KILLED_AT_DELETION = """
+import os, signal, sys
+from evernear.store import FileStore, open_store
+from evernear.store_prune import prune
+
+delete, left = FileStore.delete, [int(sys.argv[2])]
+
+def delete_or_die(store, key):
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    delete(store, key)
+
+FileStore.delete = delete_or_die
+prune(open_store(sys.argv[1]), 1)
+"""
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return open_store((tmp_path / "store").as_uri())
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/team")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DataSettings:
+    return DataSettings(source=f"folder:{tmp_path / 'images'}")
+
+
+def write_images(settings: DataSettings, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for label in "ab":
+        directory = Path(settings.source.removeprefix("folder:")) / label
+        directory.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(directory / f"{seed}-{number}.png")
+
+
+def ingest_three(settings: DataSettings, store: Store) -> list[Manifest]:
+    """Three snapshots: images were added, then most of them removed."""
+    snapshots: list[Manifest] = []
+    for count, seed in ((12, 0), (12, 1)):
+        write_images(settings, count, seed)
+        snapshots.append(ingest(settings, store.uri))
+    for path in Path(settings.source.removeprefix("folder:")).glob("*/1-*.png"):
+        path.unlink()
+    write_images(settings, 4, 2)
+    return [*snapshots, ingest(settings, store.uri)]
+
+
+def publish(store: Store, system: System, releases: list[PackedRelease]) -> None:
+    """Publish releases with their snapshot, the first one as champion."""
+    original = open_store(system.dataset.manifest.store_uri)
+    for info in original.list("datasets/"):
+        store.put(info.key, original.get(info.key))
+    for release in releases:
+        Registry(store).publish(release.archive)
+    Registry(store).set_champion(releases[0].version, None)
+
+
+def keys(store: Store) -> set[str]:
+    return {info.key for info in store.list("") if info.key != KEY}
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def needed(store: Store) -> set[str]:
+    return {reference.key for reference in references(store)}
+
+
+def test_snapshots_that_nothing_names_are_deleted(store: Store, settings: DataSettings) -> None:
+    first, second, third = ingest_three(settings, store)
+    before = {info.key: info.size_bytes for info in store.list("")}
+    planned = surplus(store, 1)
+    assert keys(store) == set(before)
+    assert prune(store, 1) == planned
+    going = {key for group in planned.surplus for key in group.keys}
+    assert {manifest_key("images", first.digest), manifest_key("images", second.digest)} <= going
+    assert keys(store) == set(before) - going == needed(store)
+    assert planned.size_bytes == sum(before[key] for key in going) > 0
+    assert check(store) == []
+    assert sum(len(block) for block in Dataset(third, store).blocks("train")) == third.count("train")
+    assert ingest(settings, store.uri).digest == third.digest
+    assert prune(store, 1).surplus == ()
+
+
+def test_remaining_releases_keep_what_they_need(store: Store, system: System, make_release: MakeRelease) -> None:
+    made = [make_release() for _ in range(3)]
+    publish(store, system, made)
+    name, digest = system.dataset.manifest.name, system.dataset.manifest.digest
+    identity = made[0].manifest.network_identity
+    for key in (f"embeddings/{identity}/{'0' * 64}.npy", f"embeddings/{'1' * 64}/x.npy", "checkpoints/old/state.pt"):
+        store.put(key, b"x")
+    for release in made:
+        RunRecord(store, f"run-{release.version}").save(archived={"version": release.version})
+    store.put(f"runs/starting/{'2' * 32}", b"x")
+    store.put("triggers/audit/2026-01-01/x.json", b"x")
+    store.put("review/answers.jsonl", b"x")
+    pruning = prune(store, 1)
+    assert pruning.releases == (made[1].version,)
+    assert [*Registry(store).list()] == [made[0].version, made[2].version]
+    assert {key for key in keys(store) if key.startswith("embeddings/")} == set()
+    assert {key for key in keys(store) if key.startswith("runs/")} == {
+        f"runs/run-{made[0].version}/archived.json",
+        f"runs/run-{made[2].version}/archived.json",
+        f"runs/starting/{'2' * 32}",
+    }
+    assert store.find(manifest_key(name, digest))
+    assert store.find("triggers/audit/2026-01-01/x.json")
+    assert store.find("review/answers.jsonl")
+    assert check(store) == []
+
+
+def test_embeddings_of_images_of_the_newest_snapshot_stay(
+    folder: FileStore, system: System, make_release: MakeRelease
+) -> None:
+    release = make_release()
+    publish(folder, system, [release])
+    digest = next(iter(system.dataset.blocks("gallery"))).digests[0].tobytes().hex()
+    embeddings = f"embeddings/{release.manifest.network_identity}/{digest}.npy"
+    folder.put(embeddings, b"x")
+    prune(folder, 1)
+    assert folder.find(embeddings)
+
+
+def test_checkpoint_of_an_interrupted_training_stays(
+    folder: FileStore, system: System, make_release: MakeRelease
+) -> None:
+    folder.put("checkpoints/finished/state.pt", b"x")
+    publish(folder, system, [make_release()])
+    folder.put("checkpoints/interrupted/state.pt", b"x")
+    folder.put("checkpoints/given-up/state.pt", b"x")
+    long_ago = (datetime.now(UTC) - timedelta(days=8)).timestamp()
+    os.utime(folder.path("checkpoints/given-up/state.pt"), (long_ago, long_ago))
+    prune(folder, 1)
+    assert {key for key in keys(folder) if key.startswith("checkpoints/")} == {"checkpoints/interrupted/state.pt"}
+    assert not (folder.root / "checkpoints" / "finished").exists()
+
+
+def test_archive_of_a_killed_publish_goes_after_a_while(folder: FileStore) -> None:
+    folder.put("releases/archives/new.mar", b"x")
+    folder.put("releases/archives/old.mar", b"x")
+    long_ago = (datetime.now(UTC) - timedelta(hours=2)).timestamp()
+    os.utime(folder.path("releases/archives/old.mar"), (long_ago, long_ago))
+    prune(folder, 1)
+    assert keys(folder) == {"releases/archives/new.mar"}
+
+
+@pytest.mark.parametrize("damage", ["head.json", "manifest"])
+def test_all_of_a_dataset_stays_while_a_document_is_damaged(
+    folder: FileStore, settings: DataSettings, damage: str
+) -> None:
+    *_, newest = ingest_three(settings, folder)
+    folder.put("datasets/images/head.json" if damage == "head.json" else manifest_key("images", newest.digest), b"")
+    before = keys(folder)
+    (sentence,) = prune(folder, 1).kept
+    assert "datasets/images/" in sentence
+    assert keys(folder) == before
+
+
+def test_damaged_record_keeps_everything_that_it_may_need(
+    folder: FileStore, settings: DataSettings, system: System, make_release: MakeRelease
+) -> None:
+    made = [make_release() for _ in range(3)]
+    publish(folder, system, made)
+    ingest_three(settings, folder)
+    folder.put(f"releases/manifests/{made[2].version}.json", b"{")
+    before = {key for key in keys(folder) if key.startswith("datasets/")}
+    pruning = prune(folder, 1)
+    assert {key for key in keys(folder) if key.startswith("datasets/")} == before
+    assert pruning.releases == ()
+    assert pruning.kept
+
+
+@pytest.mark.parametrize("deletions", [0, 1, 3, 5, 7])
+def test_killed_prune_loses_nothing(
+    folder: FileStore,
+    settings: DataSettings,
+    system: System,
+    make_release: MakeRelease,
+    monkeypatch: pytest.MonkeyPatch,
+    deletions: int,
+) -> None:
+    made = [make_release() for _ in range(3)]
+    publish(folder, system, made)
+    ingest_three(settings, folder)
+    folder.put("checkpoints/old/state.pt", b"x")
+    command = [sys.executable, "-c", KILLED_AT_DELETION, folder.uri, str(deletions)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert check(folder) == []
+    monkeypatch.setattr(lease, "EXPIRES_S", 0.5)
+    prune(folder, 1)
+    assert check(folder) == []
+    assert {key for key in keys(folder) if key.startswith("datasets/")} <= needed(folder)
+    assert [*Registry(folder).list()] == [made[0].version, made[2].version]
+
+
+def test_unfinished_ingest_stays_until_another_one_finishes(
+    folder: FileStore, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingest_three(settings, folder)
+    write_images(settings, 6, seed=3)
+    with pytest.MonkeyPatch.context() as killing:
+        killing.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
+        killing.setattr("evernear.data.ingest._CHECKPOINT_FRACTION", 0.0)
+        killing.setattr("evernear.data.snapshots.Snapshots.publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ingest(settings, folder.uri)
+    assert folder.find("datasets/images/checkpoint.json")
+    prune(folder, 1)
+    assert folder.find("datasets/images/checkpoint.json")
+    assert check(folder) == []
+    ingest(settings, folder.uri)
+    prune(folder, 1)
+    assert keys(folder) == needed(folder)
+
+
+def test_prune_refuses_while_a_step_runs(folder: FileStore, settings: DataSettings) -> None:
+    ingest_three(settings, folder)
+    before = keys(folder)
+    refused = pytest.raises(BusyError, match=r"Run run-1 is in progress.*`evernear store prune --ended run-1`")
+    with step("train", "run-1", folder.uri), refused:
+        prune(folder, 1)
+    assert before <= keys(folder)
+    assert prune(folder, 1).surplus
+
+
+@pytest.mark.parametrize(
+    ("step_name", "state", "host", "alive", "is_active"),
+    [
+        ("train", "running", "here", True, True),
+        ("train", "running", "here", False, False),
+        ("train", "finished", "here", True, True),  # between two steps of a local run
+        ("train", "finished", "here", False, False),
+        ("train", "running", "elsewhere", False, True),
+        ("train", "finished", "elsewhere", False, True),
+        ("train", "running", "", False, True),  # a record of an earlier version
+        ("notify", "running", "elsewhere", False, True),
+        ("notify", "finished", "elsewhere", False, False),
+        ("notify", "failed", "elsewhere", False, False),
+    ],
+)
+def test_active_runs(folder: FileStore, step_name: str, state: str, host: str, alive: bool, is_active: bool) -> None:
+    process = os.getpid()
+    if not alive:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        process = ended.pid
+    record = StepRecord.model_validate(
+        {
+            "step": step_name,
+            "state": state,
+            "started": datetime.now(UTC),
+            "host": this_host() if host == "here" else host,
+            "process": process,
+            "runner": process,
+        }
+    )
+    killed = record.model_copy(update={"step": "probe", "state": "running", "host": "elsewhere"})
+    if step_name == "notify":
+        killed = killed.model_copy(update={"started": record.started - timedelta(minutes=1)})
+        RunRecord(folder, "run-1").save_step(killed)
+    RunRecord(folder, "run-1").save_step(record)
+    assert list(store_prune.active_runs(folder)) == ["run-1"] * is_active
+    assert not store_prune.active_runs(folder, ["run-1"])
+
+
+def test_run_on_another_machine_blocks_for_a_week(folder: FileStore) -> None:
+    record = StepRecord(step="train", state="running", started=datetime.now(UTC), host="elsewhere")
+    RunRecord(folder, "run-1").save_step(record)
+    with pytest.raises(BusyError):
+        prune(folder, 1)
+    a_week_ago = (datetime.now(UTC) - store_prune.ABANDONED_AFTER).timestamp()
+    os.utime(folder.path("runs/run-1/steps/train.json"), (a_week_ago, a_week_ago))
+    prune(folder, 1)
+
+
+def test_step_waits_for_a_prune(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    entered = threading.Event()
+
+    def run_step() -> None:
+        with step("train", "run-1", store.uri):
+            entered.set()
+
+    thread = threading.Thread(target=run_step)
+    with Lease(store, "the prune") as held:
+        thread.start()
+        assert not entered.wait(2)
+        assert RunRecord(store, "run-1").steps()[0].state == "running"
+        held.require()
+    thread.join(30)
+    assert entered.is_set()
+    assert "waiting for the prune" in capsys.readouterr().out
+
+
+def test_killed_prune_delays_a_step_for_a_while(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = Lease(folder, "the prune")
+    killed.__enter__()
+    killed._released.set()  # pyright: ignore[reportPrivateUsage] - no longer renewed
+    monkeypatch.setattr(lease, "EXPIRES_S", 0.2)
+    with step("train", "run-1", folder.uri):
+        pass
+    killed._renewed_s -= 3 * lease.RENEW_S  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ConflictError, match="run again"):
+        killed.require()
+    prune(folder, 1)
+
+
+def test_one_prune_at_a_time(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    with Lease(folder, "the first"), pytest.raises(BusyError, match="the first"):
+        prune(folder, 1)
+    prune(folder, 1)
+
+
+def test_listing_a_directory_reads_no_object(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.put("a/b", b"x")
+
+    def fail(path: Path) -> str:
+        raise AssertionError(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "sha256_file", fail)
+        (info,) = folder.list("")
+    assert (info.size_bytes, info.etag) == (1, folder.find("a/b")[1])  # pyright: ignore[reportOptionalSubscript]
+    assert abs(datetime.now(UTC) - info.modified) < timedelta(minutes=1)
+
+
+def test_command(folder: FileStore, settings: DataSettings, tmp_path: Path) -> None:
+    first, *_ = ingest_three(settings, folder)
+    before = keys(folder)
+    arguments = ["store", "prune", "--store", folder.uri, "--workdir", str(tmp_path / "work")]
+    shown = evernear(*arguments, "--dry-run")
+    assert "neither the newest nor of a remaining release" in shown.stdout
+    assert "would delete" in shown.stdout
+    assert keys(folder) == before
+    pruned = json.loads(evernear(*arguments, "--json").stdout)
+    assert manifest_key("images", first.digest) in {key for group in pruned["surplus"] for key in group["keys"]}
+    assert ledger_key("images", first.ledger_sha256) not in keys(folder)
+    assert "deleted 0 objects" in evernear(*arguments).stdout
