@@ -377,4 +377,4 @@ def test_command(folder: FileStore, settings: DataSettings, tmp_path: Path) -> N
     pruned = json.loads(evernear(*arguments, "--json").stdout)
     assert manifest_key("images", first.digest) in {key for group in pruned["surplus"] for key in group["keys"]}
     assert ledger_key("images", first.ledger_sha256) not in keys(folder)
-    assert "deleted 0 objects" in evernear(*arguments).stdout
+    assert "deleted 0 of " in evernear(*arguments).stdout

@@ -37,6 +37,7 @@ from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.run_record import RUNS, RunRecord
 from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
 from evernear.store import Store
+from evernear.store.lease import Lease
 
 CHECKPOINTS = "checkpoints/"
 PAGES = ("examples.json", "run.html")
@@ -99,18 +100,20 @@ def forget(store: Store) -> Forgotten:
     kill.
 
     Raises:
+        BusyError: a prune or a repair is in progress.
         ConflictError: the champion is affected, or it or a dataset changed in the meantime; repeat it.
         StoreError: the store or Milvus fails; repeat it.
         IntegrityError: an object in the store is damaged.
     """
-    forgetting = _Forgetting(store)
-    if forgetting.forgotten.champion is not None:
-        raise ConflictError(
-            f"The champion {forgetting.forgotten.champion} was built from images that the source no longer has, or its "
-            "network was trained on them. Train and promote a release without them first; nothing was deleted."
-        )
-    forgetting.delete()
-    return forgetting.forgotten
+    with Lease(store, "`evernear forget`"):
+        forgetting = _Forgetting(store)
+        if forgetting.forgotten.champion is not None:
+            raise ConflictError(
+                f"The champion {forgetting.forgotten.champion} was built from images that the source no longer has, or "
+                "its network was trained on them. Train and promote a release without them first; nothing was deleted."
+            )
+        forgetting.delete()
+        return forgetting.forgotten
 
 
 class _Forgetting:

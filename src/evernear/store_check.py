@@ -20,6 +20,7 @@ from evernear.references import NEWEST, Unreadable, references
 from evernear.release.registry import ARCHIVES, CHAMPION, HISTORY, MANIFESTS, Registry
 from evernear.settings import DataSettings
 from evernear.store import FileStore, Store
+from evernear.store.lease import Lease
 
 Report = Callable[[str], None]
 _PROMOTE = "`evernear registry promote VERSION`"
@@ -63,9 +64,15 @@ def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report 
     Images come from the sources that they were ingested from; with ``moved`` from ``settings.source``.
 
     Raises:
+        BusyError: a prune or another repair is in progress.
         ConflictError: an ingest or a promotion finished in the meantime; repeat it.
         StoreError: the store cannot be reached.
     """
+    with Lease(store, "`evernear store check --repair`"):
+        return _repair(store, settings, moved, report)
+
+
+def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -> list[Damage]:
     repairing = _Repair(store, settings, moved, report)
     intact: set[str] = set()
     handled: dict[str, Damage] = {}

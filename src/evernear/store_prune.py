@@ -17,7 +17,7 @@ Logged queries have a retention time, `watch.query_retention_s`.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -44,8 +44,6 @@ PUBLISHING = timedelta(hours=1)
 """Age up to which an archive without a record may belong to a publish in progress."""
 _LISTED = (RUNS, CHECKPOINTS, EMBEDDINGS_PREFIX, DATASETS, MANIFESTS, ARCHIVES)
 
-Report = Callable[[str], None]
-
 
 class Surplus(Frozen):
     """Objects that go for the same reason."""
@@ -68,6 +66,10 @@ class Pruning(Frozen):
     size_bytes: int
     listed: int
     """Objects that were listed."""
+
+    def __str__(self) -> str:
+        objects = sum(len(group.keys) for group in self.surplus)
+        return f"{objects:,} of {self.listed:,} objects, {self.size_bytes:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def surplus(store: Store, keep: int) -> Pruning:
     return _plan(store, keep, Registry(store).surplus(keep))
 
 
-def prune(store: Store, keep: int, ended: Collection[str] = (), report: Report = lambda _: None) -> Pruning:
+def prune(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
     """Remove all but the newest ``keep`` releases and runs, and delete what nothing needs. Safe to repeat after a kill.
 
     ``ended`` are runs that were killed on another machine, so that they recorded no end.
@@ -110,9 +112,7 @@ def prune(store: Store, keep: int, ended: Collection[str] = (), report: Report =
         missing, pruning = _missing(store), surplus(store, keep)
         lease.require()
         Registry(store).prune(keep)
-        keys = [key for group in _plan(store, keep, ()).surplus for key in group.keys]
-        for number, key in enumerate(keys):
-            report(f"{number:,} of {len(keys):,} objects deleted")
+        for key in [key for group in _plan(store, keep, ()).surplus for key in group.keys]:
             lease.require()
             store.delete(key)
         _require_all(store, missing)

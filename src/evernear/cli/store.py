@@ -86,8 +86,4 @@ def prune(
         print_line(f"WARNING: {sentence}", sys.stderr)
     if pruning.releases:
         print_line(f"{'Would remove' if dry_run else 'Removed'} {', '.join(pruning.releases)}.")
-    deleted = quantity(sum(len(group.keys) for group in pruning.surplus), "object")
-    print_line(
-        f"{store.uri}: {'would delete' if dry_run else 'deleted'} {deleted} of {pruning.listed:,}, "
-        f"{pruning.size_bytes:,} bytes."
-    )
+    print_line(f"{store.uri}: {'would delete' if dry_run else 'deleted'} {pruning}.")

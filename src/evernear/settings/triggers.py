@@ -119,5 +119,11 @@ class WatchSettings(Section):
     query_retention_s: int = Field(
         default=14 * 24 * 3600, ge=3600, description="Age at which logged queries are deleted."
     )
+    prune_keep: int = Field(
+        default=0,
+        ge=0,
+        description="Number of newest releases and runs to keep when the watcher prunes the store, once a day; 0: "
+        "it does not.",
+    )
     health_host: Host = Field(default="127.0.0.1", description="Address of the health probe.")
     health_port: int = Field(default=8091, ge=0, le=65535, description="Port of the health probe; 0: none.")

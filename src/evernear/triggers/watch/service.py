@@ -19,6 +19,8 @@ from evernear.errors import EvernearError, PortInUseError
 from evernear.output import print_line
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
+from evernear.store import open_store
+from evernear.store_prune import prune
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
 from evernear.triggers.watch.watcher import Watcher
 
@@ -27,7 +29,11 @@ DEBOUNCE_MAX = 10
 """Longest delay of a check by further changes, as a multiple of ``watch.debounce_s``."""
 STUCK_AFTER_S = 1800.0
 CLOCK_CHECK_S = 60.0
+PRUNE_INTERVAL = timedelta(days=1)
+PRUNE_RETRY = timedelta(hours=1)
+"""Time to the next attempt to prune the store, after one that failed or met a run."""
 _JOB = "check"
+_PRUNE_JOB = "prune"
 _log = logging.getLogger(__name__)
 
 
@@ -63,6 +69,17 @@ class Service:
                 coalesce=True,
                 misfire_grace_time=None,
             )
+            if self._settings.watch.prune_keep:
+                self._scheduler.add_job(
+                    self.prune,
+                    "interval",
+                    seconds=PRUNE_INTERVAL.total_seconds(),
+                    id=_PRUNE_JOB,
+                    next_run_time=datetime.now(UTC),
+                    max_instances=1,
+                    coalesce=True,
+                    misfire_grace_time=None,
+                )
             self._scheduler.start()
             if self._settings.watch.bucket_events:
                 threading.Thread(target=self._listen, name="bucket-events", daemon=True).start()
@@ -92,6 +109,18 @@ class Service:
                 is_changed = self._changed_s is not None
             if is_changed:  # during the check
                 self._check_in(self._settings.watch.debounce_s)
+
+    def prune(self) -> None:
+        """Prune the store to ``watch.prune_keep`` releases; retry after a failure, or if a run is in progress."""
+        try:
+            pruning = prune(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
+        except EvernearError as error:
+            self._print(f"{error} Pruning again in {PRUNE_RETRY.total_seconds() / 3600:.0f} h.")
+            job = self._scheduler.get_job(_PRUNE_JOB)
+            if job is not None and not self.stopping.is_set():
+                job.modify(next_run_time=datetime.now(UTC) + PRUNE_RETRY)
+        else:
+            self._print(f"Pruned the store: deleted {pruning}.")
 
     def changed(self) -> None:
         """Check when the source has not changed for ``watch.debounce_s``."""
@@ -164,6 +193,9 @@ class Service:
 
     def _report(self, sentence: str) -> None:
         self._status = sentence
+        self._print(sentence)
+
+    def _print(self, sentence: str) -> None:
         print_line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {sentence}")
 
     @contextmanager
