@@ -29,7 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 CLASSES, IMAGES, REPLACED = 5, 500, 5
 SIDE_PX = 16
 SETTINGS = {
-    "train": {"epochs": 1, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 64},
+    "train": {"epochs": 8, "min_steps": 0, "width": 8, "embedding_dim": 16, "batch_size": 32},
     "gate": {"accuracy_floor": 0.0},
 }
 Sizes = dict[str, tuple[int, int]]

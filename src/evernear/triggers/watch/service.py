@@ -161,12 +161,11 @@ class Service:
 
     def _follow_clock(self) -> None:
         """After the clock was set back, the next check would be late: by years, if it had jumped ahead before."""
-        job, latest = (
-            self._scheduler.get_job(_JOB),
-            datetime.now(UTC) + timedelta(seconds=self._settings.watch.interval_s),
-        )
-        if job is not None and job.next_run_time > latest:
-            job.modify(next_run_time=latest)
+        intervals = {_JOB: timedelta(seconds=self._settings.watch.interval_s), _PRUNE_JOB: PRUNE_INTERVAL}
+        for name, interval in intervals.items():
+            job, latest = self._scheduler.get_job(name), datetime.now(UTC) + interval
+            if job is not None and job.next_run_time > latest:
+                job.modify(next_run_time=latest)
 
     def _listen(self) -> None:
         """Listen for changes of the bucket, and reconnect with backoff."""
