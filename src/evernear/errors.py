@@ -17,7 +17,7 @@
     │   ├── ServerUnreachableError   8
     │   ├── PredictionRejectedError  9   the server answered 4xx for this image
     │   └── ServerTimeoutError      11   the server took longer than the client's timeout
-    ├── BusyError                   10   another run uses the working directory, or another deployment holds the Lease
+    ├── BusyError                   10   another run uses the working directory, a deployment the Lease, a run the store
     ├── ClusterError                12   Kubernetes is unreachable or rejects a request, or a rollout failed
     ├── PipelineServerError         13   Kubeflow Pipelines is unreachable or rejects a request
     ├── SlackError                  14   Slack is unreachable or rejects a request
