@@ -1,8 +1,8 @@
 """What the objects of a store need: each newest snapshot, unfinished ingest and published release, with its objects.
 
 The roots are ``store.json``, ``datasets/<name>/head.json``, ``datasets/<name>/checkpoint.json``,
-``releases/manifests/``, ``releases/champion.json`` and its history. A release needs its archive, the snapshot that it was built from and the one that its
-network was trained on. A snapshot needs its manifest, its ledger and its shards.
+``releases/manifests/``, ``releases/champion.json`` and its history. A release needs its archive, the snapshot that it
+was built from and the one that its network was trained on. A snapshot needs its manifest, its ledger and its shards.
 
 `references` only reads.
 """
