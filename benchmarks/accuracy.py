@@ -21,7 +21,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.evaluation.measure import Measurement, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
@@ -69,7 +69,7 @@ def run(
     """Train, index and measure; ``open_set`` is the result of the probe, which determines the threshold."""
     trained, network, embeddings, index = (scratch / n for n in ("trained", "network", "embeddings", "index"))
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
-    history = train(dataset, settings.train, trained)
+    history = train_network(dataset, settings.train, trained)
     timing = {
         "train_s": round(time.perf_counter() - started_s, 1),
         "train_cpu_s": round(time.process_time() - started_cpu_s, 1),

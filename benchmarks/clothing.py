@@ -33,7 +33,7 @@ from torchvision.models import resnet18
 from torchvision.transforms import v2
 
 from evernear.data.shards import Dataset
-from evernear.embedding.train import choose_precision
+from evernear.embedding.recipe import choose_precision
 
 BATCH_SIZE = 64
 LEARNING_RATE = 0.1

@@ -31,7 +31,7 @@ from accuracy import ingest_dataset, settings_of
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.evaluation.probe import probe
 from evernear.index.faiss_compat import faiss
 from evernear.settings import Settings
@@ -67,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         dataset = ingest_dataset(arguments.source, Path(scratch))
         settings = one_epoch()
-        train(dataset, settings.train, Path(scratch) / "trained")
+        train_network(dataset, settings.train, Path(scratch) / "trained")
         export(Path(scratch) / "trained", dataset, Path(scratch) / "network", settings.train.parity_tolerance)
         runner = WorkloadRunner(Path(scratch), arguments.limit_s, arguments.nice)
         for repeat in range(arguments.repeats):
@@ -223,7 +223,7 @@ def child() -> None:
 
 def train_workload(scratch: Path, out: Path) -> Workload:
     dataset, settings = Dataset.open(scratch), one_epoch()
-    return lambda: train(dataset, settings.train, out)
+    return lambda: train_network(dataset, settings.train, out)
 
 
 def probe_workload(scratch: Path, _: Path) -> Workload:

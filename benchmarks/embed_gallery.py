@@ -21,7 +21,7 @@ from accuracy import ingest_dataset, settings_of
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.export import NETWORK_FILE, export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import Settings
 
 PLAIN_BATCH = 10
@@ -50,7 +50,7 @@ def main() -> None:
 def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:
     # The weights do not affect the speed.
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
-    train(dataset, one_epoch, scratch / "trained")
+    train_network(dataset, one_epoch, scratch / "trained")
     export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
     plain = torch.jit.load(scratch / "network" / NETWORK_FILE).eval()
 

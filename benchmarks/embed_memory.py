@@ -17,7 +17,7 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 
 FRACTIONS = (0.08, 0.80)
@@ -48,7 +48,7 @@ def measure(source: str, gallery_fraction: float, scratch: Path) -> dict[str, An
     settings = DataSettings(source=source, gallery_fraction=gallery_fraction)
     save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
     dataset = Dataset.open(scratch)
-    train(dataset, TrainSettings(epochs=1, min_steps=0), scratch / "trained")
+    train_network(dataset, TrainSettings(epochs=1, min_steps=0), scratch / "trained")
     export(scratch / "trained", dataset, scratch / "network", tolerance=1e-4)
     command = [
         sys.executable,

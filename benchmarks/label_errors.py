@@ -31,7 +31,8 @@ from evernear.data.sources import FileSource, open_source
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
-from evernear.embedding.train import train, with_defaults
+from evernear.embedding.recipe import with_defaults
+from evernear.embedding.train import train_network
 from evernear.evaluation.label_errors import Embedded, embed_folds, find_label_errors
 from evernear.evaluation.probe import probe_recipe
 from evernear.evaluation.statistics import proportion
@@ -114,7 +115,7 @@ def images_of(source: str, chosen: set[int]) -> Iterator[tuple[str, bytes | None
 
 def embed_with_train_network(dataset: Dataset, recipe: TrainSettings, scratch: Path) -> Iterator[Embedded]:
     """All images as one fold, embedded by a network that was trained on the train split."""
-    train(dataset, recipe, scratch / "trained")
+    train_network(dataset, recipe, scratch / "trained")
     network = center(load_trained(scratch / "trained")[1], dataset, frozenset())
     blocks = [block for split in SPLITS for block in dataset.blocks(split, 1024)]
     yield Embedded(

@@ -45,7 +45,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.arcface import choose_scale
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.evaluation.probe import choose_held_out, probe_recipe
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion
 from evernear.index.search import vote
@@ -219,7 +219,7 @@ def train_and_embed(dataset: Dataset, settings: Settings, scratch: Path) -> tupl
     """Vectors of a network trained as in the probe, before `export` centers them, and the held-out label indices."""
     held_out = choose_held_out(list(dataset.labels), settings.evaluation.held_out_classes, settings.train.seed)
     recipe = probe_recipe(dataset, settings.train, settings.evaluation)
-    train(dataset, recipe, scratch, exclude_labels=held_out)
+    train_network(dataset, recipe, scratch, exclude_labels=held_out)
     return embed_splits(dataset, load_trained(scratch)[1]), [dataset.labels.index(label) for label in held_out]
 
 

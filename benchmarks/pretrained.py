@@ -28,7 +28,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.backbone import TimmMember
 from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 
 BACKBONE = ("train.backbone=resnet18", "train.backbone_size_px=64")
 CLASSIFIERS = {
@@ -92,7 +92,7 @@ def pretrain(images: Path, epochs: int, scratch: Path) -> Path:
     """Train a backbone on ``images``; return the file of its weights."""
     dataset = ingest_dataset(f"folder:{images}", scratch)
     settings = settings_of("default", *BACKBONE, f"train.epochs={epochs}", "train.min_steps=0").train
-    train(dataset, settings, scratch / "pretrained")
+    train_network(dataset, settings, scratch / "pretrained")
     return scratch / "pretrained" / "weights.pt"
 
 

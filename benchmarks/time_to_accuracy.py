@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.index.search import vote
 from evernear.settings import TrainSettings
 
@@ -79,14 +79,14 @@ def warm_up(dataset: Dataset, directory: Path) -> None:
     """Pay for imports and first calls, which are measured for neither side."""
     for _ in islice(source_recipe.epochs(directory / "arrays", len(dataset.labels), 0), 1):
         pass
-    train(dataset, SHORT, directory / "trained")
+    train_network(dataset, SHORT, directory / "trained")
 
 
 def train_evernear(
     name: str, settings: TrainSettings, dataset: Dataset, directory: Path, seed: int, split: Literal["test", "query"]
 ) -> dict[str, Any]:
     started_s = time.perf_counter()
-    train(dataset, settings.model_copy(update={"seed": seed}), directory / "trained")
+    train_network(dataset, settings.model_copy(update={"seed": seed}), directory / "trained")
     duration_s = time.perf_counter() - started_s
     _, network = load_trained(directory / "trained")
     return {"name": name, "seed": seed, "duration_s": duration_s, **accuracies(dataset, split, network)}

@@ -17,7 +17,7 @@ from evernear.disk import sha256_bytes
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.evaluation.verdict import Rule, Verdict
 from evernear.evaluation.verdict import System as Measured
 from evernear.index.build import build
@@ -72,7 +72,7 @@ def build_system(directory: Path, source: str = "digits") -> System:
     save_manifest(ingest(data, (directory / "store").as_uri()), directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
     tiny = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
-    train(dataset, tiny, directory / "trained")
+    train_network(dataset, tiny, directory / "trained")
     export(directory / "trained", dataset, directory / "network", tiny.parity_tolerance)
     embed(directory / "network", dataset, directory / "embeddings")
     build(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")

@@ -37,7 +37,7 @@ def edit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Edit]:
     ("name", "old", "new"),
     [
         ("evernear.embedding.augmentation", "return ", "return 1 * "),
-        ("evernear.embedding.train", "WARM_UP = 0.2", "WARM_UP = 0.3"),
+        ("evernear.embedding.recipe", "WARM_UP = 0.2", "WARM_UP = 0.3"),
         ("evernear.data.shards", "_CHUNK_BYTES = 256", "_CHUNK_BYTES = 512"),
         ("evernear.data.preprocess", "BAR_VALUE = 128", "BAR_VALUE = 127"),
     ],
@@ -51,8 +51,8 @@ def test_changed_code_changes_the_digest(edit: Edit, name: str, old: str, new: s
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("evernear.embedding.train", '"""Fraction of all steps', '"""A fraction of all steps'),
-        ("evernear.embedding.train", "WARM_UP = 0.2", "# A comment.\nWARM_UP =   0.2"),
+        ("evernear.embedding.recipe", '"""Fraction of all steps', '"""A fraction of all steps'),
+        ("evernear.embedding.recipe", "WARM_UP = 0.2", "# A comment.\nWARM_UP =   0.2"),
         ("evernear.store.files", "24 * 3600", "48 * 3600"),
         ("evernear.release.registry", "300.0", "400.0"),
     ],

@@ -129,7 +129,9 @@ def test_commands_of_the_readme_create_their_environment_in_an_empty_clone(tmp_p
     for path in (build.ROOT / "tests").glob("*/requirements-*.lock"):
         (tmp_path / path.relative_to(build.ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, tmp_path / path.relative_to(build.ROOT))
-    planned = subprocess.run(["make", "--no-print-directory", "-n", target], cwd=tmp_path, capture_output=True, text=True)
+    planned = subprocess.run(
+        ["make", "--no-print-directory", "-n", target], cwd=tmp_path, capture_output=True, text=True
+    )
     assert planned.returncode == 0, planned.stderr
     steps = ["-m venv .venv/tools", "uv venv", "--requirements requirements.lock", "--editable ."]
     positions = [planned.stdout.index(step) for step in steps]

@@ -23,7 +23,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.errors import ConflictError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.forget import find, forget
@@ -120,7 +120,7 @@ def release(
     store = open_store(manifest.store_uri)
     if network is None:
         network = directory / "network"
-        train(dataset, TINY, directory / "trained", store)
+        train_network(dataset, TINY, directory / "trained", store)
         export(directory / "trained", dataset, network, TINY.parity_tolerance)
     embed(network, dataset, directory / "embeddings", store=store)
     described = build(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")

@@ -18,7 +18,7 @@ from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed_images
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
 from evernear.embedding.export import describe_network, export, load_network
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 
 IMAGES_OF: dict[Split, tuple[Split, ...]] = {"gallery": ("gallery", "train"), "query": ("query",), "test": ("test",)}
@@ -35,7 +35,7 @@ def embed_variations(source: str, directory: Path, counts: dict[Split, int]) -> 
     if not (out_dir / DESCRIPTION_FILE).is_file():
         save_manifest(ingest(DataSettings(source=source), (directory / "store").as_uri()), directory)
         dataset = Dataset.open(directory)
-        train(dataset, TRAIN, directory / "trained")
+        train_network(dataset, TRAIN, directory / "trained")
         export(directory / "trained", dataset, directory / "network", TRAIN.parity_tolerance)
         _embed(directory / "network", dataset, counts, out_dir)
     return Embeddings.open(out_dir)

@@ -18,7 +18,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings
 from evernear.embedding.export import NETWORK_FILE, export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.build import build
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
@@ -52,7 +52,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     dataset = Dataset.open(scratch)
     network_dir, index_dir = scratch / "network", scratch / "index"
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
-    train(dataset, one_epoch, scratch / "trained")
+    train_network(dataset, one_epoch, scratch / "trained")
     export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
     gallery = _embed_all_as_gallery(network_dir, dataset, scratch / "embeddings")
     index = build(gallery, dataset.labels, settings.index, index_dir)

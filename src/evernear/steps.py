@@ -95,8 +95,9 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     with _step("train", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
-        from evernear.embedding.train import require_learned, with_defaults
-        from evernear.embedding.train import train as train_network
+        from evernear.embedding.monitor import require_learned
+        from evernear.embedding.recipe import with_defaults
+        from evernear.embedding.train import train_network
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 

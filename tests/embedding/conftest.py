@@ -8,7 +8,7 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 
 TINY = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
@@ -37,7 +37,7 @@ def tiny() -> TrainSettings:
 @pytest.fixture(scope="session")
 def trained_dir(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trained")
-    train(digits, TINY.model_copy(update={"epochs": 2}), directory)
+    train_network(digits, TINY.model_copy(update={"epochs": 2}), directory)
     return directory
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from evernear.data.shards import Dataset
 from evernear.embedding import memory
 from evernear.embedding.network import Architecture, EmbeddingNetwork, build
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 
 
@@ -57,7 +57,7 @@ def test_a_batch_beyond_the_limit_is_one_step_of_several_micro_batches(
         return forward(self, images)
 
     monkeypatch.setattr(EmbeddingNetwork, "forward", recording_forward)
-    result = train(digits, tiny.model_copy(update={"epochs": 2}), tmp_path)
+    result = train_network(digits, tiny.model_copy(update={"epochs": 2}), tmp_path)
     assert max(sizes) <= 64
     assert sum(sizes) % tiny.batch_size == 0
     assert result.epochs[-1].train_loss < result.epochs[0].train_loss
@@ -76,12 +76,12 @@ from pathlib import Path
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.embedding.export import export
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 from evernear.store import open_store
 manifest = ingest(DataSettings(source="folder:{tmp_path}/images", size_px=224), "file://{tmp_path}/store")
 dataset = Dataset(manifest, open_store(manifest.store_uri))
-train(dataset, TrainSettings(epochs=1, min_steps=2, precision="float32"), Path("{tmp_path}/trained"))
+train_network(dataset, TrainSettings(epochs=1, min_steps=2, precision="float32"), Path("{tmp_path}/trained"))
 # Two steps leave the statistics of batch normalization so far off that rounding is magnified.
 export(Path("{tmp_path}/trained"), dataset, Path("{tmp_path}/network"), 2.0)
 """

@@ -26,7 +26,8 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
 from evernear.embedding.freeze import choose_architecture
 from evernear.embedding.network import Architecture, build
-from evernear.embedding.train import choose_optimizer, train
+from evernear.embedding.recipe import choose_optimizer
+from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
 from evernear.store import open_store
@@ -85,7 +86,7 @@ def test_training_starts_from_the_weights_of_the_file_and_describes_them(
     import timm
 
     slow = settings(weights=str(weights), backbone_size_px=32, learning_rate=1e-12)
-    train(digits, slow, tmp_path / "trained")
+    train_network(digits, slow, tmp_path / "trained")
     trained, _ = load_trained(tmp_path / "trained")
     assert trained.pretrained_sha256 == sha256_file(weights)
     color = timm.create_model(TINY, num_classes=0)
@@ -115,7 +116,7 @@ def test_a_frozen_network_is_the_backbone_with_whitened_features(
     digits: Dataset, weights: Path, tmp_path: Path
 ) -> None:
     frozen = settings(weights=str(weights), frozen=True, backbone_size_px=16)
-    result = train(digits, frozen, tmp_path / "trained")
+    result = train_network(digits, frozen, tmp_path / "trained")
     assert result.epochs == ()
     backbone = member(tmp_path / "trained")
     torch.testing.assert_close(
@@ -140,9 +141,11 @@ def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(
 ) -> None:
     old, new = frozenset("01234"), frozenset("56789")
     with torch.inference_mode(False):
-        train(digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "first", exclude_labels=new)
+        train_network(
+            digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "first", exclude_labels=new
+        )
     frozen = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=16)
-    train(digits, frozen, tmp_path / "frozen", exclude_labels=old)
+    train_network(digits, frozen, tmp_path / "frozen", exclude_labels=old)
     network, images = load_trained(tmp_path / "frozen")[1].eval(), TrainingImages(digits, old)
     (gallery, labels), (queries, expected) = (
         [torch.cat(parts) for parts in zip(*images.in_order(split), strict=True)] for split in ("train", "test")
@@ -175,7 +178,7 @@ def test_weights_of_another_architecture_are_rejected_in_one_message(
 ) -> None:
     mismatched = settings(backbone="test_vit", weights=str(weights))
     with pytest.raises(TrainingError, match=r"does not fit test_vit: .*; set train.backbone") as exc_info:
-        train(digits, mismatched, tmp_path)
+        train_network(digits, mismatched, tmp_path)
     assert "\n" not in str(exc_info.value)
     assert not list(tmp_path.iterdir())
 
@@ -185,7 +188,7 @@ def test_weights_of_another_width_are_rejected(digits: Dataset, weights: Path, t
     state["layer1.0.conv1.weight"] = state["layer1.0.conv1.weight"][:, :5].contiguous()
     save_file(state, tmp_path / "narrow.safetensors")
     with pytest.raises(TrainingError, match=r"size mismatch for layer1\.0\.conv1\.weight"):
-        train(digits, settings(weights=str(tmp_path / "narrow.safetensors")), tmp_path)
+        train_network(digits, settings(weights=str(tmp_path / "narrow.safetensors")), tmp_path)
 
 
 class PickledCode:
@@ -196,7 +199,7 @@ class PickledCode:
 def test_pickled_code_is_not_run(digits: Dataset, tmp_path: Path) -> None:
     torch.save({"state_dict": PickledCode()}, tmp_path / "weights.pth")
     with pytest.raises(TrainingError, match="neither a safetensors file nor a torch file of tensors"):
-        train(digits, settings(weights=str(tmp_path / "weights.pth")), tmp_path / "out")
+        train_network(digits, settings(weights=str(tmp_path / "weights.pth")), tmp_path / "out")
     assert not Path("/tmp/evernear-payload").exists()
 
 
@@ -213,7 +216,7 @@ def test_settings_that_cannot_work_are_rejected(
     changes: dict[str, Any], sentence: str, digits: Dataset, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match=sentence):
-        train(digits, settings(**changes), tmp_path)
+        train_network(digits, settings(**changes), tmp_path)
 
 
 def test_the_hub_is_used_only_with_weights_hub(
@@ -226,7 +229,7 @@ def test_the_hub_is_used_only_with_weights_hub(
         return str(weights)
 
     monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", download)
-    train(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
+    train_network(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
     assert downloads == [("timm/test_resnet.r160_in1k", "model.safetensors")]
 
     def fail(repository: str, file: str) -> str:
@@ -234,19 +237,19 @@ def test_the_hub_is_used_only_with_weights_hub(
 
     monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", fail)
     with pytest.raises(StoreError, match="cannot be downloaded from the hub: no network"):
-        train(digits, settings(weights="hub", frozen=True), tmp_path)
+        train_network(digits, settings(weights="hub", frozen=True), tmp_path)
 
 
 def test_weights_come_from_a_store(digits: Dataset, weights: Path, tmp_path: Path) -> None:
     frozen = settings(weights=weights.as_uri(), frozen=True, backbone_size_px=16)
-    train(digits, frozen, tmp_path)
+    train_network(digits, frozen, tmp_path)
     assert load_trained(tmp_path)[0].pretrained_sha256 == sha256_file(weights)
 
 
 def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Dataset, tmp_path: Path) -> None:
-    train(digits, settings(), tmp_path / "first")
+    train_network(digits, settings(), tmp_path / "first")
     own = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=8)
-    train(digits, own, tmp_path / "second")
+    train_network(digits, own, tmp_path / "second")
     first, second = (member(tmp_path / name).backbone.state_dict() for name in ("first", "second"))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -268,7 +271,7 @@ def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, we
 
 
 def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:
-    train(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16), tmp_path / "trained")
+    train_network(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16), tmp_path / "trained")
     export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     np.save(tmp_path / "images.npy", next(digits.blocks("test", 2)).images)
     script = f"""
@@ -287,7 +290,9 @@ print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({s
 
 def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digits: Dataset, tmp_path: Path) -> None:
     new = frozenset("56789")
-    train(digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "pretrained", exclude_labels=new)
+    train_network(
+        digits, settings(backbone_size_px=16, epochs=8, batch_size=64), tmp_path / "pretrained", exclude_labels=new
+    )
     images, labels = load_digits(return_X_y=True)
     for label in sorted(new):
         for number in np.flatnonzero(labels == int(label))[:5]:
@@ -301,7 +306,7 @@ def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digit
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     require_valid(validate(dataset, chosen.validation))
 
-    train(dataset, chosen.train, tmp_path / "trained")
+    train_network(dataset, chosen.train, tmp_path / "trained")
     export(tmp_path / "trained", dataset, tmp_path / "network", tolerance=1e-4)
     embed(tmp_path / "network", dataset, tmp_path / "embeddings")
     blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))

@@ -18,7 +18,7 @@ from evernear.embedding import embed as embed_module
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings, TrainSettings
 from evernear.store import Store, open_store
@@ -140,7 +140,7 @@ def test_another_network_does_not_use_the_cache(
     digits: Dataset, growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
-    train(digits, TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, seed=1), tmp_path / "trained")
+    train_network(digits, TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, seed=1), tmp_path / "trained")
     export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     assert embed_newest(tmp_path / "network", growing, tmp_path / "other", batch_sizes) == 0
 

@@ -23,21 +23,12 @@ from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
+from evernear.embedding.checkpoint import TrainingState, checkpoint_key
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.monitor import choose_flips, collapse_warnings, require_learned
 from evernear.embedding.network import Architecture
-from evernear.embedding.train import (
-    TOTAL_DECAY,
-    Steps,
-    TrainingState,
-    checkpoint_key,
-    choose_flips,
-    choose_optimizer,
-    collapse_warnings,
-    learning_rate,
-    require_learned,
-    train,
-    with_defaults,
-)
+from evernear.embedding.recipe import TOTAL_DECAY, choose_optimizer, learning_rate, with_defaults
+from evernear.embedding.train import Steps, train_network
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
 from evernear.store import open_store
@@ -51,7 +42,7 @@ def test_training_learns_and_reports_every_epoch(digits: Dataset, tiny: TrainSet
     epochs: list[Epoch] = []
     steps: list[Steps] = []
     settings = tiny.model_copy(update={"epochs": 8, "min_steps": 200, "width": 8})
-    result = train(digits, settings, tmp_path, on_epoch=epochs.append, on_step=steps.append)
+    result = train_network(digits, settings, tmp_path, on_epoch=epochs.append, on_step=steps.append)
     per_epoch = len(steps) // 8
     assert per_epoch >= 200 // 8
     assert steps == [Steps(completed, len(steps), per_epoch) for completed in range(1, len(steps) + 1)]
@@ -69,7 +60,7 @@ def test_each_member_of_an_ensemble_learns_as_it_would_alone(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path
 ) -> None:
     settings = tiny.model_copy(update={"members": 2, "epochs": 8, "min_steps": 200, "label_smoothing": 0.1})
-    assert train(digits, settings, tmp_path).epochs[-1].gallery_accuracy > 0.9
+    assert train_network(digits, settings, tmp_path).epochs[-1].gallery_accuracy > 0.9
 
     architecture = load_trained(tmp_path)[0].architecture
     alone = architecture.model_copy(update={"members": 1, "embedding_dim": architecture.embedding_dim // 2})
@@ -101,13 +92,13 @@ def test_training_does_not_read_the_test_split(digits: Dataset, tiny: TrainSetti
 
     recording = object.__new__(RecordingDataset)
     recording.__dict__.update(digits.__dict__)
-    train(recording, tiny.model_copy(update={"epochs": 1}), tmp_path)
+    train_network(recording, tiny.model_copy(update={"epochs": 1}), tmp_path)
     assert read == {"train", "gallery"}
 
 
 def test_the_same_seed_gives_the_same_weights(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
-        train(digits, tiny.model_copy(update={"seed": seed}), tmp_path / name)
+        train_network(digits, tiny.model_copy(update={"seed": seed}), tmp_path / name)
     assert weights(tmp_path / "first") == weights(tmp_path / "again")
     assert weights(tmp_path / "first") != weights(tmp_path / "other")
 
@@ -116,7 +107,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from evernear.data.shards import Dataset
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 from evernear.store import open_store
 
@@ -125,7 +116,7 @@ def kill(epoch):
         os.kill(os.getpid(), signal.SIGKILL)
 
 dataset, out, store, settings = sys.argv[1:]
-train(Dataset.open(Path(dataset)), TrainSettings.model_validate_json(settings), Path(out), open_store(store),
+train_network(Dataset.open(Path(dataset)), TrainSettings.model_validate_json(settings), Path(out), open_store(store),
       on_epoch=kill)
 """
 
@@ -150,9 +141,9 @@ def test_killed_training_resumes_to_the_same_weights(
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
-    resumed = train(digits, settings, tmp_path / "out", open_store(store_uri))
+    resumed = train_network(digits, settings, tmp_path / "out", open_store(store_uri))
     assert resumed.resumed_after_epoch == resumed_after
-    unbroken = train(digits, settings, tmp_path / "unbroken")
+    unbroken = train_network(digits, settings, tmp_path / "unbroken")
     assert unbroken.resumed_after_epoch == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "unbroken")
     without_times = {"epochs": {"__all__": {"duration_s"}}, "resumed_after_epoch": True}
@@ -161,10 +152,10 @@ def test_killed_training_resumes_to_the_same_weights(
 
 def test_finished_training_is_loaded_from_its_checkpoint(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    first = train(digits, tiny, tmp_path / "first", store)
+    first = train_network(digits, tiny, tmp_path / "first", store)
     sizes = [info.size_bytes for info in store.list("checkpoints/")]
     epochs: list[Epoch] = []
-    again = train(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
+    again = train_network(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
     assert epochs == []
     assert again.epochs == first.epochs
     assert (first.resumption, again.resumption[:17]) == ("", ", nothing trained")
@@ -177,10 +168,10 @@ def test_a_checkpoint_of_other_code_is_not_used(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    train(digits, tiny, tmp_path / "first", store)
-    monkeypatch.setattr("evernear.embedding.train.code_digest", lambda *_: "other code")
+    train_network(digits, tiny, tmp_path / "first", store)
+    monkeypatch.setattr("evernear.embedding.checkpoint.code_digest", lambda *_: "other code")
     epochs: list[Epoch] = []
-    result = train(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
+    result = train_network(digits, tiny, tmp_path / "again", store, on_epoch=epochs.append)
     assert (len(epochs), result.resumed_after_epoch) == (tiny.epochs, 0)
 
 
@@ -197,14 +188,14 @@ def test_an_unreadable_checkpoint_is_an_error(digits: Dataset, tiny: TrainSettin
     key = f"checkpoints/{checkpoint_key(digits.digest, with_defaults(tiny, digits), frozenset())}/state.pt"
     store.put(key, b"no checkpoint")
     with pytest.raises(TrainingError, match="cannot be read; delete it"):
-        train(digits, tiny, tmp_path / "out", store)
+        train_network(digits, tiny, tmp_path / "out", store)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_not_finite_is_an_error(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
     settings = tiny.model_copy(update={"learning_rate": 1e38, "optimizer": "sgd"})
     with pytest.raises(TrainingError, match=r"not a finite number after epoch 1; lower train\.learning_rate"):
-        train(digits, settings, tmp_path)
+        train_network(digits, settings, tmp_path)
     assert not (tmp_path / "weights.pt").exists()
 
 
@@ -250,7 +241,7 @@ def test_a_small_dataset_is_repeated_up_to_min_steps(
         return learning_rate(settings, progress)
 
     monkeypatch.setattr("evernear.embedding.train.learning_rate", recording_rate)
-    train(digits, tiny.model_copy(update={"epochs": 3, "min_steps": 100}), tmp_path)
+    train_network(digits, tiny.model_copy(update={"epochs": 3, "min_steps": 100}), tmp_path)
     assert len(progresses) == 3 * 34
     assert progresses == pytest.approx([i / 102 for i in range(102)])
 
@@ -286,7 +277,7 @@ VARIANTS = [
 def test_every_optimizer_and_schedule_learns(
     digits: Dataset, tiny: TrainSettings, tmp_path: Path, changed: dict[str, object]
 ) -> None:
-    result = train(digits, tiny.model_copy(update={"epochs": 10, **changed}), tmp_path)
+    result = train_network(digits, tiny.model_copy(update={"epochs": 10, **changed}), tmp_path)
     assert result.epochs[-1].gallery_accuracy > 0.7
 
 
@@ -333,7 +324,7 @@ def test_best_weights_are_those_of_the_best_epoch(tiny: TrainSettings) -> None:
 
 
 def test_digits_are_not_flipped(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
-    result = train(digits, tiny.model_copy(update={"min_steps": 100}), tmp_path)
+    result = train_network(digits, tiny.model_copy(update={"min_steps": 100}), tmp_path)
     horizontal, vertical = next(epoch.flip_tests for epoch in result.epochs if epoch.flip_tests)
     assert not horizontal.harmless
     assert not vertical.harmless
@@ -355,7 +346,7 @@ def test_images_that_look_like_their_mirror_images_are_flipped(tmp_path: Path, t
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
     manifest = ingest(settings, (tmp_path / "store").as_uri())
     dataset = Dataset(manifest, open_store(manifest.store_uri))
-    result = train(dataset, tiny.model_copy(update={"min_steps": 40}), tmp_path / "trained")
+    result = train_network(dataset, tiny.model_copy(update={"min_steps": 40}), tmp_path / "trained")
     tested = [epoch.flip_tests for epoch in result.epochs if epoch.flip_tests]
     assert len(tested) == 1
     horizontal, vertical = tested[0]
@@ -396,7 +387,7 @@ def test_a_learning_rate_that_destroys_the_network_is_an_error(
 ) -> None:
     settings = tiny.model_copy(update={"learning_rate": 1000.0, "schedule": "constant", "patience_epochs": 1})
     with pytest.raises(TrainingError, match=r"Lower train\.learning_rate|lower train\.learning_rate"):
-        require_learned(train(digits, settings, tmp_path), settings)
+        require_learned(train_network(digits, settings, tmp_path), settings)
 
 
 def test_a_collapse_is_a_warning(tiny: TrainSettings) -> None:
@@ -438,8 +429,8 @@ def test_several_processes_train_like_one(
             "device": "cpu",
         }
     )
-    alone = train(digits, settings, tmp_path / "alone")
-    together = train(digits, settings.model_copy(update={"processes": processes}), tmp_path / "together")
+    alone = train_network(digits, settings, tmp_path / "alone")
+    together = train_network(digits, settings.model_copy(update={"processes": processes}), tmp_path / "together")
     for one, several in zip(alone.epochs, together.epochs, strict=True):
         measured, expected = ((epoch.train_loss, epoch.gallery_loss) for epoch in (several, one))
         assert measured == pytest.approx(expected, rel=tolerance)
@@ -462,7 +453,7 @@ def test_processes_train_together_and_divide_the_cpus(
     steps: list[Steps] = []
     store = open_store((tmp_path / "store").as_uri())
     settings = two_processes.model_copy(update={"epochs": 6})
-    result = train(digits, settings, tmp_path / "trained", store, on_epoch=epochs.append, on_step=steps.append)
+    result = train_network(digits, settings, tmp_path / "trained", store, on_epoch=epochs.append, on_step=steps.append)
     assert [completed for completed, _, _ in steps] == list(range(1, steps[0].total + 1))
     assert result.epochs == tuple(epochs)
     assert result.epochs[-1].gallery_accuracy > 0.7
@@ -476,14 +467,14 @@ def test_processes_train_together_and_divide_the_cpus(
 def test_a_store_error_in_a_process_is_raised(digits: Dataset, two_processes: TrainSettings, tmp_path: Path) -> None:
     store = open_store((tmp_path / "store").as_uri())
     with largest_file(2**12), pytest.raises(StoreError, match=r"checkpoints/.* would exceed the file size limit"):
-        train(digits, two_processes, tmp_path / "trained", store)
+        train_network(digits, two_processes, tmp_path / "trained", store)
 
 
 @pytest.mark.slow
 def test_a_training_error_in_a_process_is_raised(digits: Dataset, two_processes: TrainSettings, tmp_path: Path) -> None:
     settings = two_processes.model_copy(update={"learning_rate": 1e38, "optimizer": "sgd"})
     with pytest.raises(TrainingError, match="not a finite number"):
-        train(digits, settings, tmp_path)
+        train_network(digits, settings, tmp_path)
 
 
 def kill_rank_1(send: Callable[[int], None]) -> None:

@@ -19,7 +19,7 @@ from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import NodeLog
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.errors import ClusterError, SettingsError, TrainingError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
 from evernear.kubeflow.train_job import run_train_job
@@ -104,7 +104,7 @@ def test_two_nodes_train_as_one_process(
         str(tmp_path / "curves.html"),
     )  # fmt: skip
     trained = RunRecord(open_store(settings.store_uri), "run-1").load("training")["epochs"]
-    alone = train(digits, settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone").epochs
+    alone = train_network(digits, settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone").epochs
     assert [epoch["epoch"] for epoch in trained] == [1, 2, 3]
     assert [epoch["train_loss"] for epoch in trained] == pytest.approx([e.train_loss for e in alone], rel=1e-5)
     assert (tmp_path / "out" / "weights.pt").exists()
@@ -131,7 +131,7 @@ def test_training_resumes_after_a_lost_node(
             loopback.lose_node(train_jobs(loopback)[0]["metadata"]["name"])
 
     follow(digits, longer, lose_node)
-    resumed = train(digits, longer.train, tmp_path / "out", open_store(settings.store_uri))
+    resumed = train_network(digits, longer.train, tmp_path / "out", open_store(settings.store_uri))
     assert [epoch.epoch for epoch in resumed.epochs] == list(range(1, 41))
     lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines
     assert sum("Node 1 of 2 started" in line for line in lines) == 2
@@ -179,7 +179,7 @@ def test_nodes_that_end_without_training_are_an_error(
     run_command(monkeypatch, "pass")
     follow(digits, settings)
     with pytest.raises(TrainingError, match="2 nodes is not finished: 0 of 3 epochs"):
-        train(digits, settings.train, tmp_path / "out", open_store(settings.store_uri))
+        train_network(digits, settings.train, tmp_path / "out", open_store(settings.store_uri))
 
 
 def test_running_train_job_is_adopted_and_a_failed_one_is_replaced(

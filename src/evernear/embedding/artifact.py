@@ -21,7 +21,7 @@ HISTORY_FILE = "history.json"
 
 
 class FlipTest(Frozen):
-    """Whether mirrored images look like images of their class; see `evernear.embedding.train.measure_flips`."""
+    """Whether mirrored images look like images of their class; see `evernear.embedding.monitor.measure_flips`."""
 
     direction: Flip
     gallery_accuracy: float
@@ -50,7 +50,7 @@ class TrainingResult(Frozen):
     remedy = "run the train step again"
 
     key: str
-    """Identifies the checkpoint; see `evernear.embedding.train.checkpoint_key`."""
+    """Identifies the checkpoint; see `evernear.embedding.checkpoint.checkpoint_key`."""
     best_epoch: int
     """The epoch whose weights were saved; 0 for a frozen network, which has no epochs."""
     stopped_early: bool

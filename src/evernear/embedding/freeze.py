@@ -70,7 +70,7 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: 
 
 
 def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_labels: frozenset[str]) -> TrainingResult:
-    """Write a network with a frozen backbone to ``out_dir``, as `evernear.embedding.train.train` writes a trained one.
+    """Write a network with a frozen backbone to ``out_dir``, in the form of a trained one.
 
     The whitening of its features is fitted to the train split.
 

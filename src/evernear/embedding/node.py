@@ -69,7 +69,7 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     """Train as ``node``, and log progress and errors to ``store``.
 
     Raises:
-        EvernearError: as `evernear.embedding.train.train`; or the store has no task of this run.
+        EvernearError: as `evernear.embedding.train.train_network`; or the store has no task of this run.
     """
     record = RunRecord(store, run)
     logger = _Logger(record, node.rank)

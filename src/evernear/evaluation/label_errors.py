@@ -24,7 +24,7 @@ from evernear.disk import sha256_bytes
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
-from evernear.embedding.train import train
+from evernear.embedding.train import train_network
 from evernear.index.faiss_compat import faiss
 from evernear.settings import TrainSettings
 from evernear.store import open_store
@@ -68,7 +68,7 @@ def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
             others = _without_fold(dataset, fold, Path(scratch))
-            train(others, settings, Path(scratch) / "trained")
+            train_network(others, settings, Path(scratch) / "trained")
             network = center(load_trained(Path(scratch) / "trained")[1], others, frozenset())
         blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
         yield Embedded(

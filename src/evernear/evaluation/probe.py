@@ -13,7 +13,8 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
-from evernear.embedding.train import OnStep, train, with_defaults
+from evernear.embedding.recipe import with_defaults
+from evernear.embedding.train import OnStep, train_network
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
@@ -126,7 +127,7 @@ def _recognizer_without(
 ) -> Recognizer:
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
+        train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
         export(trained, dataset, network, recipe.parity_tolerance)
         embed(network, dataset, embeddings, batch_size=batch_size)
         build(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evernear.data.shards import Dataset
+from evernear.embedding.artifact import Epoch
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export
-from evernear.embedding.train import Epoch, require_learned, train, with_defaults
+from evernear.embedding.monitor import require_learned
+from evernear.embedding.recipe import with_defaults
+from evernear.embedding.train import train_network
 from evernear.evaluation.measure import measure
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import Proportion
@@ -32,7 +35,7 @@ def measure_trial(
     def report_epoch(epoch: Epoch) -> None:
         report(f"epoch {epoch.epoch}/{recipe.epochs}, gallery accuracy {epoch.gallery_accuracy:.2%}")
 
-    result = train(dataset, recipe, trained, on_epoch=report_epoch)
+    result = train_network(dataset, recipe, trained, on_epoch=report_epoch)
     if result.epochs:
         require_learned(result, recipe)
     export(trained, dataset, network, recipe.parity_tolerance)

@@ -1,0 +1,122 @@
+"""The state of a training run, and its checkpoint in the store.
+
+A checkpoint is the object ``checkpoints/<key>/state.pt``. Its key is a hash of everything that determines the weights,
+so training resumes only from a checkpoint with the same inputs and code. The last checkpoint has no optimizer state. It
+remains in the store so that a pipeline that fails in a later step does not train again. ``checkpoints/`` may be deleted
+at any time.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evernear.code_digest import code_digest
+from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
+from evernear.errors import TrainingError
+from evernear.settings import TrainSettings
+from evernear.store import Store
+
+CHECKPOINT_FORMAT = 4
+IGNORED_IN_KEY = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
+"""Settings that do not affect the weights."""
+LIBRARIES = ("numpy", "timm", "torch")
+"""Libraries whose versions affect the weights."""
+
+
+class TrainingState:
+    """Everything that changes during training.
+
+    The best weights follow the one-standard-error rule (Breiman et al. 1984, "Classification and Regression Trees",
+    section 3.4.3), applied to epochs: the latest weights whose gallery accuracy is within one standard error of the
+    highest. On a small gallery the highest accuracy is partly luck, and a schedule that ends at a rate of zero makes
+    later weights the better ones. The criterion is accuracy and not loss: the loss rises with the network's confidence
+    in its few wrong answers while their number still falls (Guo et al. 2017, "On Calibration of Modern Neural
+    Networks", section 3, arXiv:1706.04599).
+    """
+
+    def __init__(self, module: TrainingModule, optimizer: torch.optim.Optimizer, scaler: torch.GradScaler) -> None:
+        self.history: list[Epoch] = []
+        self.best_epoch = 0
+        self.best_weights: dict[str, Tensor] = {}
+        self._module, self._optimizer, self._scaler = module, optimizer, scaler
+
+    def is_finished(self, settings: TrainSettings) -> bool:
+        """Whether all epochs are done, or the last ``patience_epochs`` brought no improvement."""
+        completed = len(self.history)
+        return completed >= settings.epochs or completed - self.best_epoch >= settings.patience_epochs
+
+    def record(self, metrics: Epoch) -> None:
+        """Add a finished epoch, and copy its weights if they are the best."""
+        self.history.append(metrics)
+        highest = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
+        if metrics.gallery_accuracy >= highest.gallery_accuracy - highest.gallery_accuracy_error:
+            self.best_epoch = metrics.epoch
+            weights = self._module.network.state_dict()
+            self.best_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+
+    def final_checkpoint(self) -> dict[str, Any]:
+        """The content of the last checkpoint."""
+        history = [metrics.model_dump() for metrics in self.history]
+        return {"history": history, "best_epoch": self.best_epoch, "best_weights": self.best_weights}
+
+    def resume_state(self) -> dict[str, Any]:
+        """The part of a checkpoint that only unfinished training needs."""
+        return {
+            "module": self._module.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Restore the state of ``checkpoint``."""
+        self.history = [Epoch(**metrics) for metrics in checkpoint["history"]]
+        self.best_epoch, self.best_weights = checkpoint["best_epoch"], checkpoint["best_weights"]
+        if "optimizer" in checkpoint:
+            self._module.load_state_dict(checkpoint["module"])
+            self._optimizer.load_state_dict(checkpoint["optimizer"])
+            self._scaler.load_state_dict(checkpoint["scaler"])
+
+
+def checkpoint_key(
+    dataset_digest: str,
+    settings: TrainSettings,
+    exclude_labels: frozenset[str],
+    pretrained_sha256: str | None = None,
+) -> str:
+    """A hash of everything that determines the weights: data, settings, initial weights, excluded labels, code."""
+    inputs = {
+        "format": CHECKPOINT_FORMAT,
+        "dataset": dataset_digest,
+        "settings": settings.model_dump(mode="json", exclude=IGNORED_IN_KEY),
+        "exclude_labels": sorted(exclude_labels),
+        "pretrained": pretrained_sha256,
+        "code": code_digest("evernear.embedding.train", LIBRARIES),
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def load_checkpoint(store: Store | None, key: str, state: TrainingState) -> None:
+    """Restore ``state`` from the last checkpoint, if one exists.
+
+    Raises:
+        TrainingError: the object is not a checkpoint.
+    """
+    name = f"checkpoints/{key}/state.pt"
+    stored = store.find(name) if store else None
+    if stored is None or store is None:
+        return
+    try:
+        checkpoint = from_bytes(stored[0])
+    except Exception as error:  # torch.load raises many types: RuntimeError, UnpicklingError, EOFError ...
+        raise TrainingError(f"The checkpoint {store.uri}/{name} cannot be read; delete it and run again.") from error
+    state.restore(checkpoint)
+
+
+def save_checkpoint(store: Store | None, key: str, checkpoint: dict[str, Any]) -> None:
+    """Replace the checkpoint atomically."""
+    if store is not None:
+        store.put(f"checkpoints/{key}/state.pt", to_bytes(checkpoint))

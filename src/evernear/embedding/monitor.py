@@ -1,0 +1,124 @@
+"""What training measures on the gallery split, its validation set, and decides from it."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from evernear.embedding import distributed
+from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.artifact import Epoch, FlipTest, TrainingResult
+from evernear.embedding.augmentation import Flip, flip
+from evernear.embedding.data_loader import TrainingImages
+from evernear.errors import TrainingError
+from evernear.output import quantity
+from evernear.settings import TrainSettings
+
+FLIP_TOLERANCE = 0.1
+"""Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
+FLIP_TEST_MIN_ERRORS = 8
+"""Standard errors above chance at which the accuracy is high enough to compare flips."""
+
+
+class GalleryMetrics(TypedDict):
+    """Metrics of `Epoch` that `measure_gallery` measures."""
+
+    gallery_loss: float
+    gallery_accuracy: float
+    gallery_accuracy_error: float
+
+
+@torch.no_grad()
+def measure_gallery(
+    module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
+) -> GalleryMetrics:
+    """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery split, without the margin.
+
+    The ``batches`` of all processes together are the split. The standard error of the accuracy is that of a proportion
+    with half an image added on either side (the prior of Jeffreys), so that it is not zero if all predictions are
+    correct.
+    """
+    module.eval()
+    count, correct, total_loss = 0, 0, 0.0
+    for pixels, classes in batches:
+        classes = classes.to(device)
+        logits = module.logits(pixels.to(device))
+        total_loss += F.cross_entropy(logits, classes, reduction="none").double().sum().item()
+        correct += int((logits.argmax(dim=1) == classes).sum())
+        count += len(classes)
+    sums = distributed.all_reduce_sum(torch.tensor([total_loss, correct, count], dtype=torch.float64, device=device))
+    total_loss, correct, count = sums.tolist()
+    proportion = (correct + 0.5) / (count + 1)
+    return {
+        "gallery_loss": total_loss / count,
+        "gallery_accuracy": correct / count,
+        "gallery_accuracy_error": math.sqrt(proportion * (1 - proportion) / (count + 1)),
+    }
+
+
+def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
+    """The flips that augment the next epoch: those of the settings, or those that `measure_flips` found harmless."""
+    if settings.flip == "both":
+        return "horizontal", "vertical"
+    if settings.flip in ("horizontal", "vertical"):
+        return (settings.flip,)
+    return tuple(test.direction for epoch in history for test in epoch.flip_tests if test.harmless)
+
+
+def measure_flips(
+    module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
+) -> tuple[FlipTest, ...]:
+    """Compare the accuracy on the mirrored gallery with that on the gallery, of a network trained without flips.
+
+    Where the mirror image of a class is as likely as the image itself, as of a photographed dog, the network recognizes
+    both equally well. A mirrored digit is a different symbol, and the network fails on it. A flip is harmless if the
+    accuracy above chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
+
+    Returns:
+        Nothing while the accuracy is less than `FLIP_TEST_MIN_ERRORS` standard errors above chance, too low to compare.
+    """
+    above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
+    if above_chance < FLIP_TEST_MIN_ERRORS * error:
+        return ()
+    min_accuracy = metrics.gallery_accuracy - FLIP_TOLERANCE * above_chance - 2 * error
+
+    def measure(direction: Flip) -> FlipTest:
+        mirrored = (
+            (flip(pixels, direction), classes) for pixels, classes in images.gallery(*distributed.rank_and_world_size())
+        )
+        accuracy = measure_gallery(module, mirrored, device)["gallery_accuracy"]
+        return FlipTest(direction=direction, gallery_accuracy=accuracy, harmless=accuracy >= min_accuracy)
+
+    return measure("horizontal"), measure("vertical")
+
+
+def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
+    """A warning if the gallery accuracy fell after the best epoch by more than four standard errors."""
+    best, last = history[best_epoch - 1], history[-1]
+    error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)
+    if best.gallery_accuracy - last.gallery_accuracy <= 4 * error:
+        return ()
+    return (
+        f"Training collapsed after epoch {best_epoch}: the gallery accuracy fell from {best.gallery_accuracy:.1%} to "
+        f"{last.gallery_accuracy:.1%}. The weights of epoch {best_epoch} were saved; lower train.learning_rate (it is "
+        f"{settings.learning_rate:g}).",
+    )
+
+
+def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
+    """Check that the best epoch is better than chance.
+
+    Raises:
+        TrainingError: its gallery accuracy is at most one standard error above `TrainingResult.chance_accuracy`.
+    """
+    best = result.best
+    if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:
+        raise TrainingError(
+            f"The network learned nothing: its best gallery accuracy in {quantity(len(result.epochs), 'epoch')} is "
+            f"{best.gallery_accuracy:.1%}, and always predicting the most frequent class gives "
+            f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {settings.learning_rate:g}), train more "
+            f"epochs (train.epochs is {settings.epochs}), or check the labels."
+        )
