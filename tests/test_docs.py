@@ -1,6 +1,7 @@
 """The documentation site: links that must exist, and the settings reference."""
 
 import base64
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from docs import build
 from docs.settings_reference import settings, settings_page
@@ -133,11 +136,37 @@ def test_commands_of_the_readme_create_their_environment_in_an_empty_clone(tmp_p
         ["make", "--no-print-directory", "-n", target], cwd=tmp_path, capture_output=True, text=True
     )
     assert planned.returncode == 0, planned.stderr
-    steps = ["-m venv .venv/tools", "uv venv", "--requirements requirements.lock", "--editable ."]
+    lock = "--constraints requirements.lock" if target == "demo" else "--requirements requirements.lock"
+    steps = ["-m venv .venv/tools", "uv venv", lock, "--editable ."]
     positions = [planned.stdout.index(step) for step in steps]
     assert positions == sorted(positions)
     last = planned.stdout.splitlines()[-1]
     assert last.startswith(".venv/bin/evernear demo" if target == "demo" else ".venv/bin/pytest")
+
+
+def test_demo_installs_what_it_runs_and_not_the_rest() -> None:
+    makefile = (build.ROOT / "Makefile").read_text()
+    (extras,) = re.findall(r"^DEMO_EXTRAS := (.*)$", makefile, re.MULTILINE)
+    packages = installed_with("evernear", frozenset(extras.split()))
+    assert {"torch", "torchserve", "kfp"} < packages
+    assert not {"pytest", "pymilvus", "slack-bolt", "mlflow-skinny", "optuna"} & packages
+    assert len(packages) <= 140
+
+
+def installed_with(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
+    """The package ``name`` with ``extras`` and all that they require on this platform."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    pending = [(name, extras)]
+    while pending:
+        package, wanted = pending.pop()
+        if (package, wanted) in seen:
+            continue
+        seen.add((package, wanted))
+        for text in importlib.metadata.requires(package) or ():
+            required = Requirement(text)
+            if any(required.marker is None or required.marker.evaluate({"extra": e}) for e in ("", *wanted)):
+                pending.append((canonicalize_name(required.name), frozenset(required.extras)))
+    return {package for package, _ in seen}
 
 
 WHOLE = {
