@@ -1,5 +1,6 @@
 """Training on several nodes: a TrainJob on the loopback cluster, whose nodes are processes that really train."""
 
+import copy
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ import pytest
 import yaml
 from kubernetes import client, config, utils
 from loopback.kubernetes import LoopbackCluster
+from loopback.kubernetes.api import now
+from loopback.kubernetes.kinds import ROLE, TRAIN_JOB, TRAINING_RUNTIME
 from loopback.kubernetes.pod_security import violations
 
 from evernear import steps
@@ -235,6 +238,80 @@ def test_api_server_checks_the_train_job(
     monkeypatch.setattr(train_job, "train_job", lambda *_: manifest)
     with pytest.raises(ClusterError, match=r'unknown field "spec\.trainer\.numberOfNodes"'):
         follow(digits, settings)
+
+
+def refusing(cluster: LoopbackCluster, manifests: Objects, settings: RunSettings) -> RunSettings:
+    """Settings whose TrainingRuntime passes its schema and webhook, but whose JobSet is refused."""
+    runtime = copy.deepcopy(manifests["TrainingRuntime"])
+    runtime["metadata"]["name"] = "refused"
+    runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0]["name"] = "training-error"
+    cluster.api.create(TRAINING_RUNTIME, runtime, "kubeflow")
+    return settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"runtime": "refused"})})
+
+
+def test_refused_job_set_ends_the_step_with_the_event(
+    loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    with pytest.raises(TrainingError) as refused:
+        follow(digits, refusing(loopback, manifests, settings))
+    message = str(refused.value)
+    assert "event TrainJobResourcesCreationFailed: TrainJob resources reconciliation failed" in message
+    assert "invalid failure policy rule name 'training-error'" in message
+    assert "Correct the TrainingRuntime refused" in message
+    assert "kubeflow-trainer-controller-manager" in message
+    assert train_jobs(loopback) == []
+
+
+def test_step_that_cannot_list_events_still_names_condition_and_controller(
+    loopback: LoopbackCluster, manifests: Objects, digits: Dataset, settings: RunSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The Role of an earlier version lacks the right."""
+    monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    role = loopback.api.get(ROLE, "kubeflow", manifests["Role"]["metadata"]["name"])
+    loopback.api.edit(ROLE, role | {"rules": role["rules"][:1]}, manager="test")
+
+    def add_condition(state: str) -> None:
+        if state.startswith("waiting"):
+            (job,) = loopback.api.store.all(TRAIN_JOB)
+            condition = {"type": "TrainJobResourcesCreationFailed", "status": "True", "reason": "Refused"}
+            condition |= {"message": "not\ncreated.", "lastTransitionTime": now()}
+            loopback.api.edit(
+                TRAIN_JOB, job | {"status": {"conditions": [condition]}}, manager="t", subresource="status"
+            )
+
+    with pytest.raises(TrainingError, match=r"TrainJobResourcesCreationFailed: Refused: not created; .*cannot be read"):
+        follow(digits, refusing(loopback, manifests, settings), report=add_condition)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "has_jobs"),
+    [
+        ({}, "waiting until all 4 nodes are ready", False),
+        ({"jobsStatus": [{}]}, "waiting until all 4 nodes are ready", False),  # a JobSet whose Job has no pods
+        ({"jobsStatus": [{"active": 1}]}, "waiting until all 4 nodes are ready", True),
+        ({"jobsStatus": [{"active": 1, "ready": 1}]}, "4 of 4 nodes ready", True),
+        ({"jobsStatus": [{"succeeded": 1}]}, "4 of 4 nodes ready", True),
+        ({"jobsStatus": [{"suspended": 1}]}, "waiting until all 4 nodes are ready", True),
+        ({"conditions": [{"type": "Suspended", "status": "True"}]}, "waiting until all 4 nodes are ready", True),
+    ],
+)
+def test_status_counts_jobs_and_not_nodes(status: dict[str, Any], state: str, has_jobs: bool) -> None:
+    zeros = dict.fromkeys(("ready", "succeeded", "failed", "active", "suspended"), 0)
+    status = status | {"jobsStatus": [zeros | job for job in status.get("jobsStatus", ())]}
+    assert train_job._nodes_ready({"status": status}, 4) == state
+    assert train_job._has_jobs({"status": status}) == has_jobs
+
+
+def test_missing_runtime_is_named_without_a_hint_at_permissions(
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings
+) -> None:
+    missing = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"runtime": "missing"})})
+    with pytest.raises(ClusterError, match=r'"missing" not found: specified trainingRuntime must be created') as error:
+        follow(digits, missing)
+    assert "Role" not in str(error.value)
 
 
 def test_nodes_use_the_image_of_the_pipeline(settings: RunSettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``), which defines everything about the
 pods except image and command. Input, progress and result pass through the object store (`evernear.embedding.node`), so
-that this process needs no access to pods: it may only create, read and delete TrainJobs.
+that this process needs no access to pods: it may only create, read and delete TrainJobs, and list events.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 
 from evernear.data.shards import Dataset
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster, ObjectConflictError
+from evernear.deployment.kubernetes.rollout_diagnosis import event_time
 from evernear.disk import sha256_bytes
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
@@ -33,6 +34,10 @@ POLL_S = 10.0
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 START_GRACE_S = 600
 """Time beyond the deadline of the TrainJob in which its controller must report the end."""
+CREATION_TIMEOUT_S = 60
+"""Time in which the controllers must create the Jobs and pods of the TrainJob."""
+CONTROLLERS = "the Deployments kubeflow-trainer-controller-manager and jobset-controller-manager (kubeflow-system)"
+MAX_EVENTS = 3
 
 
 def run_train_job(
@@ -49,7 +54,7 @@ def run_train_job(
     failed. ``report`` receives the state of the nodes, ``on_epoch`` each finished epoch.
 
     Raises:
-        TrainingError: the TrainJob failed, disappeared or exceeded its deadline.
+        TrainingError: the TrainJob failed, disappeared, exceeded its deadline, or its resources cannot be created.
         ClusterError: the cluster is unreachable or rejects the TrainJob.
         SettingsError: no namespace or no image is known.
     """
@@ -138,11 +143,13 @@ def _follow(
     started, deadline_s = datetime.now(UTC), time.monotonic() + job.timeout_s + START_GRACE_S
     report(f"TrainJob {name} on {settings.nodes} nodes")
     last_epoch, last_state = 0, ""
+    has_started, waiting_since_s = False, time.monotonic()
     while True:
         try:
             resource = cluster.get("TrainJob", name)
         except ApiUnavailableError as error:
             report(str(error))
+            waiting_since_s = time.monotonic()  # the controllers may not reach it either
         else:
             if resource is None:
                 raise TrainingError(f"The TrainJob {name} was deleted by someone else; run again to resume.")
@@ -158,6 +165,9 @@ def _follow(
                 return
             if failed := _condition(resource, "Failed"):
                 raise TrainingError(_cause(name, failed, record, settings.nodes))
+            has_started = has_started or _has_jobs(resource) or bool(NodeLog.of(record, 0).lines)
+            if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
+                raise TrainingError(_nothing_created(cluster, resource))
         if time.monotonic() > deadline_s:
             raise TrainingError(
                 f"The TrainJob {name} has not ended since {started:%Y-%m-%d %H:%M} UTC; see its events."
@@ -171,9 +181,52 @@ def _condition(resource: Tree, kind: str) -> Tree | None:
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
 
+def _has_jobs(resource: Tree) -> bool:
+    """Whether a Job exists that has pods, has ended, or is suspended, as a queue does."""
+    counts = ("ready", "succeeded", "failed", "active", "suspended")
+    suspended = _condition(resource, "Suspended") is not None
+    return suspended or any(job.get(count) for job in _jobs(resource) for count in counts)
+
+
 def _nodes_ready(resource: Tree, nodes: int) -> str:
-    jobs: list[Tree] = resource.get("status", {}).get("jobsStatus") or []
-    return f"{max((job['ready'] for job in jobs), default=0)} of {nodes} nodes ready"
+    """The state in words. ``jobsStatus`` counts Jobs: a Job is ready when all of its nodes are."""
+    jobs = _jobs(resource)
+    is_ready = bool(jobs) and all(job["ready"] or job["succeeded"] for job in jobs)
+    return f"{nodes} of {nodes} nodes ready" if is_ready else f"waiting until all {nodes} nodes are ready"
+
+
+def _jobs(resource: Tree) -> list[Tree]:
+    return resource.get("status", {}).get("jobsStatus") or []
+
+
+def _nothing_created(cluster: Cluster, resource: Tree) -> str:
+    """The conditions of a TrainJob without pods, the newest warnings about its objects, and where to look further."""
+    name, runtime = resource["metadata"]["name"], resource["spec"]["runtimeRef"]["name"]
+    conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
+    reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions]
+    try:
+        events = cluster.list("Event", fieldSelector="type=Warning")
+    except ClusterError as error:
+        reasons.append(f"its events cannot be read: {str(error).rstrip('.')}")
+    else:
+        events = [item for item in events if _is_about(item["involvedObject"].get("name", ""), name)]
+        texts = dict.fromkeys(map(_text, sorted(events, key=event_time)))  # a warning may repeat
+        reasons += [f"event {text}" for text in [*texts][-MAX_EVENTS:]]
+    return (
+        f"The pods of the TrainJob {name} were not created within {CREATION_TIMEOUT_S} s: "
+        f"{'; '.join(reasons) or 'it has neither a condition nor an event'}. Correct the TrainingRuntime {runtime} or "
+        f"its quota, and run again; the logs of {CONTROLLERS} say more."
+    )
+
+
+def _is_about(subject: str, name: str) -> bool:
+    """Whether ``subject`` is the TrainJob or its JobSet, Jobs or pods."""
+    return subject == name or subject.startswith(f"{name}-")
+
+
+def _text(item: Tree) -> str:
+    """Reason and message of a condition or an event, in one line."""
+    return " ".join(f"{item.get('reason')}: {item.get('message', '')}".split()).rstrip(".: ")
 
 
 def _cause(name: str, failed: Tree, record: RunRecord, nodes: int) -> str:

@@ -6,9 +6,18 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation
+from loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation, webhooks
 from loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError, decode, encode
-from loopback.kubernetes.kinds import DEPLOYMENT, NAMESPACE, POD, SERVICE, SERVICE_ACCOUNT, Kind
+from loopback.kubernetes.kinds import (
+    DEPLOYMENT,
+    NAMESPACE,
+    POD,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    TRAIN_JOB,
+    TRAINING_RUNTIME,
+    Kind,
+)
 from loopback.kubernetes.schemas import schemas
 from loopback.kubernetes.status import Cause
 from loopback.kubernetes.store import Store, deep_copy
@@ -341,8 +350,11 @@ class Api:
                 port.setdefault("nodePort", node_ports.get(port["port"]) or next(self._node_ports))
 
     def _admit(self, kind: Kind, live: Object | None, new: Object) -> None:
-        """Run the admission plugins: service accounts and Pod Security."""
-        if kind is not POD or live is not None:
+        """Run the admission plugins: webhooks, service accounts and Pod Security."""
+        if live is not None:
+            return
+        self._call_webhooks(kind, new)
+        if kind is not POD:
             return
         metadata = new["metadata"]
         account = new["spec"]["serviceAccountName"]
@@ -355,6 +367,17 @@ class Api:
         if violations := pod_security.violations(level, new["spec"]):
             reason = f'violates PodSecurity "{level}:latest": {", ".join(violations)}'
             raise status.forbidden(kind, metadata["name"], reason)
+
+    def _call_webhooks(self, kind: Kind, new: Object) -> None:
+        webhook, reasons = "", []
+        if kind is TRAINING_RUNTIME:
+            webhook, reasons = webhooks.TRAINING_RUNTIME, webhooks.training_runtime(new)
+        elif kind is TRAIN_JOB:
+            namespace, reference = new["metadata"]["namespace"], new["spec"]["runtimeRef"]
+            runtime = self.store.get(TRAINING_RUNTIME, namespace, reference["name"])
+            webhook, reasons = webhooks.TRAIN_JOB, webhooks.train_job(new, runtime)
+        if reasons:
+            raise status.denied(webhooks.denial(webhook, reasons))
 
 
 def now() -> str:

@@ -110,6 +110,11 @@ def forbidden(kind: Kind, name: str, reason: str) -> ApiError:
     return ApiError(403, "Forbidden", f"{subject} is forbidden: {reason}", _details(kind, name))
 
 
+def denied(message: str) -> ApiError:
+    """A request that a webhook refuses."""
+    return ApiError(403, "Forbidden", message)
+
+
 def too_many_requests(retry_after_s: int) -> ApiError:
     message = "the server has received too many requests and has asked us to try again later"
     return ApiError(429, "TooManyRequests", message, retry_after_s=retry_after_s)

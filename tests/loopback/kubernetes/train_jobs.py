@@ -14,6 +14,7 @@ from typing import Any
 
 from ports import free_ports
 
+from loopback.kubernetes import webhooks
 from loopback.kubernetes.api import Api, now
 from loopback.kubernetes.controller_base import Controller
 from loopback.kubernetes.kinds import TRAIN_JOB, TRAINING_RUNTIME
@@ -39,8 +40,9 @@ class TrainJobs(Controller):
     """Runs every TrainJob that has not ended."""
 
     def __init__(self, api: Api) -> None:
-        super().__init__(api, "trainjob-controller")
+        super().__init__(api, "trainer-trainjob-controller")
         self._nodes: dict[str, _Nodes] = {}  # by UID
+        self._refused: set[str] = set()  # UIDs
 
     def step(self) -> bool:
         """Start, watch and end nodes; return whether a status changed."""
@@ -68,12 +70,14 @@ class TrainJobs(Controller):
         reference = job["spec"]["runtimeRef"]
         runtime = self.api.store.get(TRAINING_RUNTIME, job["metadata"]["namespace"], reference["name"])
         if runtime is None:
-            return self._end(job, "Failed", "FailedRuntime", f"{reference['name']} not found")
+            return self._refuse(job, f"not found specified TrainingRuntime: {reference['name']}")
         job_set = runtime["spec"]["template"]["spec"]
+        if reasons := webhooks.job_set(job["metadata"]["name"], job_set, job["spec"]["trainer"]["numNodes"]):
+            return self._refuse(job, webhooks.denial(webhooks.JOB_SET, reasons))
         nodes = self._nodes.setdefault(job["metadata"]["uid"], _Nodes())
         if not nodes.processes:
             nodes.processes = _start(job)
-            return self._report(job, {"ready": len(nodes.processes), "active": 1})
+            return self._report(job, {"ready": 1, "active": 1})
         codes = [process.poll() for process in nodes.processes]
         if failed := [code for code in codes if code]:
             nodes.kill()
@@ -88,7 +92,18 @@ class TrainJobs(Controller):
             return False
         return self._end(job, "Complete", "AllJobsCompleted", "jobset completed successfully")
 
+    def _refuse(self, job: Object, reason: str) -> bool:
+        """Record why the JobSet was not created; the status stays empty."""
+        uid = job["metadata"]["uid"]
+        if uid in self._refused:
+            return False
+        self._refused.add(uid)
+        message = f"TrainJob resources reconciliation failed: {reason}"
+        self.event(TRAIN_JOB, job, "TrainJobResourcesCreationFailed", message, "Warning")
+        return True
+
     def _report(self, job: Object, counts: dict[str, int]) -> bool:
+        """``jobsStatus`` counts Jobs, not pods: one Job has all nodes, and is ready when all of them are."""
         zeros = dict.fromkeys(("ready", "succeeded", "failed", "active", "suspended"), 0)
         return self.set_status(TRAIN_JOB, job, {"jobsStatus": [{"name": "node"} | zeros | counts]})
 

@@ -20,6 +20,7 @@ from loopback.kubernetes.kinds import (
     SECRET,
     SERVICE,
     TRAIN_JOB,
+    TRAINING_RUNTIME,
     Kind,
 )
 from loopback.kubernetes.status import Cause
@@ -253,6 +254,7 @@ _IMMUTABLE = {
     SERVICE: ("spec.clusterIP",),
     ROLE_BINDING: ("roleRef",),
     SECRET: ("type",),
+    TRAINING_RUNTIME: ("spec.template.spec.failurePolicy",),  # a rule of the CustomResourceDefinition
 }
 
 

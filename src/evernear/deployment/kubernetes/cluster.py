@@ -7,6 +7,7 @@ used, since they drop fields that they do not know.
 import builtins
 import json
 import os
+import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,8 @@ RESOURCES = {
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
 """The API version and the plural of each kind in use."""
+_MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
+"""A 403 of the authorizer. Admission answers 403 too: webhooks, quotas and Pod Security."""
 
 
 class ObjectConflictError(ClusterError):
@@ -285,9 +288,10 @@ class Cluster:
             case 401:
                 return ClusterError(f"The API server at {self.host} does not accept the credentials ({message}).")
             case 403:
-                return ClusterError(
-                    f"The API server refuses: {message}; docs/kubernetes.md has the Role that is needed."
+                remedy = (
+                    "; docs/kubernetes.md has the Role that is needed" if _MISSING_PERMISSION.search(message) else ""
                 )
+                return ClusterError(f"The API server refuses: {message}{remedy}.")
             case 404:
                 return _NotFoundError(f"The API server answered 404: {message}.")
             case 409:

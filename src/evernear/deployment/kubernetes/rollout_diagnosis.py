@@ -99,10 +99,11 @@ def _log_end(cluster: Cluster, pod: str, container: str, ended: Tree, *, previou
 def _newest_warning(cluster: Cluster, pod: str, reason: str | None = None) -> str | None:
     events = cluster.list("Event", fieldSelector=f"involvedObject.name={pod}")
     warnings = [e for e in events if e.get("type") == "Warning" and reason in (None, e.get("reason"))]
-    return _one_line(max(warnings, key=_time).get("message")) if warnings else None
+    return _one_line(max(warnings, key=event_time).get("message")) if warnings else None
 
 
-def _time(event: Tree) -> str:
+def event_time(event: Tree) -> str:
+    """The last time of an event, which sorts as text."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
 
 
