@@ -19,6 +19,8 @@ from evernear.tuning.space import BUILT_IN, Parameter, Range, SearchSpace, load_
 
 METRIC = "accuracy"
 CONTAINER = "trial"
+GENERATE_NAME = "tune-evernear-"
+"""Katib creates a Service EXPERIMENT-tpe: one called evernear-* puts variables EVERNEAR_* into the namespace's pods."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,20 +52,23 @@ def experiment(options: argparse.Namespace, space: SearchSpace) -> dict[str, Any
     """The Experiment (kubeflow.org/v1beta1), for ``kubectl create``.
 
     Raises:
-        SettingsError: the image has no digest.
+        SettingsError: the image has no digest, or a number of trials is not positive.
     """
     if "@sha256:" not in options.image:
         raise SettingsError(f"--image {options.image} has no digest; use REF@sha256:..., so that all trials are equal.")
+    for name, value in (("--trials", options.trials), ("--parallel", options.parallel)):
+        if value < 1:
+            raise SettingsError(f"{name} {value} is not positive; use 1 or more.")
     return {
         "apiVersion": "kubeflow.org/v1beta1",
         "kind": "Experiment",
-        "metadata": {"generateName": "evernear-"},
+        "metadata": {"generateName": GENERATE_NAME},
         "spec": {
             "objective": {"type": "maximize", "objectiveMetricName": METRIC},
             "algorithm": {"algorithmName": "tpe"},
             "metricsCollectorSpec": {"collector": {"kind": "StdOut"}},
             "maxTrialCount": options.trials,
-            "parallelTrialCount": options.parallel,
+            "parallelTrialCount": min(options.parallel, options.trials),  # Katib refuses more
             "maxFailedTrialCount": options.trials,  # a failed trial is also a result
             "parameters": [_parameter(name, parameter) for name, parameter in space.parameters.items()],
             "trialTemplate": {
@@ -105,6 +110,7 @@ def _job(options: argparse.Namespace, space: SearchSpace) -> dict[str, Any]:
     pod = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
         "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],
     }

@@ -1,15 +1,20 @@
 """The InferenceService is valid for KServe 0.21: fields by its SDK, pods by Kubernetes, canaries by its webhook.
 
-The webhook's rules are those of ``inference_service_validation.go``, and of Knative's ``fieldmask.go`` for its pods.
+The webhook's rules are those of ``inference_service_validation.go`` (most are in `webhooks`), and of Knative's
+``fieldmask.go`` for its pods.
 """
 
 import ast
+import copy
+import functools
+import operator
 import re
 from functools import cache
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
+from loopback.kubernetes import webhooks
 from rendered import DEPLOY, NEWEST, PARTS, ROOT, Object, named, objects
 
 from evernear.release.registry import ARCHIVES
@@ -94,6 +99,30 @@ def test_containers_get_known_arguments_and_an_immutable_release(part: str) -> N
     if "transformer" in spec:
         predictor, transformer = (_uri(spec[component]) for component in ("predictor", "transformer"))
         assert predictor == transformer
+
+
+@pytest.mark.parametrize("part", KSERVE)
+def test_webhook_accepts_the_service(part: str) -> None:
+    assert webhooks.inference_service(service(part)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("metadata", "name"), "1st", "a name must consist"),
+        (("metadata", "annotations", "serving.kserve.io/autoscalerClass"), "vpa", "not a supported autoscaler class"),
+        (("metadata", "annotations", MODE), "Knative", "not a supported metric"),
+        (("spec", "predictor", "maxReplicas"), 1, "MinReplicas cannot be greater than MaxReplicas"),
+        (("spec", "predictor", "model"), {"modelFormat": {"name": "pytorch"}}, "exactly one implementation"),
+        (("spec", "predictor", "scaleTarget"), 101, "a [1-100] integer"),
+        (("spec", "transformer", "scaleMetric"), "rps", "not a supported metric"),
+        (("spec", "transformer", "containers", 0, "env", 0, "name"), "PYTHONPATH", "not allowed for security reasons"),
+    ],
+)
+def test_webhook_refuses_a_mistake(path: tuple[str | int, ...], value: object, reason: str) -> None:
+    changed = copy.deepcopy(service("kserve"))
+    functools.reduce(operator.getitem, path[:-1], changed)[path[-1]] = value
+    assert any(reason in text for text in webhooks.inference_service(changed))
 
 
 def test_standard_canary_passes_the_webhook() -> None:

@@ -1,9 +1,12 @@
 """The Katib Experiment runs ``evernear trial`` with the parameters of the search space."""
 
 import re
+from collections.abc import Callable
 
+import kubernetes_validate
 import pytest
 import yaml
+from loopback.kubernetes import webhooks
 from typer.testing import CliRunner
 
 from evernear.cli import app
@@ -71,6 +74,46 @@ def test_pods_have_few_privileges_and_read_the_keys_from_a_secret(capsys: pytest
     assert pod["securityContext"]["runAsNonRoot"]
     assert not pod["automountServiceAccountToken"]
     assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
+
+
+def test_katib_accepts_the_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--trials", "1"], ["--trials", "3", "--parallel", "8"]):
+        manifest = experiment(capsys, *arguments)
+        assert webhooks.experiment(manifest) == []
+        job = manifest["spec"]["trialTemplate"]["trialSpec"] | {"metadata": {"name": "trial"}}
+        kubernetes_validate.validate(job, "1.34", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tree: tree["metadata"].update(generateName="e" * 36), "longer than 40 characters"),
+        (lambda tree: tree["spec"].update(parallelTrialCount=21), "less than or equal to spec.maxTrialCount"),
+        (lambda tree: tree["spec"].update(maxFailedTrialCount=21), "less than or equal to spec.maxTrialCount"),
+        (lambda tree: tree["spec"]["parameters"].pop(), "does not exist in spec.parameters"),
+        (lambda tree: tree["spec"]["trialTemplate"]["trialParameters"].pop(), "in only one of"),
+        (lambda tree: tree["spec"]["trialTemplate"]["trialSpec"].update(metadata={"name": "x"}), "must be omitted"),
+        (lambda tree: tree["spec"]["parameters"][0].update(feasibleSpace={"list": ["1"]}), "not supported for"),
+    ],
+)
+def test_katib_refuses_a_mistake(
+    capsys: pytest.CaptureFixture[str], change: Callable[[dict], object], reason: str
+) -> None:
+    manifest = experiment(capsys)
+    change(manifest)
+    assert any(reason in text for text in webhooks.experiment(manifest))
+
+
+def test_trials_have_no_service_links_and_their_service_has_another_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = experiment(capsys)
+    assert not manifest["metadata"]["generateName"].startswith("evernear")
+    assert manifest["spec"]["trialTemplate"]["trialSpec"]["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("option", ["--trials", "--parallel"])
+def test_a_number_of_trials_is_positive(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["--image", IMAGE, "--source", "mnist", option, "0"]) == 2
+    assert capsys.readouterr().err == f"{option} 0 is not positive; use 1 or more.\n"
 
 
 def test_an_image_without_a_digest_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,8 @@ NEVER = "1970-01-01T00:00:00Z"
 """The API server's value for an unset time."""
 CRON = re.compile(r"@[a-z]+( \S+)?|([\d*?,/-]+ ){4}[\dA-Z*?,/-]+( [\dA-Z*?,/-]+)?", re.IGNORECASE)
 """robfig/cron 1.2: the first field is seconds and the day of the week is optional, unlike Unix cron."""
+PIPELINE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
+"""``ValidatePipelineName`` in ``backend/src/apiserver/common/utils.go``, which the webhook for versions calls too."""
 FINAL = ("SUCCEEDED", "SKIPPED", "FAILED", "CANCELED")
 
 
@@ -253,6 +255,8 @@ def read_spec(content: bytes) -> Resource:
     if not documents or not isinstance(documents[0], dict) or "pipelineInfo" not in documents[0]:
         raise invalid("unknown template format: pipeline spec is invalid")
     spec, *platform = documents
+    if not PIPELINE_NAME.fullmatch(spec["pipelineInfo"].get("name", "")):
+        raise invalid("pipeline's name must contain only lowercase alphanumeric characters or '-'")
     return {"pipeline_spec": spec, "platform_spec": platform[0]} if platform else spec
 
 
