@@ -158,6 +158,50 @@ def test_unknown_section_in_the_environment_is_an_error() -> None:
         load(environment={"EVERNEAR_GAET__SIGNIFICANCE": "0.1"})
 
 
+def service_links(service: str, port: int, protocol: str, port_name: str) -> dict[str, str]:
+    """The variables that a kubelet sets for a Service (kubernetes/pkg/kubelet/envvars)."""
+    name, upper = service.upper().replace("-", "_"), protocol.upper()
+    address = f"{protocol}://10.96.0.7:{port}"
+    return {
+        f"{name}_SERVICE_HOST": "10.96.0.7",
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_{port_name.upper().replace('-', '_')}": str(port),
+        f"{name}_PORT": address,
+        f"{name}_PORT_{port}_{upper}": address,
+        f"{name}_PORT_{port}_{upper}_PROTO": protocol,
+        f"{name}_PORT_{port}_{upper}_PORT": str(port),
+        f"{name}_PORT_{port}_{upper}_ADDR": "10.96.0.7",
+    }
+
+
+@pytest.mark.parametrize(
+    ("service", "port", "protocol", "port_name"),
+    [
+        ("evernear-x7k2p-tpe", 6789, "tcp", "katib-api"),
+        ("evernear-prep", 8090, "tcp", "http"),  # the same name as the setting prep.port
+        ("evernear", 53, "udp", "dns"),
+        ("evernear-serving", 8080, "sctp", "http-inference"),
+        ("evernear-milvus", 19530, "tcp", "token"),
+    ],
+)
+def test_variables_of_services_are_ignored(service: str, port: int, protocol: str, port_name: str) -> None:
+    links = service_links(service, port, protocol, port_name)
+    assert load(environment=links | {"EVERNEAR_PREP__PORT": "8091"}) == load(overrides=["prep.port=8091"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "EVERNEAR_EPOCHS", "EVERNEAR_PREP_PORT", "EVERNEAR_SERVING_INFERENCE_PORT", "EVERNEAR_PREP__SERVICE_HOST",
+        "EVERNEAR_X_PORT_80_HTTP", "EVERNEAR_X_PORT_TCP", "EVERNEAR_X_SERVICE", "EVERNEAR_X_PORT_80_TCP_NAME",
+        "EVERNEAR_X__PORT", "EVERNEAR_SERVICEHOST", "EVERNEAR_PORTS", "EVERNEAR_",
+    ],
+)  # fmt: skip
+def test_other_variables_with_our_prefix_are_typos(name: str) -> None:
+    with pytest.raises(SettingsError, match=r"^No setting '"):
+        load(environment={name: "80"})
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_settings_file_of_any_editor_is_read(tmp_path: Path, encoding: str) -> None:
     config = tmp_path / "settings.toml"

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import tomllib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,11 @@ _NOT_SETTINGS = (
     MILVUS_TOKEN_VARIABLE,
     MILVUS_TOKEN_FILE_VARIABLE,
 )
+_SERVICE_LINK = re.compile(
+    r"EVERNEAR(_[A-Z0-9_]+)?_"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""Variables that Kubernetes sets in every pod for a Service ``evernear`` or ``evernear-*`` of its namespace."""
 Model = TypeVar("Model", bound=BaseModel)
 Tree = dict[str, Any]
 _FORMS = {
@@ -115,13 +121,22 @@ def text_of(data: bytes) -> str:
 
 
 def environment(model: type[BaseModel], variables: Mapping[str, str] = os.environ) -> Tree:
-    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``."""
+    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``; those that Kubernetes sets are ignored."""
     values = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in variables.items()
         if name.startswith(ENV_PREFIX) and not name.startswith(TESTS_PREFIX) and name not in _NOT_SETTINGS
+        if not _is_service_link(model, name, value)
     }
     return _TextSource(model, values)()
+
+
+def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
+    """Whether Kubernetes set a variable. ``EVERNEAR_PREP_PORT=8090`` is a typo; Kubernetes' value is ``tcp://...``."""
+    if "__" in name or not _SERVICE_LINK.fullmatch(name):
+        return False
+    key = name.removeprefix(ENV_PREFIX).lower()
+    return key not in (known.replace(".", "_") for known in known_keys(model)) or "://" in value
 
 
 def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
