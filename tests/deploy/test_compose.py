@@ -89,6 +89,24 @@ def test_services_use_existing_settings_and_commands(name: str) -> None:
     assert published == ({prep.port} if name == "prep" else {serving.inference_port, serving.metrics_port})
 
 
+def test_torchserve_waits_for_the_first_release() -> None:
+    """Without --wait, it exits; with a short start period, prep is not started, because its dependency is unhealthy."""
+    torchserve = SERVICES["torchserve"]
+    assert "--wait" in torchserve["command"]
+    assert torchserve["healthcheck"]["start_period"] == "24h"
+
+
+def test_documentation_names_the_services() -> None:
+    text = (
+        (ROOT / "docs" / "serving.md")
+        .read_text()
+        .partition("## Everything with Docker Compose")[2]
+        .partition("\n## ")[0]
+    )
+    assert "SeaweedFS, TorchServe and the preprocessing server" in " ".join(text.split())
+    assert "MinIO" not in text
+
+
 def test_images_are_pinned() -> None:
     for service in SERVICES.values():
         if "build" not in service:

@@ -40,9 +40,12 @@ def serve(
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay in the foreground; the server stops with this process.")
     ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until a release has been promoted, instead of failing.")
+    ] = False,
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""
-    from evernear.deployment.local import follow, stopped_by_signals
+    from evernear.deployment.local import await_champion, follow, stopped_by_signals
     from evernear.deployment.local import serve as start_torchserve
     from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
@@ -53,6 +56,8 @@ def serve(
         adopt(home)
     state = "The TorchServe that was running continues" if was_running else "TorchServe was stopped"
     with message_on_interrupt(f"Interrupted. {state}; `{command_for(settings.workdir, 'serve')}` tries again."):
+        if wait:
+            await_champion(settings, lambda reason: print_line(reason, sys.stderr))
         version = start_torchserve(settings)
     url = endpoints(home).inference_url
     stop_it = command_for(settings.workdir, "stop")

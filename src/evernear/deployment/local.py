@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from evernear.store import open_store
 
 DRAIN_TIMEOUT_S = 30
 FOLLOW_POLL_S = 0.5
+CHAMPION_POLL_S = 2.0
 SPARE_BYTES = 2**20  # for filesystem blocks and TorchServe's logs
 LAST_BATCH_S = 0.5  # a batch that has left the queue is answered well within this time
 
@@ -281,6 +282,28 @@ def serve(settings: RunSettings) -> str:
     with target.exclusive():
         target.follow_champion(champion)
     return champion.version
+
+
+def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
+    """Wait until the store has a champion; ``report`` receives each reason to wait once.
+
+    Raises:
+        IntegrityError: the pointer to the champion is damaged or lost.
+        StoreError: the store does not exist, or refuses to be read.
+    """
+    registry = Registry(open_store(settings.store_uri))
+    reported = ""
+    while True:
+        try:
+            if registry.champion() is not None:
+                return
+            reason = registry.explain_no_champion()
+        except TransientStoreError as error:
+            reason = str(error)
+        if reason != reported:
+            report(f"{reason} Waiting.")
+        reported = reason
+        time.sleep(CHAMPION_POLL_S)
 
 
 @contextlib.contextmanager
