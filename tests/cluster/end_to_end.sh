@@ -14,7 +14,7 @@ defaults=(
   "serving_image=$SERVE_IMAGE"
   kubernetes.token_secret=evernear-token
   kubernetes.replicas_min=1 kubernetes.replicas_max=1
-  kubernetes.cpu=500m kubernetes.memory=1Gi
+  kubernetes.cpu=500m
   task_cpu=1 task_memory=2G train_cpu=2 train_memory=4G
 )
 evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"

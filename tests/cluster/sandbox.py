@@ -56,7 +56,6 @@ class Sandbox:
             "replicas_min": 1,
             "replicas_max": 1,
             "cpu": "500m",
-            "memory": "1Gi",
             "egress_ports": self.egress_ports,
             "lease_s": 5,
             **vars(self.timeouts),

@@ -10,6 +10,7 @@ from evernear import settings
 from evernear.data.preprocess import decode_size_bytes
 from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
+from evernear.serving.pod import pod_memory
 from evernear.serving.prep.server import memory_size_bytes
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
@@ -24,7 +25,10 @@ def size_bytes(quantity: str) -> int:
 
 
 def limit_bytes(container: Object) -> int:
-    return size_bytes(container["resources"]["limits"]["memory"])
+    """The limit. It is also the request: a node that is full kills pods that use more than they requested."""
+    resources = container["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    return size_bytes(resources["limits"]["memory"])
 
 
 def running(part: str, *command: str) -> list[Object]:
@@ -37,6 +41,18 @@ def settings_in(part: str, container: Object) -> Settings:
     (name,) = (name for name in named(objects(part), "ConfigMap") if name.startswith("evernear-settings"))
     environment = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     return settings.load(environment=named(objects(part), "ConfigMap")[name]["data"] | environment)
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if not part.startswith("kserve")])
+def test_memory_of_serving_pods_in_the_settings_suffices(part: str) -> None:
+    (container,) = running(part, "evernear", "prep")
+    assert size_bytes(pod_memory(settings_in(part, container))) >= torchserve_size_bytes(ServingSettings(), 0, 0)
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])
+def test_memory_of_a_predictor_is_at_least_that_of_torchserve(part: str) -> None:
+    for container in running(part, "python", "-m", "evernear.serving.kserve.predictor"):
+        assert limit_bytes(container) >= size_bytes(pod_memory(Settings()))
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if not part.startswith("kserve")])

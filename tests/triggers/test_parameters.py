@@ -57,6 +57,16 @@ def test_setting_can_be_given_by_name_or_parameter() -> None:
     }
 
 
+def test_memory_that_no_release_can_run_with_is_refused_before_the_run() -> None:
+    known = parameters_of(uploaded())
+    with pytest.raises(SettingsError, match=r"^Invalid setting kubernetes\.memory = 1Gi: a pod needs 2048Mi or more"):
+        from_words(["kubernetes.memory=1Gi"], known)
+    with pytest.raises(SettingsError, match=r"kubernetes\.memory = 2Gi: a pod needs 3072Mi or more"):
+        from_words(["kubernetes.memory=2Gi", "serving.workers=2"], known)
+    chosen = {"kubernetes": {"memory": "4Gi"}, "serving": {"workers": 2}}
+    assert from_words(["kubernetes.memory=4Gi", "serving.workers=2"], known) == {"settings": chosen}
+
+
 def test_settings_are_validated_together_over_the_defaults_of_the_pipeline() -> None:
     known = parameters_of(uploaded())
     assert from_words(["kubernetes.replicas_min=1", "kubernetes.replicas_max=1"], known) == {

@@ -19,6 +19,7 @@ EVERNEAR_STORE and the keys of the object store; the others have EVERNEAR_TOKEN_
     WORKDIR/release/        manifest, preprocessing and stored queries of the release, for the probes
 """
 
+import math
 import os
 import re
 import shutil
@@ -36,7 +37,7 @@ from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
 from evernear.serving.configuration import LOOPBACK, model_store
 from evernear.serving.endpoints import home_of
-from evernear.settings import ServingSettings, Settings
+from evernear.settings import RunSettings, ServingSettings, Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
 from evernear.store import open_store
 
@@ -50,6 +51,8 @@ WORKER_SIZE_BYTES = 480 * 2**20
 """Memory of a worker before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
 """Memory of TorchServe's frontend besides its heap."""
+MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
+_UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
 def grace_period_s(settings: ServingSettings) -> int:
@@ -66,6 +69,30 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
     batch = 2 * settings.batch_size * settings.max_request_size_bytes
     worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
     return settings.heap_size_bytes + JAVA_SIZE_BYTES + index_size_bytes + settings.workers * worker
+
+
+def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
+    """Memory request and limit of a pod, as a quantity of Kubernetes; the sizes are as for `memory_size_bytes`.
+
+    Without the sizes, the least memory that any release needs.
+
+    Raises:
+        SettingsError: ``kubernetes.memory`` is less than ``auto`` would be.
+    """
+    serving, chosen = settings.serving, settings.kubernetes.memory
+    needed = memory_size_bytes(serving, index_size_bytes, worker_parts_size_bytes)
+    needed_bytes = math.ceil(needed / MEMORY_STEP_BYTES) * MEMORY_STEP_BYTES
+    auto = f"{needed_bytes // 2**20}Mi"
+    if chosen == "auto":
+        return auto
+    if int(chosen[:-2]) * _UNITS[chosen[-2:]] < needed_bytes:
+        of_release = "" if index_size_bytes or worker_parts_size_bytes else " or more, depending on the release"
+        raise SettingsError(
+            f"Invalid setting kubernetes.memory = {chosen}: a pod needs {auto}{of_release}. With less, the kernel kills "
+            f"a worker and its requests when {serving.batch_size} requests of the largest size arrive together; use "
+            "auto, or lower serving.workers, serving.batch_size, serving.max_request_size_bytes or serving.max_pixels."
+        )
+    return chosen
 
 
 def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:

@@ -143,7 +143,8 @@ class KubernetesSettings(Section):
     memory: str = Field(
         default="auto",
         pattern=r"^(auto|[0-9]+[MG]i)$",
-        description="Memory request and limit of a pod; auto: from the release and the limits of serving.*.",
+        description="Memory request and limit of a pod; auto: from the release and the limits of serving.*. A lower "
+        "value than that is refused.",
     )
     gpus: int = Field(default=0, ge=0, description="GPUs of a pod (nvidia.com/gpu).")
     node_selector: dict[str, str] = Field(default={}, description="Labels of the nodes that may run the pods.")

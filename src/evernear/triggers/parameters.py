@@ -119,10 +119,14 @@ def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Param
     """
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)
-    settings = of_run(combined.get("settings") or {}, preset=combined.get("preset") or "").model_dump(mode="json")
+    settings = of_run(combined.get("settings") or {}, preset=combined.get("preset") or "")
+    if settings.kubernetes.memory != "auto":
+        from evernear.serving.pod import pod_memory
+
+        pod_memory(settings)  # what no release can run with; the deploy step knows the release
     if "settings" not in arguments:
         return {}
-    return {"settings": _selected(settings, arguments["settings"])}
+    return {"settings": _selected(settings.model_dump(mode="json"), arguments["settings"])}
 
 
 def _selected(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from evernear.cli import app
+from evernear.deployment.kubernetes import KubernetesTarget
 from evernear.deployment.kubernetes.objects import REVISION, ServedRelease, serving_objects
 from evernear.errors import SettingsError
 from evernear.settings import Settings, load
@@ -101,6 +102,37 @@ def test_memory_of_a_pod_follows_from_the_release() -> None:
     assert memory() == "2048Mi"
     assert memory(index_size_bytes=1024 * 2**20) == "3072Mi"
     assert memory("kubernetes.memory=3Gi", index_size_bytes=1024 * 2**20) == "3Gi"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "release", "sentence"),
+    [
+        (["kubernetes.memory=1Gi"], RELEASE, "a pod needs 2048Mi or more, depending on the release"),
+        (["kubernetes.memory=2047Mi"], RELEASE, "a pod needs 2048Mi or more, depending on the release"),
+        (["kubernetes.memory=2Gi", "serving.workers=2"], RELEASE, "a pod needs 3072Mi or more"),
+        (["kubernetes.memory=2Gi"], replace(RELEASE, index_size_bytes=2**30), "a pod needs 3072Mi. With"),
+        (["kubernetes.memory=2Gi"], replace(RELEASE, worker_parts_size_bytes=2**30), "a pod needs 3072Mi. With"),
+    ],
+)
+def test_memory_below_that_of_auto_is_refused(overrides: list[str], release: ServedRelease, sentence: str) -> None:
+    with pytest.raises(SettingsError, match=r"^Invalid setting kubernetes\.memory = .*use auto, or lower") as refused:
+        objects(*overrides, release=release)
+    assert sentence in str(refused.value)
+    assert pod(objects("kubernetes.memory=auto", *overrides[1:], release=release))
+
+
+def test_memory_is_checked_before_the_first_step_reads_images() -> None:
+    """The cluster is not asked, so that none is needed here."""
+    target = KubernetesTarget(
+        settings("kubernetes.memory=1Gi", "kubernetes.store_claim=store", store="file:///nowhere")
+    )
+    with pytest.raises(SettingsError, match=r"a pod needs 2048Mi or more, depending on the release"):
+        target.require_deployable()
+
+
+def test_lower_limits_of_serving_make_room() -> None:
+    assert objects("kubernetes.memory=1Gi", "serving.batch_size=1", "serving.max_pixels=1000000",
+                   "serving.max_request_size_bytes=1000000", "serving.heap_size_bytes=134217728")  # fmt: skip
 
 
 def test_only_the_autoscaler_sets_the_number_of_replicas() -> None:

@@ -15,7 +15,7 @@ from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError
 from evernear.index.description import VECTORS_FILE
 from evernear.release.registry import Record
-from evernear.serving.pod import grace_period_s, memory_size_bytes
+from evernear.serving.pod import grace_period_s, pod_memory
 from evernear.serving.tracing import ENDPOINT_VARIABLE
 from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 
@@ -38,7 +38,6 @@ CONFIG_FILE = f"{CONFIG_DIR}/evernear.toml"
 TOKEN_DIR = "/var/run/evernear"  # noqa: S105 - a directory, not a token
 PROBE_S = 5
 PROBE_TIMEOUT_S = 5
-MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
 START_PROBE_TIMEOUT_S = 30  # Python starts and sends all stored queries
 
 
@@ -67,18 +66,15 @@ class ServedRelease:
         )
 
     def memory(self, settings: RunSettings) -> str:
-        """Memory request and limit of a pod, as a quantity of Kubernetes."""
-        if settings.kubernetes.memory != "auto":
-            return settings.kubernetes.memory
-        needed = memory_size_bytes(settings.serving, self.index_size_bytes, self.worker_parts_size_bytes)
-        return f"{math.ceil(needed / MEMORY_STEP_BYTES) * MEMORY_STEP_BYTES // 2**20}Mi"
+        """Memory request and limit of a pod. Raises as `pod_memory`."""
+        return pod_memory(settings, self.index_size_bytes, self.worker_parts_size_bytes)
 
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
     """All objects of ``release``, in the order in which they are applied.
 
     Raises:
-        SettingsError: no image is set, or pods cannot reach the store.
+        SettingsError: no image is set, pods cannot reach the store, or their memory does not suffice.
     """
     _require_usable(settings)
     kubernetes = settings.kubernetes
