@@ -13,7 +13,7 @@ import yaml
 from kubernetes import client, config, utils
 from loopback.kubernetes import LoopbackCluster
 from loopback.kubernetes.api import now
-from loopback.kubernetes.kinds import ROLE, TRAIN_JOB, TRAINING_RUNTIME
+from loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
 from loopback.kubernetes.pod_security import violations
 
 from evernear import steps
@@ -254,11 +254,20 @@ def test_refused_job_set_ends_the_step_with_the_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(train_job, "CREATION_TIMEOUT_S", 0.5)
+    name = train_job.train_job("run-1", settings.train, settings)["metadata"]["name"]
+    for year, subject in ((2101, f"{name}-node-0"), (2001, name), (2101, "another")):
+        event = {"metadata": {"name": subject}, "involvedObject": {"kind": "Job", "name": subject, "uid": subject}}
+        event |= {"type": "Warning", "reason": "Quota", "message": f"{subject} in {year}"}
+        written = loopback.api.create(EVENT, event, "kubeflow", trusted=True)
+        written["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
+        loopback.api.store.put(EVENT, written)
     with pytest.raises(TrainingError) as refused:
         follow(digits, refusing(loopback, manifests, settings))
     message = str(refused.value)
     assert "event TrainJobResourcesCreationFailed: TrainJob resources reconciliation failed" in message
     assert "invalid failure policy rule name 'training-error'" in message
+    assert f"event Quota: {name}-node-0 in 2101" in message
+    assert message.count("event Quota") == 1, "neither another object's nor an earlier attempt's"
     assert "Correct the TrainingRuntime refused" in message
     assert "kubeflow-trainer-controller-manager" in message
     assert train_jobs(loopback) == []

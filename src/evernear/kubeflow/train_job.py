@@ -202,14 +202,16 @@ def _jobs(resource: Tree) -> list[Tree]:
 def _nothing_created(cluster: Cluster, resource: Tree) -> str:
     """The conditions of a TrainJob without pods, the newest warnings about its objects, and where to look further."""
     name, runtime = resource["metadata"]["name"], resource["spec"]["runtimeRef"]["name"]
+    created = resource["metadata"]["creationTimestamp"]
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
-    reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions]
+    reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]
     try:
         events = cluster.list("Event", fieldSelector="type=Warning")
     except ClusterError as error:
         reasons.append(f"its events cannot be read: {str(error).rstrip('.')}")
     else:
         events = [item for item in events if _is_about(item["involvedObject"].get("name", ""), name)]
+        events = [item for item in events if item["metadata"]["creationTimestamp"] >= created]  # not an earlier attempt
         texts = dict.fromkeys(map(_text, sorted(events, key=event_time)))  # a warning may repeat
         reasons += [f"event {text}" for text in [*texts][-MAX_EVENTS:]]
     return (

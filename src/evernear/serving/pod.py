@@ -88,9 +88,10 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
     if int(chosen[:-2]) * _UNITS[chosen[-2:]] < needed_bytes:
         of_release = "" if index_size_bytes or worker_parts_size_bytes else " or more, depending on the release"
         raise SettingsError(
-            f"Invalid setting kubernetes.memory = {chosen}: a pod needs {auto}{of_release}. With less, the kernel kills "
-            f"a worker and its requests when {serving.batch_size} requests of the largest size arrive together; use "
-            "auto, or lower serving.workers, serving.batch_size, serving.max_request_size_bytes or serving.max_pixels."
+            f"Invalid setting kubernetes.memory = {chosen}: a pod needs {auto}{of_release}. With less, the kernel "
+            f"kills a worker and its requests when {serving.batch_size} requests of the largest size arrive together; "
+            "use auto, or lower serving.workers, serving.batch_size, serving.max_request_size_bytes or "
+            "serving.max_pixels."
         )
     return chosen
 
