@@ -17,8 +17,8 @@ INTRODUCTION = """\
 Every setting has a default. Later sources override earlier ones: the defaults, `--preset`, the working directory's
 [`evernear.toml`](your-images.md#settings-of-a-working-directory), `--config FILE` (TOML), the environment
 (`EVERNEAR_TRAIN__EPOCHS=3`), `--set train.epochs=3`. An unknown key is an error that suggests the closest valid one.
-The variables that Kubernetes sets in pods for a Service `evernear-*`, such as `EVERNEAR_PREP_SERVICE_HOST`, are ignored.
-Secrets are not settings: [S3 keys](object-store.md) and tokens come from the environment or from files.
+The variables that Kubernetes sets in pods for a Service `evernear-*`, such as `EVERNEAR_PREP_SERVICE_HOST`, are
+ignored. Secrets are not settings: [S3 keys](object-store.md) and tokens come from the environment or from files.
 
 This page is generated from the models in `evernear.settings` when the site is built.
 """
