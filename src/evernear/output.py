@@ -33,9 +33,19 @@ def printable(text: str, limit: int | None = None) -> str:
     return f"{escaped}..." if len(shortened) < len(text) else escaped
 
 
+NAMED = 5
+"""Names that a sentence lists."""
+
+
 def quantity(count: int, noun: str, plural: str = "") -> str:
     """``count`` and its noun, as in "1 image" and "1,200 images"; ``plural`` if it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def named(names: Sequence[str]) -> str:
+    """The first `NAMED` of ``names``, and the number of the others."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def print_line(text: str = "", file: TextIO | None = None) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from evernear.errors import DataError
 from evernear.index.build import build
 from evernear.index.calibrate import EQUAL, MARGIN, threshold_at, threshold_rejecting
-from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, describe_threshold
+from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
 
 from .conftest import MakeEmbeddings, MakeSettings, blobs
@@ -196,3 +196,39 @@ def test_no_query_of_a_small_dataset_is_at_the_threshold(
         threshold = build(embeddings, LABELS, IndexSettings(), tmp_path / str(seed), reject_rate=reject_rate).threshold
         distances = np.linalg.norm(query[0][:, None] - gallery[0][None], axis=2).min(axis=1)
         assert np.abs(distances - threshold).min() > EQUAL / 3
+
+
+@pytest.mark.parametrize("queries", [5, 10, 20, 50, 200])
+def test_expected_false_rejects_contain_the_share_of_new_images(queries: int) -> None:
+    rng, inside, trials = np.random.default_rng(0), 0, 1000
+    for _ in range(trials):
+        known = rng.random(queries).astype(np.float32)
+        threshold = threshold_rejecting(known, 0.05)
+        calibration = calibrated(queries, int((known > threshold).sum()), threshold)
+        low, high = calibration.expected_false_rejects()
+        inside += low <= max(0.0, 1 - threshold) <= high
+    assert inside >= 0.94 * trials
+
+
+def test_few_queries_are_said_to_determine_the_false_rejects_badly() -> None:
+    assert calibrated(10, 0, 0.5).describe_false_rejects() == (
+        "0.0% to 30.8% of new images of known classes are called unknown, because 10 query images cannot determine it "
+        "better: add images, or raise data.query_fraction for a new data set"
+    )
+    assert calibrated(1000, 49, 0.5).describe_false_rejects() == (
+        "3.6% to 6.4% of new images of known classes are called unknown"
+    )
+    assert calibrated(10, 0, MAX_DISTANCE).describe_false_rejects() == ""
+
+
+def calibrated(queries: int, false_rejects: int, threshold: float) -> Calibration:
+    return Calibration(
+        found_by="unseen classes",
+        stated_false_accept_rate=0.05,
+        stated_false_reject_rate=0.05,
+        threshold=threshold,
+        queries=queries,
+        false_accepts=0,
+        false_rejects=false_rejects,
+        nearest_found=queries,
+    )

@@ -53,11 +53,8 @@ from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import MAX_DISTANCE
-from evernear.output import quantity
+from evernear.output import named, quantity
 from evernear.settings import ClassSettings, GateSettings
-
-NAMED = 5
-"""Maximum number of classes that a reason names."""
 
 
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
@@ -182,12 +179,12 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     worst = min(recalls, key=lambda label: recalls[label].value)
     unmeasured = [label for label in candidate.known_labels if label not in recalls]
     reason = (
-        f"Recall is significantly below the floor of {floor:.0%} for {_some(fallen)}."
+        f"Recall is significantly below the floor of {floor:.0%} for {named(fallen)}."
         if fallen
         else f"No class has a recall significantly below {floor:.0%}; the worst is {worst} with {recalls[worst]}."
     )
     if unmeasured:
-        reason += f" Without test images and therefore not measured: {_some(unmeasured)}."
+        reason += f" Without test images and therefore not measured: {named(unmeasured)}."
     return Rule(
         name="class_recall_floor",
         passed=not fallen,
@@ -328,13 +325,13 @@ def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassS
     new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in known_before]
     reason = "The candidate knows every class of the champion."
     if missing:
-        reason = f"The candidate lacks classes of the champion: {_some(missing)}."
+        reason = f"The candidate lacks classes of the champion: {named(missing)}."
     if new:
-        reason += f" New: {_some(new)}."
+        reason += f" New: {named(new)}."
     if classes.retired:
-        reason += f" Retired on purpose: {_some([*classes.retired])}."
+        reason += f" Retired on purpose: {named([*classes.retired])}."
     if classes.renamed:
-        reason += f" Renamed: {_some([f'{old} to {new}' for old, new in classes.renamed.items()])}."
+        reason += f" Renamed: {named([f'{old} to {new}' for old, new in classes.renamed.items()])}."
     return Rule(
         name="classes_kept",
         passed=not missing and bool(candidate.known_labels),
@@ -367,7 +364,7 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
     ]
     largest = max(drops, key=lambda label: drops[label])
     reason = (
-        f"Recall fell significantly and by more than {bound:.1%} for {_some(fallen)}."
+        f"Recall fell significantly and by more than {bound:.1%} for {named(fallen)}."
         if fallen
         else f"No class has a significant recall drop of more than {bound:.1%}; the worst change is "
         f"{0.0 - drops[largest]:+.1%} for {largest}."
@@ -380,11 +377,6 @@ def _system(measurement: Measurement) -> System:
     return System(
         name=measurement.name, network_sha256=measurement.network_sha256, index_digest=measurement.index_digest
     )
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _floor(key: str, value: float) -> str:

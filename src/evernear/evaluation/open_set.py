@@ -2,6 +2,7 @@
 
 from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 from evernear.frozen import Frozen
+from evernear.output import named, quantity
 
 
 class OpenSet(Frozen):
@@ -44,7 +45,10 @@ class OpenSet(Frozen):
                 f"Unknown is switched off, and every image counts as known: with an AUROC of {self.auroc}, unseen "
                 "classes are not significantly farther away than known ones."
             )
-        text = f"AUROC {self.auroc} for unseen classes; {self.false_accepts} of their images are accepted as known."
+        text = (
+            f"AUROC {self.auroc} for the {quantity(len(self.held_out), 'class', 'classes')} held out "
+            f"({named(self.held_out)}); {self.false_accepts} of their images are accepted as known."
+        )
         if self.required_reject_rate and self.reject_rate and self.required_reject_rate > self.reject_rate:
             text += (
                 f" A false-accept rate of {self.stated_false_accept_rate:g} would reject "

@@ -20,6 +20,8 @@ MAX_DISTANCE = 2.0
 DISTANCE_TOLERANCE = 2e-3
 """Distances of one image may differ by this much, because rounding differs between machines and batch sizes. The square
 root is steep near zero: a difference of 4e-6 (observed: 1e-6) in the squared distance of equal vectors becomes this."""
+WIDE = 3
+"""The range of false rejects is wide if it reaches this multiple of ``index.false_reject_rate``."""
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest centroid of a class decide the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
@@ -65,6 +67,35 @@ class Calibration(Frozen):
     """Queries whose nearest vector, as the index finds it, is beyond the threshold."""
     nearest_found: int
     """Queries for which the index found the exact nearest vector: its recall@1."""
+
+    def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
+        """The range of the share of new images of known classes that the threshold calls unknown.
+
+        It is the interval of Clopper and Pearson (1934) for `false_rejects` of `queries`. It also holds for a threshold
+        that was chosen on the same queries: the share beyond the order statistic of rank n - k follows a Beta(k + 1, n
+        - k) distribution, and the share beyond the next one a Beta(k, n - k + 1) distribution (Vovk 2012, "Conditional
+        validity of inductive conformal predictors", arXiv:1209.2673).
+        """
+        from scipy.special import betaincinv
+
+        rejected, accepted, tail = self.false_rejects, self.queries - self.false_rejects, (1 - confidence) / 2
+        low = float(betaincinv(rejected, accepted + 1, tail)) if rejected else 0.0
+        high = float(betaincinv(rejected + 1, accepted, 1 - tail)) if accepted else 1.0
+        return low, high
+
+    def describe_false_rejects(self) -> str:
+        """What `expected_false_rejects` is, and what narrows it where it is wide; empty if every image is known."""
+        if self.threshold >= MAX_DISTANCE:
+            return ""
+        low, high = self.expected_false_rejects()
+        text = f"{low:.1%} to {high:.1%} of new images of known classes are called unknown"
+        stated = self.stated_false_reject_rate
+        if stated is None or high <= WIDE * stated:
+            return text
+        return (
+            f"{text}, because {quantity(self.queries, 'query image')} cannot determine it better: "
+            "add images, or raise data.query_fraction for a new data set"
+        )
 
 
 def describe_threshold(threshold: float) -> str:
@@ -113,6 +144,8 @@ class IndexDescription(Frozen):
         """Size, type and threshold, with a warning if the measured recall@1 is below ``target_recall``."""
         recall = self.calibration.nearest_found / self.calibration.queries
         summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
+        if false_rejects := self.calibration.describe_false_rejects():
+            summary += f"; {false_rejects}"
         if recall >= target_recall:
             return summary
         return (
