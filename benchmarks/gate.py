@@ -80,6 +80,9 @@ def cases() -> Iterator[Case]:
                 yield Case(planted, 10_000, 0.996, points, shared)
     for points in (0.0, -3.0, -5.0, -10.0, +2.0):
         yield Case("drawn", 180, 0.97, points, MEASURED_SHARED)
+    for queries in (50, 200, 1000, 2000):
+        for shared in (MEASURED_SHARED, 0.0):
+            yield Case("drawn", queries, 0.9, 0.0, shared)
 
 
 def make_evaluation(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS) -> Evaluation:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evernear.errors import IntegrityError
-from evernear.evaluation.compare import PairedCounts, compare, mcnemar_worse
+from evernear.evaluation.compare import PairedCounts, compare, detectable_loss, mcnemar_worse
 from evernear.evaluation.measure import Outcomes
 
 COUNTS = st.integers(0, 150)
@@ -24,6 +24,19 @@ def test_p_value_is_the_exact_binomial_tail(regressions, improvements):
 def test_p_value_is_monotonic_in_regressions(regressions, improvements):
     p = mcnemar_worse(regressions, improvements)
     assert mcnemar_worse(regressions + 1, improvements) <= p <= mcnemar_worse(regressions, improvements + 1)
+
+
+@pytest.mark.parametrize(("queries", "improvements"), [(50, 0), (200, 1), (200, 6), (1000, 10), (10_000, 20)])
+def test_detectable_loss_is_noticed_with_the_stated_probability(queries: int, improvements: int) -> None:
+    loss = detectable_loss(PairedCounts(queries=queries, regressions=0, improvements=improvements), 0.08)
+    gained = (improvements + 1) / (queries + 2)
+    draws = np.random.default_rng(0).multinomial(queries, [gained + loss, gained, 1 - 2 * gained - loss], 2000)
+    noticed = np.mean([mcnemar_worse(int(lost), int(won)) <= 0.08 for lost, won, _ in draws])
+    assert 0.88 <= noticed <= 0.96
+
+
+def test_no_loss_is_detectable_on_a_handful_of_images() -> None:
+    assert detectable_loss(PairedCounts(queries=3, regressions=0, improvements=0), 0.08) == 1.0
 
 
 @pytest.mark.parametrize("differing", [1, 3, 10, 37, 80])

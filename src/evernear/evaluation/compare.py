@@ -1,5 +1,6 @@
 """Paired test: whether the candidate is worse than the champion on the same queries."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -62,6 +63,33 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
     if regressions == 0:
         return 1.0
     return float(bdtrc(regressions - 1, regressions + improvements, 0.5))
+
+
+def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
+    """The smallest loss of accuracy that `mcnemar_worse` at ``level`` notices with probability ``power``: 0 to 1.
+
+    The share of improvements is assumed to be (improvements + 1) / (queries + 2), because observing none may be luck.
+    If the test notices no loss that often, the result is 1.
+    """
+    from scipy.optimize import brentq
+
+    gained = (pairs.improvements + 1) / (pairs.queries + 2)
+    largest = 1 - 2 * gained
+    if largest <= 0 or _power(pairs.queries, gained, largest, level) < power:
+        return 1.0
+    return float(brentq(lambda loss: _power(pairs.queries, gained, loss, level) - power, 0.0, largest, xtol=1e-5))
+
+
+def _power(queries: int, gained: float, loss: float, level: float) -> float:
+    """The probability that the test notices a ``loss`` if a share ``gained`` of the queries improves.
+
+    The normal approximation of Connor (1987, Biometrics 43:207), with the continuity correction of the exact test.
+    """
+    from scipy.special import ndtr, ndtri
+
+    differing, counts = 2 * gained + loss, queries
+    critical = -ndtri(level) * math.sqrt(counts * differing) + 1
+    return float(ndtr((counts * loss - critical) / math.sqrt(counts * (differing - loss**2))))
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
