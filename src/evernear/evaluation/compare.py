@@ -71,13 +71,14 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
     The share of improvements is assumed to be (improvements + 1) / (queries + 2), because observing none may be luck.
     If the test notices no loss that often, the result is 1.
     """
-    from scipy.optimize import brentq
+    from scipy.optimize import root_scalar
 
     gained = (pairs.improvements + 1) / (pairs.queries + 2)
     largest = 1 - 2 * gained
     if largest <= 0 or _power(pairs.queries, gained, largest, level) < power:
         return 1.0
-    return float(brentq(lambda loss: _power(pairs.queries, gained, loss, level) - power, 0.0, largest, xtol=1e-5))
+    excess = lambda loss: _power(pairs.queries, gained, loss, level) - power  # noqa: E731
+    return float(root_scalar(excess, bracket=(0.0, largest), xtol=1e-5).root)
 
 
 def _power(queries: int, gained: float, loss: float, level: float) -> float:
