@@ -57,6 +57,21 @@ def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, conten
     assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
 
 
+def test_images_that_came_by_review_are_not_measured_on(tree, run_ingest, make_image, contents) -> None:
+    old = contents(run_ingest(tree))
+    for number in range(2000, 2100):
+        sha256 = hashlib.sha256(str(number).encode()).hexdigest()
+        (tree / "1" / f"review-{sha256[:16]}.png").write_bytes(make_image(number))
+        (tree / "2" / f"my-review-{number}.png").write_bytes(make_image(number + 100))
+    new = contents(run_ingest(tree))
+    added = {digest: split for digest, split in new.split.items() if digest not in old.split}
+    by_label = {
+        label: Counter(split for digest, split in added.items() if new.label[digest] == label) for label in "12"
+    }
+    assert set(by_label["1"]) == {"train", "gallery"}
+    assert set(by_label["2"]) == {"train", "gallery", "test", "query"}
+
+
 def test_large_shards_are_not_stored_again(tmp_path: Path, run_ingest, make_image) -> None:
     """150 images fit into a shard: one with 19 or more stays as it is, others are filled."""
 

@@ -39,6 +39,7 @@ from evernear.data.preprocess import (
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, name_of, open_source
+from evernear.data.sources.names import is_reviewed
 from evernear.data.splits import choose_split
 from evernear.data.writer import ShardWriter
 from evernear.disk import disk_errors
@@ -446,13 +447,23 @@ class _Adder:
                     batch.explicit_splits[row]
                     or earlier_splits.get(digest)
                     or former_splits.get(batch.names[row])
-                    or choose_split(digest, counts, self._candidates, self._settings)
+                    or choose_split(digest, counts, self._candidates_for(batch.names[row]), self._settings)
                 )
                 counts[split] += 1
                 rows_of[split].append(row)
         for split, rows in rows_of.items():
             if rows:
                 self._add_rows(split, batch, rows)
+
+    def _candidates_for(self, name: str) -> tuple[Split, ...]:
+        """The splits that the image of a file may be in.
+
+        People label the queries that the recognizer was unsure about. Such a choice would bias a measurement: after
+        five rounds of review, the accuracy on the test images was 88.8%, and 93.4% on a random sample.
+        """
+        if not is_reviewed(name):
+            return self._candidates
+        return tuple(split for split in self._candidates if split in ("train", "gallery"))
 
     def _add_rows(self, split: Split, batch: Batch, rows: list[int]) -> None:
         labels = [self._label_indices[batch.labels[row]] for row in rows]

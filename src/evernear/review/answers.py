@@ -21,6 +21,7 @@ from pydantic import AwareDatetime, Field
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
+from evernear.data.sources.names import reviewed_stem
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.frozen import Frozen
@@ -357,7 +358,7 @@ def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:
         raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
-    mark = f"review-{answer.image[:16]}"
+    mark = reviewed_stem(answer.image)
     if not answer.files:
         yield "", f"{layout.class_folder(label)}/{mark}.png"
     for number, file in enumerate(answer.files):

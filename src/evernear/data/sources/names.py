@@ -1,5 +1,6 @@
 """What the name of a file or folder reveals about it, without a look inside."""
 
+import re
 from mimetypes import MimeTypes
 from typing import Final
 
@@ -54,3 +55,13 @@ def names_other_kind(path: str) -> bool:
     """Whether the suffix says that a file is no image: text, sound, video, an archive, data ..."""
     _, dot, suffix = path.rpartition(".")
     return dot + suffix.lower() in _OTHER_SUFFIXES
+
+
+def reviewed_stem(sha256: str) -> str:
+    """The stem of the file of a live query that a person labeled; ``sha256`` is the hash of the image."""
+    return f"review-{sha256[:16]}"
+
+
+def is_reviewed(path: str) -> bool:
+    """Whether `reviewed_stem` made the name of the file at ``path``."""
+    return re.fullmatch(r"review-[0-9a-f]{16}\.[^.]+", path.rpartition("/")[2]) is not None
