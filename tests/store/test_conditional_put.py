@@ -1,10 +1,9 @@
-"""Compare-and-swap on servers that support it, ignore it, reject it or implement it non-atomically."""
+"""Compare-and-swap on a server that supports it, and the refusal of servers that ignore or reject conditions."""
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from io import BytesIO
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from faulty import (
     DelayedRequest,
     Fault,
     FaultyProxy,
-    empty_listing,
     forward,
     lose_response,
     page,
@@ -21,12 +19,12 @@ from faulty import (
     start_faulty_proxy,
 )
 
+from evernear.doctor import check
 from evernear.errors import ConflictError, StoreError, TransientStoreError
-from evernear.store import S3Store, conditional_put, s3_connection
+from evernear.settings import Settings
+from evernear.store import S3Store, s3_connection
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-SERVERS = ["atomic", "ignoring", "swift"]
 
 
 @pytest.fixture
@@ -36,41 +34,49 @@ def atomic(faulty_proxy: FaultyProxy) -> FaultyProxy:
 
 
 @pytest.fixture
-def ignoring(altering_proxy: FaultyProxy) -> FaultyProxy:
-    """A server that ignores conditions, like SeaweedFS before 3.97."""
-    altering_proxy.ignored_headers = frozenset({"If-Match", "If-None-Match"})
-    return altering_proxy
-
-
-@pytest.fixture
 def early(altering_proxy: FaultyProxy) -> FaultyProxy:
     """A server that rejects a failed conditional write before reading its body, then resets, like MinIO."""
     altering_proxy.refuses_early = True
     return altering_proxy
 
 
-@pytest.fixture(params=SERVERS)
-def connect(request: pytest.FixtureRequest) -> Callable[[], S3Store]:
+@pytest.fixture
+def connect(atomic: FaultyProxy, bucket: str) -> Callable[[], S3Store]:
     """``connect()`` opens the same store for another writer."""
-    if request.param == "swift":
-        bucket = request.getfixturevalue("swift_bucket")
-    else:
-        request.getfixturevalue(request.param)
-        bucket = request.getfixturevalue("bucket")
     return lambda: S3Store(bucket, "prefix")
 
 
-def test_probe_classifies_servers(connect, request: pytest.FixtureRequest) -> None:
-    created, replaced = connect()._conditional_writer.race_winners
-    server = request.node.callspec.params["connect"]
-    if server == "atomic":
-        assert (created, replaced) == (1, 1)
-    elif server == "ignoring":
-        assert (created, replaced) == (8, 8)
-    else:
-        # Swift supports If-None-Match, not always atomically, and returns 501 for If-Match.
-        assert created >= 1
-        assert replaced == 0
+@pytest.mark.parametrize(
+    ("ignored_headers", "winners"),
+    [
+        ({"If-Match", "If-None-Match"}, "8 of 8 concurrent writers created an object and 8 replaced it"),
+        ({"If-None-Match"}, "8 of 8 concurrent writers created an object and [01] replaced it"),
+        ({"If-Match"}, "1 of 8 concurrent writers created an object and 8 replaced it"),
+    ],
+)
+def test_server_that_ignores_conditions_is_refused_before_the_write(
+    altering_proxy: FaultyProxy, bucket: str, ignored_headers: set[str], winners: str
+) -> None:
+    """Like SeaweedFS before 3.97."""
+    altering_proxy.ignored_headers = frozenset(ignored_headers)
+    (finding,) = check(Settings(store=f"s3://{bucket}/prefix"), ["store"])
+    assert not finding.ok
+    assert re.search(winners, finding.message)
+    store = S3Store(bucket, "prefix")
+    store.put("head", b"1")
+    for etag in (None, "0" * 32):
+        with pytest.raises(StoreError, match=rf"^http://\S+ does not support .*: {winners}, .*; use AWS, ") as raised:
+            store.put_if("head", b"2", etag)
+        assert not isinstance(raised.value, ConflictError | TransientStoreError)
+    assert store.get("head") == b"1"
+    assert [item.object_name for item in store._client.list_objects(bucket, recursive=True)] == ["prefix/head"]
+
+
+def test_server_that_rejects_conditions_is_refused(altering_proxy: FaultyProxy, bucket: str) -> None:
+    """Like OpenStack Swift."""
+    altering_proxy.inject("PUT", *[refuse(501, "NotImplemented")] * 8)
+    with pytest.raises(StoreError, match="0 of 8 concurrent writers created an object and 0 replaced it"):
+        S3Store(bucket, "prefix").put_if("head", b"1", None)
 
 
 def test_conditional_put_rejects_a_stale_etag(connect) -> None:
@@ -118,57 +124,6 @@ def test_probe_leaves_no_objects(connect) -> None:
     assert list(store.folders()) == ["a"]
     objects = store._client.list_objects(store.bucket, recursive=True)
     assert [item.object_name for item in objects] == ["prefix/a/head"]
-
-
-def _create_lease(store: S3Store) -> str:
-    name = "prefix/.swap/leases/a--head/0123"
-    store._client.put_object(store.bucket, name, BytesIO(b""), 0)
-    return name
-
-
-def test_active_lease_is_awaited_and_named(ignoring: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = S3Store(bucket, "prefix")
-    name = _create_lease(store)
-    monkeypatch.setattr(conditional_put, "_LEASE_TIMEOUT_S", 0.5)
-    with pytest.raises(StoreError, match=f"Another writer holds s3://{bucket}/{name}; .* after 20 minutes") as raised:
-        store.put_if("a/head", b"1", None)
-    # The outcome is known: nothing was written, so the object need not be read back.
-    assert not isinstance(raised.value, ConflictError)
-    assert store.find("a/head") is None
-    # Other pointers are not blocked.
-    store.put_if("b/head", b"1", None)
-
-    release = threading.Timer(0.5, store._client.remove_object, (bucket, name))
-    monkeypatch.setattr(conditional_put, "_LEASE_TIMEOUT_S", 30)
-    release.start()
-    store.put_if("a/head", b"1", None)
-    release.join()
-    assert store.get("a/head") == b"1"
-
-
-def test_lease_of_a_killed_writer_expires(ignoring: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = S3Store(bucket, "prefix")
-    _create_lease(store)
-    monkeypatch.setattr(conditional_put, "_STALE_AFTER", timedelta(seconds=1))
-    store.put_if("a/head", b"1", None)
-    assert list(store._client.list_objects(bucket, "prefix/.swap/", recursive=True)) == []
-
-
-def test_frozen_holder_does_not_write(ignoring: FaultyProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditional_put, "_LEASE_WRITE_WINDOW_S", 0.0)
-    store = S3Store(bucket, "prefix")
-    with pytest.raises(StoreError, match="too slow to hold a lease; nothing was written"):
-        store.put_if("head", b"1", None)
-    assert store.find("head") is None
-
-
-def test_stale_listing_is_rejected(ignoring: FaultyProxy, bucket: str) -> None:
-    store = S3Store(bucket, "prefix")
-    assert store._conditional_writer.race_winners == (8, 8)
-    ignoring.inject("GET", empty_listing)
-    with pytest.raises(StoreError, match="does not list an object right after its write; no pointer can move"):
-        store.put_if("head", b"1", None)
-    assert store.find("head") is None
 
 
 def time_out(handler: Any) -> None:
@@ -279,19 +234,7 @@ def test_throttled_write_is_retried(atomic: FaultyProxy, bucket: str) -> None:
     assert store.get("head") == b"2"
 
 
-def test_leased_write_with_a_lost_response_is_read_back(ignoring: FaultyProxy, bucket: str) -> None:
-    store = S3Store(bucket, "prefix")
-    first = store.put_if("head", b"1", None)
-    ignoring.inject("PUT", forward, *[lose_response] * s3_connection.MAX_ATTEMPTS)  # after the lease
-    second = store.put_if("head", b"2", first)
-    assert store.find("head") == (b"2", second)
-    ignoring.inject("PUT", forward, *[reset_upload] * s3_connection.MAX_ATTEMPTS)
-    with pytest.raises(TransientStoreError):
-        store.put_if("head", b"3" * 10**6, second)
-    assert store.find("head") == (b"2", second)
-
-
-def test_concurrent_increments_are_not_lost_without_conditional_writes(ignoring: FaultyProxy, bucket: str) -> None:
+def test_concurrent_increments_are_not_lost(atomic: FaultyProxy, bucket: str) -> None:
     def count(_: int) -> None:
         store = S3Store(bucket, "prefix")
         for _ in range(3):
@@ -308,7 +251,7 @@ def test_concurrent_increments_are_not_lost_without_conditional_writes(ignoring:
     assert S3Store(bucket, "prefix").get("counter") == b"12"
 
 
-def test_unsupported_server_is_not_reported_as_a_conflict(s3_endpoint: str, bucket: str, monkeypatch) -> None:
+def test_missing_permission_is_not_reported_as_a_conflict(s3_endpoint: str, bucket: str, monkeypatch) -> None:
     with start_faulty_proxy(s3_endpoint) as faulty_proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", faulty_proxy.url)
         faulty_proxy.inject("PUT", *[refuse(403, "AccessDenied")] * 8)

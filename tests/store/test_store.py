@@ -15,12 +15,11 @@ from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreE
 from evernear.store import Store, open_store, s3_connection
 
 
-@pytest.fixture(params=["file", "s3", "swift"])
+@pytest.fixture(params=["file", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "file":
         return open_store((tmp_path / "store").as_uri())
-    bucket = request.getfixturevalue("bucket" if request.param == "s3" else "swift_bucket")
-    return open_store(f"s3://{bucket}/some/prefix")
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
 
 
 def test_object_round_trip(store: Store, tmp_path: Path) -> None:

@@ -1,25 +1,19 @@
-"""Compare-and-swap in S3, whether or not the server supports atomic conditional writes.
+"""Compare-and-swap in S3, by conditional writes.
 
 AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers reject these headers (OpenStack
 Swift), ignore them (SeaweedFS before 3.97), or check and write in two steps, so that several concurrent writers succeed
-(SeaweedFS 4.16, Swift). evernear therefore tests the server first, with a race between its own writers; unless exactly
-one of them wins, writers take a lease. docs/decisions/0011-object-store.md describes the guarantees of both.
+(SeaweedFS 4.16, Swift). evernear tests the server before its first conditional write, with a race between its own
+writers, and refuses a server unless exactly one of them wins: docs/decisions/0011-object-store.md.
 
 A connection that breaks before the response arrives does not leave the outcome open: each write has an id, and reading
 the object back shows whether that write succeeded. MinIO breaks such connections routinely: it rejects the loser of a
 race before it has read the body, and resets.
 """
 
-import math
-import random
 import time
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
+from contextlib import suppress
 from functools import cached_property
-from io import BytesIO
 from uuid import uuid4
 
 import urllib3
@@ -27,18 +21,19 @@ from minio.error import InvalidResponseError, S3Error
 
 from evernear.errors import StoreError, TransientStoreError
 from evernear.store.base import conflict
-from evernear.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection, required_etag
+from evernear.store.s3_connection import (
+    BACKOFF_S,
+    MAX_ATTEMPTS,
+    MISSING_OBJECT,
+    S3Connection,
+    required_etag,
+    status_of,
+)
 
-# Probes and leases are below this prefix, which no key can start with.
+# Probes are below this prefix, which no key can start with.
 OWN_PREFIX = ".swap/"
 
 _RACERS = 8
-# A writer with a lease starts its write within this time or not at all, and the server rejects its signature after 15
-# minutes (S3's limit): a writer that was suspended cannot overwrite the next owner of its stale lease.
-_LEASE_WRITE_WINDOW_S = 30.0
-_STALE_AFTER = timedelta(minutes=20)
-_LEASE_TIMEOUT_S = 20.0
-_LEASE_RETRY_PAUSE_S = (0.05, 0.4)
 
 _CREATE = {"If-None-Match": "*"}
 # The content would not identify a write: two writers may write the same, and only one of them wins.
@@ -62,11 +57,12 @@ class ConditionalWriter:
         Raises:
             ConflictError: another writer was first and nothing was changed; or the response was lost and another writer
                 has written since.
-            TransientStoreError: the server is unreachable, or another writer does not release its lease.
-            StoreError: the server rejects the request.
+            TransientStoreError: the server is unreachable.
+            StoreError: the server rejects the request, or does not support atomic conditional writes.
         """
-        write = self._put if self.race_winners == (1, 1) else self._put_under_lease
-        written = write(self._prefix + key, data, etag, headers)
+        if self.race_winners != (1, 1):
+            raise StoreError(self._explain_unsupported(*self.race_winners))
+        written = self._put(self._prefix + key, data, etag, headers)
         if written is None:
             raise conflict(self._uri, key)
         return written
@@ -88,6 +84,14 @@ class ConditionalWriter:
             with suppress(TransientStoreError):  # leaves 16 bytes that are never listed
                 self._remove(name)
 
+    def _explain_unsupported(self, created: int, replaced: int) -> str:
+        return (
+            f"{self._connection.endpoint} does not support atomic conditional writes: {created} of {_RACERS} concurrent"
+            f" writers created an object and {replaced} replaced it, instead of one each, so two runs could overwrite"
+            " each other's champion; use AWS, MinIO, SeaweedFS 4.34 or another server that supports If-None-Match and"
+            " If-Match."
+        )
+
     def _race(self, name: str, etag: str | None) -> list[str]:
         """The etags of the writers that succeeded."""
         # Distinct contents: writing the current content again would leave the etag for the next writer to match.
@@ -96,13 +100,11 @@ class ConditionalWriter:
             etags = racers.map(lambda data: self._put(name, data, etag, {}), entries)
             return [etag for etag in etags if etag is not None]
 
-    def _put(
-        self, name: str, data: bytes, etag: str | None, headers: dict[str, str], send_before: float = math.inf
-    ) -> str | None:
+    def _put(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
         """Write conditionally; return the new etag, or None if the condition failed or is not supported.
 
-        If the response is lost, the object is read back. If it is unchanged, the write is sent again, but not after
-        ``send_before`` (`time.monotonic`): the condition admits at most one of the two.
+        If the response is lost, the object is read back. If it is unchanged, the write is sent again: the condition
+        admits at most one of the two.
         """
         write_id = uuid4().hex
         conditional = {
@@ -112,8 +114,6 @@ class ConditionalWriter:
         }
         for attempt in range(MAX_ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
-            if attempt and time.monotonic() > send_before:
-                break
             try:
                 written = self._send(name, data, conditional)
                 if written or attempt == 0:
@@ -138,21 +138,16 @@ class ConditionalWriter:
         """
         with self._connection.errors("s3:PutObject", self._bucket, name):
             try:
-                response = self._connection.put(self._bucket, name, data, headers)
+                return required_etag(self._connection.put(self._bucket, name, data, headers).headers.get("etag"))
             except (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError) as error:
                 raise _ResponseLostError from error
-            if response.status == 200:
-                return required_etag(response.headers.get("etag"))
-            if response.status in (409, 412, 501):
-                return None
-            if response.status in (500, 502, 504):
-                raise _ResponseLostError
-            if "xml" not in (kind := response.headers.get("content-type", "")):
-                raise InvalidResponseError(response.status, kind, response.data.decode(errors="replace"))
-            error = S3Error.fromxml(response)
-            if error.code in MISSING_OBJECT:
-                return None
-            raise error
+            except (S3Error, InvalidResponseError) as error:
+                status = status_of(error)
+                if status in (500, 502, 504):
+                    raise _ResponseLostError from error
+                if status in (409, 412, 501) or (isinstance(error, S3Error) and error.code in MISSING_OBJECT):
+                    return None
+                raise
 
     def _read_back(self, name: str) -> tuple[str | None, str | None]:
         """`_stat` after a lost response."""
@@ -174,84 +169,6 @@ class ConditionalWriter:
                     return None, None
                 raise
         return str(info.etag), info.metadata.get(_WRITE_ID) if info.metadata else None
-
-    def _put_under_lease(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """Write under a lease; return the new etag, or None if the current one is not ``etag``."""
-        client = self._connection.client
-        with self._lease(name) as since:
-            if self._stat(name)[0] != etag:
-                return None
-            if time.monotonic() - since > _LEASE_WRITE_WINDOW_S:
-                raise TransientStoreError(
-                    f"{self._connection.endpoint} is too slow to hold a lease; nothing was written."
-                )
-            if all(self.race_winners):
-                # A server that at least checks the condition rejects writers that consider it atomic.
-                return self._put(name, data, etag, headers, since + _LEASE_WRITE_WINDOW_S)
-            write_id = uuid4().hex
-            with self._connection.errors("s3:PutObject", self._bucket, name):
-                try:
-                    written = client.put_object(
-                        self._bucket, name, BytesIO(data), len(data), metadata={**headers, _WRITE_ID: write_id}
-                    )
-                except urllib3.exceptions.HTTPError:
-                    current, current_id = self._read_back(name)
-                    if current_id != write_id:
-                        raise
-                    return current
-                return str(written.etag)
-
-    @contextmanager
-    def _lease(self, name: str) -> Generator[float]:
-        """Hold the lease of ``name``; yields the time (`time.monotonic`) from which it is certainly held.
-
-        Raises:
-            StoreError: other writers do not release the lease.
-        """
-        folder = f"{self._prefix}{OWN_PREFIX}leases/{name.removeprefix(self._prefix).replace('/', '--')}/"
-        deadline = time.monotonic() + _LEASE_TIMEOUT_S
-        while True:
-            since = time.monotonic()
-            with self._flag(folder) as others:
-                if not others:
-                    yield since
-                    return
-            # Writers that see each other withdraw, and retry after random pauses.
-            if time.monotonic() > deadline:
-                raise TransientStoreError(
-                    f"Another writer holds s3://{self._bucket}/{min(others)}; run again. If none is running, one was"
-                    f" killed: its lease expires after {_STALE_AFTER.seconds // 60} minutes."
-                )
-            time.sleep(random.uniform(*_LEASE_RETRY_PAUSE_S))  # noqa: S311 (no secret)
-
-    @contextmanager
-    def _flag(self, folder: str) -> Generator[list[str]]:
-        """Create a flag in ``folder``, and yield the other flags there that are not stale.
-
-        Each writer creates its flag before it lists, so at least one of two sees the other, and a writer that sees none
-        is alone. This requires that a listing shows all earlier writes.
-        """
-        client, own_flag = self._connection.client, folder + uuid4().hex
-        with self._connection.errors("s3:PutObject", self._bucket, own_flag):
-            written = client.put_object(self._bucket, own_flag, BytesIO(b""), 0)
-        try:
-            date = written.http_headers.get("date") if written.http_headers else None
-            now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-            with self._connection.errors("s3:ListBucket", self._bucket, folder):
-                flags = {str(flag.object_name): flag for flag in client.list_objects(self._bucket, folder)}
-            if flags.pop(own_flag, None) is None:
-                raise StoreError(
-                    f"{self._connection.endpoint} does not list an object right after its write; no pointer can move."
-                )
-            stale = [
-                name for name, flag in flags.items() if flag.last_modified and now - flag.last_modified > _STALE_AFTER
-            ]
-            for name in stale:
-                self._remove(name)
-            yield [name for name in flags if name not in stale]
-        finally:
-            with suppress(TransientStoreError):  # the write is done, and the lease expires
-                self._remove(own_flag)
 
     def _remove(self, name: str) -> None:
         with self._connection.errors("s3:DeleteObject", self._bucket, name):

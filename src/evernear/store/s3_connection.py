@@ -22,10 +22,8 @@ import urllib3
 from minio import Minio
 from minio.credentials.providers import EnvAWSProvider
 from minio.error import InvalidResponseError, MinioException, S3Error
-from minio.helpers import BaseURL, DictType
-from minio.signer import sign_v4_s3
+from minio.helpers import DictType
 
-from evernear.disk import sha256_bytes
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.masking import usable
 from evernear.proxies import proxy_of
@@ -93,6 +91,8 @@ class S3Connection:
     region: str
     http: urllib3.PoolManager
     client: Minio
+    writer: Minio
+    """For conditional writes: it retries only what was certainly not executed."""
     credentials: EnvAWSProvider | None
     certificates: Path
 
@@ -111,56 +111,24 @@ class S3Connection:
         keys = [usable(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
         credentials = EnvAWSProvider() if keys[0] else None
         certificates = _certificates()
-        http = _pool(endpoint, certificates)
+        http = _pool(endpoint, certificates, _retries())
+        minio = partial(Minio, parts.netloc, secure=parts.scheme == "https", region=region, credentials=credentials)
         try:
             if credentials:
                 credentials.retrieve()
-            client = Minio(
-                parts.netloc,
-                secure=parts.scheme == "https",
-                region=region,
-                credentials=credentials,
-                http_client=http,
-            )
+            client = minio(http_client=http)
+            writer = minio(http_client=_pool(endpoint, certificates, _retries(only_unexecuted=True)))
         except ValueError as error:
             raise SettingsError(f"S3 at {endpoint} cannot be used: {str(error).lower()}.") from None
-        return cls(endpoint.rstrip("/"), region, http, client, credentials, certificates)
+        return cls(endpoint.rstrip("/"), region, http, client, writer, credentials, certificates)
 
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """Send a signed PUT with ``headers``, which `Minio.put_object` does not support.
+        """Send a PUT with ``headers``, which `Minio.put_object` does not support.
 
         It is retried only if it was certainly not executed. After any other failure the caller reads the object back.
         """
-        url = BaseURL(self.endpoint, self.region).build(
-            method="PUT", region=self.region, bucket_name=bucket, object_name=name
-        )
-        now, sha256 = datetime.now(UTC), sha256_bytes(data)
-        signed: DictType = {
-            **headers,
-            "Host": url.netloc,
-            "x-amz-content-sha256": sha256,
-            "x-amz-date": now.strftime("%Y%m%dT%H%M%SZ"),
-        }
-        if self.credentials:
-            keys = self.credentials.retrieve()
-            if keys.session_token:
-                signed["x-amz-security-token"] = keys.session_token
-            signed = sign_v4_s3(
-                method="PUT",
-                url=url,
-                region=self.region,
-                headers=signed,
-                credentials=keys,
-                content_sha256=sha256,
-                date=now,
-            )
-        return self.http.request(
-            "PUT",
-            url.geturl(),
-            body=data,
-            headers={name: str(value) for name, value in signed.items()},
-            retries=_retries(only_unexecuted=True),
-        )
+        copied: DictType = {**headers}  # minio adds its own
+        return self.writer._execute("PUT", bucket, name, body=data, headers=copied)  # pyright: ignore[reportPrivateUsage]
 
     def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
         """Yield the objects whose names start with ``prefix``, each folder in the server's order.
@@ -346,7 +314,7 @@ def _reason(error: Exception | None) -> str:
 
 
 def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
-    """The retry policy of idempotent requests, or that of requests which are retried ``only_unexecuted``."""
+    """The retry policy of idempotent requests, or of requests that may be repeated ``only_unexecuted``."""
     return urllib3.Retry(
         MAX_ATTEMPTS - 1,
         read=False if only_unexecuted else None,
@@ -366,6 +334,11 @@ def _certificates() -> Path:
     if not path.exists():
         raise SettingsError(f"The certificate file {path} (AWS_CA_BUNDLE, SSL_CERT_FILE) does not exist.")
     return path
+
+
+def status_of(error: S3Error | InvalidResponseError) -> int:
+    """The HTTP status of a response that reports an error."""
+    return error.response.status if isinstance(error, S3Error) else error._code  # pyright: ignore[reportPrivateUsage]
 
 
 def required_etag(etag: str | None) -> str:
@@ -400,14 +373,14 @@ class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
     pass
 
 
-def _pool(endpoint: str, certificates: Path) -> urllib3.PoolManager:
+def _pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
     """A connection pool to ``endpoint``, through the proxy of the environment."""
     proxy = proxy_of(endpoint)
     manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
     return manager(
         maxsize=64,
         timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
-        retries=_retries(),
+        retries=retries,
         ca_certs=str(certificates),
     )
 
