@@ -158,7 +158,6 @@ def test_ordinary_addresses_are_kept(work: Path, setting: str) -> None:
         ("[train]\nepochs = 'many'\n", "{file}: Invalid setting train.epochs = many: "),
         ("preset = 'qick'\n", "{file}: No preset 'qick'; known: "),
         ("train = 3\n", "{file}: train = 3 is not a section; write [train] and its settings below."),
-        ("[serving]\nkeep = 3\n", "{file}: Setting 'serving.keep' was renamed to 'serving.keep_registered'."),
         ("[train\nepochs = 3\n", "(at line 1, column 7). Correct it, or delete it to forget its settings."),
         (b"\x80", "{file} is not TOML: "),
         ("workdir = '/elsewhere'\n", "{file}: workdir = /elsewhere is another directory; remove that line."),

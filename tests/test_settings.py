@@ -6,7 +6,7 @@ import pytest
 
 from evernear import settings
 from evernear.errors import SettingsError
-from evernear.settings.sources import known_keys, presets
+from evernear.settings.sources import presets
 
 
 def load(**arguments: object) -> settings.Settings:
@@ -143,14 +143,6 @@ def test_directory_without_kind_suggests_a_folder_source(tmp_path: Path, monkeyp
         load(overrides=["data.source=small"])
     assert load(overrides=["data.source=digits"]).data.source == "digits", "a built-in source takes precedence"
     assert load(overrides=["data.source=smal"]).data.source == "smal", "open_source lists the known sources"
-
-
-def test_renamed_setting_error_names_the_new_name() -> None:
-    with pytest.raises(SettingsError, match=r"^Setting 'serving.keep' was renamed to 'serving.keep_registered'\.$"):
-        load(overrides=["serving.keep=2"])
-    for old, new in settings.sources._RENAMED.items():
-        assert old not in known_keys(settings.Settings)
-        assert new in known_keys(settings.Settings)
 
 
 def test_unknown_section_in_the_environment_is_an_error() -> None:

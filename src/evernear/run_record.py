@@ -55,7 +55,7 @@ class StepRecord(Frozen):
     gpus: int = 0
     """GPUs that the step could use; 0 if it did not load PyTorch."""
     host: str = ""
-    """`this_host` of the step; empty in records of evernear 0.1.0."""
+    """`this_host` of the step."""
     process: int | None = None
     """The ID of the step's process on its host."""
     runner: int | None = None

@@ -58,7 +58,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         per_split = [manifest.label_counts(split) for split in SPLITS]
         classes = sum(any(count[label] for count in per_split) for label in manifest.labels)
         running.summary = f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}"
-        if (manifest.bit_depth or 16) < 16:
+        if manifest.bit_depth < 16:
             running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
         running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
     # Argo copies them several times per step. All settings would make it compress the status of the workflow, and KFP's

@@ -36,7 +36,7 @@ def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, conten
         (tree / ("1", "2", "7")[number % 3] / f"{number}.png").write_bytes(make_image(number))
     decoded: list[str] = []
 
-    def counting(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
+    def counting(file: EncodedImage, bit_depth: BitDepth) -> Picture:
         decoded.append(file.name)
         return decode_inspected(file, bit_depth)
 
@@ -282,7 +282,7 @@ def decoded(monkeypatch) -> list[str]:
     """The names of the files that ingest decodes."""
     names: list[str] = []
 
-    def counting(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
+    def counting(file: EncodedImage, bit_depth: BitDepth) -> Picture:
         names.append(file.name)
         return decode_inspected(file, bit_depth)
 

@@ -309,7 +309,7 @@ def test_number_of_large_images_decoded_concurrently_is_bounded(tree, run_ingest
         (tree / "1" / f"large-{number}.png").write_bytes(make_image(1000 + number, (100, 100)))
     lock, now, most = threading.Lock(), 0, 0
 
-    def counting(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
+    def counting(file: EncodedImage, bit_depth: BitDepth) -> Picture:
         nonlocal now, most
         with lock:
             now += file.pixels
@@ -332,7 +332,7 @@ def test_files_are_read_concurrently_and_decoded_by_few_threads(tree, run_ingest
         together.wait()
         return real_read(folder, name)
 
-    def decode(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
+    def decode(file: EncodedImage, bit_depth: BitDepth) -> Picture:
         decoders.add(threading.current_thread().name)
         return decode_inspected(file, bit_depth)
 

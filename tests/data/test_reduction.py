@@ -1,6 +1,5 @@
 """Different pictures stay different, and visible, in 8 bits: 16-bit files and transparency."""
 
-import json
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -14,7 +13,6 @@ from PIL import Image
 
 from evernear.data.decoding import Decoder
 from evernear.data.image_file import inspect
-from evernear.data.manifest import Manifest
 from evernear.data.preprocess import Flaw, Picture, bit_depth_of, decode, decode_inspected, is_gray
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.shards import Dataset
@@ -24,7 +22,7 @@ from evernear.settings import ValidationSettings
 from evernear.store import open_store
 
 LIMIT = 10**6
-DIGESTS_OF_0_1_0 = {
+DIGESTS = {
     "gray": "4e6aa3866d762a7bdb15ae9249d38d165b8d23a9e6b786c03d2bd382e1a2cb27",
     "color": "85d934be55840ef5310179f9f9b180056bc9b09b4e536eefc301bed093131251",
     "one bit": "f7b0c13a04c2ee1a73056bff66953aec4c974d84132032f92a1cc6ee77e7da93",
@@ -44,7 +42,7 @@ def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     return buffer.getvalue()
 
 
-def seen(data: bytes, bit_depth: BitDepth | None = 16) -> Picture:
+def seen(data: bytes, bit_depth: BitDepth = 16) -> Picture:
     return decode_inspected(inspect(data, LIMIT), bit_depth)
 
 
@@ -88,10 +86,10 @@ EIGHT_BIT: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", EIGHT_BIT)
-@pytest.mark.parametrize("bit_depth", [None, 8, 12, 16])
-def test_digests_of_eight_bit_images_never_change(kind: str, bit_depth: BitDepth | None) -> None:
+@pytest.mark.parametrize("bit_depth", [8, 12, 16])
+def test_digests_of_eight_bit_images_never_change(kind: str, bit_depth: BitDepth) -> None:
     """Otherwise images would move between splits."""
-    assert seen(EIGHT_BIT[kind](), bit_depth).digest().hex() == DIGESTS_OF_0_1_0[kind]
+    assert seen(EIGHT_BIT[kind](), bit_depth).digest().hex() == DIGESTS[kind]
 
 
 def values(bit_depth: int, channels: int, size: tuple[int, int] = (9, 7)) -> NDArray[np.uint16]:
@@ -273,14 +271,6 @@ def test_the_transparent_value_of_few_bits_is_scaled_like_the_pixels(bits: int) 
     assert seen(white).image.getpixel((0, 0)) == 255, "black is transparent"
 
 
-def test_without_a_bit_depth_images_are_those_of_earlier_versions() -> None:
-    gray = values(16, 1)
-    assert np.array_equal(np.asarray(seen(deep_png(gray), None).image), gray[..., 0] >> 8)
-    light = seen(on_transparency("PNG", 255, 0), None)
-    assert light.image.getextrema() == ((255, 255),) * 3
-    assert light.flaws() == Flaw.FAINT
-
-
 # Datasets
 
 
@@ -337,7 +327,7 @@ def test_later_images_beyond_the_range_are_reported(tmp_path: Path, run_ingest) 
     dataset = Dataset(wider, open_store(wider.store_uri))
     dataset.require_bit_depth(12, "The champion")
     with pytest.raises(DataError, match="The champion reads 16-bit images as 16 bits, so it cannot be measured"):
-        dataset.require_bit_depth(None, "The champion")
+        dataset.require_bit_depth(16, "The champion")
 
 
 def test_lost_contrast_is_a_finding(tmp_path: Path, run_ingest) -> None:
@@ -349,32 +339,6 @@ def test_lost_contrast_is_a_finding(tmp_path: Path, run_ingest) -> None:
     assert "duplicate" not in manifest.problem_counts, "they are different pictures"
     problem = next(problem for problem in manifest.problems if problem.kind == "low_contrast")
     assert problem.detail == "b/dark-0.png lost its contrast when it was reduced to 8 bits."
-
-
-def forget_bit_depth(manifest: Manifest, tmp_path: Path) -> None:
-    """Turn the stored snapshot into one of an earlier version."""
-    path = tmp_path / "store" / "datasets" / manifest.name / "manifests" / f"{manifest.digest}.json"
-    fields = json.loads(path.read_text())
-    del fields["bit_depth"]
-    path.write_text(json.dumps(fields))
-
-
-def test_datasets_of_earlier_versions_keep_their_images(tmp_path: Path, run_ingest, contents, make_image) -> None:
-    """Their new images are reduced and identified as the others."""
-    root = tmp_path / "old"
-    for number in range(40):
-        (root / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-        (root / "ab"[number % 2] / f"{number}.png").write_bytes(make_image(number, (7, 9)))
-    first = run_ingest(root)
-    forget_bit_depth(first, tmp_path)
-    (root / "a" / "deep.png").write_bytes(deep_png(values(16, 1, (9, 7))))
-    (root / "b" / "light.png").write_bytes(on_transparency("LA", 255, 0))
-    second = run_ingest(root)
-    assert second.bit_depth is None
-    images = contents(second)
-    upper = Image.fromarray((values(16, 1, (9, 7))[..., 0] >> 8).astype(np.uint8))
-    assert seen(saved(upper)).digest() in images.label
-    assert second.problem_counts == {"cropped": 1, "low_contrast": 1}
 
 
 def test_bit_depth_survives_an_interrupted_ingest(tmp_path: Path, run_ingest, monkeypatch) -> None:

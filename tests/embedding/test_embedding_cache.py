@@ -169,7 +169,7 @@ def test_a_damaged_cache_object_is_rejected(
     growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
-    folder = f"embeddings/{describe_network(network_dir).embeddings_key}/"
+    folder = f"embeddings/{describe_network(network_dir).identity}/"
     key = next(result.key for result in growing.store.list(folder))
     growing.store.put(key, b"no embeddings")
     with pytest.raises(IntegrityError, match=r"has no embeddings of this network; delete it"):

@@ -211,18 +211,6 @@ def test_invalid_description_is_rejected(copied, content):
         Gallery.open(copied, NETWORK)
 
 
-def test_index_of_an_earlier_version_gives_the_same_predictions(index_dir, copied):
-    now = faiss.read_index(str(index_dir / "index.faiss"))
-    earlier = faiss.IndexFlatL2(now.d)
-    earlier.add(now.reconstruct_n(0, now.ntotal))
-    faiss.write_index(earlier, str(copied / "index.faiss"))
-    update_hash(copied, "index.faiss")
-    queries = blobs(3, 30)[0]
-    answers = [Gallery.open(directory, NETWORK).search(queries, 7) for directory in (index_dir, copied)]
-    np.testing.assert_array_equal(answers[0].labels, answers[1].labels)
-    np.testing.assert_allclose(answers[0].distances, answers[1].distances, atol=1e-3)
-
-
 @pytest.mark.parametrize("index_type", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,SQfp16", "IVF8,RaBitQ8", "PQ4x4"])
 def test_index_is_mapped_into_memory_with_the_same_results(make_embeddings: MakeEmbeddings, tmp_path, index_type: str):
     gallery, queries = blobs(1, 60_000), blobs(2, 50)

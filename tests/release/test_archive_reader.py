@@ -294,21 +294,6 @@ def test_deeply_nested_json_is_rejected(packed: PackedRelease, tmp_path: Path, n
         open_release(archive, tmp_path / "opened")
 
 
-def test_older_release_without_a_model_configuration_opens(packed: PackedRelease, tmp_path: Path) -> None:
-    def age(content: dict[str, bytes]) -> None:
-        content.pop("model-config.yaml", None)
-        manifest, archive_manifest = json.loads(content["manifest.json"]), json.loads(content[TORCHSERVE])
-        manifest["parts"].pop("model-config.yaml", None)
-        archive_manifest["model"].pop("configFile", None)
-        content["manifest.json"], content[TORCHSERVE] = (
-            json.dumps(manifest).encode(),
-            json.dumps(archive_manifest).encode(),
-        )
-
-    archive = rewrite(packed, tmp_path / "old.mar", age)
-    assert open_release(archive, tmp_path / "opened").manifest.version == packed.version
-
-
 def test_hostile_name_cannot_inject_terminal_escapes(packed: PackedRelease, tmp_path: Path) -> None:
     for change in (set_member("\x1b[2Jx", b""), edit_manifest(lambda m: m.update({"\x1b[2Jx": 1}))):
         with pytest.raises(IntegrityError) as exc_info:

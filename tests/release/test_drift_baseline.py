@@ -12,7 +12,7 @@ from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import read_part
 from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline, evenly, random_projection
-from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
+from evernear.release.manifest import DRIFT_BASELINE_FILE
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,3 @@ def test_invalid_baseline_is_rejected_with_its_path(reference: DriftBaseline) ->
     for data in unusable:
         with pytest.raises(IntegrityError, match="somewhere is not a drift baseline"):
             DriftBaseline.parse(data, "somewhere")
-
-
-def test_release_without_a_drift_baseline_opens(make_release: MakeRelease) -> None:
-    manifest = make_release().manifest
-    old = manifest.model_dump(mode="json")
-    del old["parts"][DRIFT_BASELINE_FILE]
-    text = type(manifest).model_validate(old).to_json()
-    assert DRIFT_BASELINE_FILE not in ReleaseManifest.from_json(text, "here").parts

@@ -277,25 +277,6 @@ def test_kill_before_the_pointer_update_leaves_the_history_unchanged(
     assert moved.previous == releases[1].version
 
 
-def test_records_of_older_versions_are_readable(store: Store, releases: list[PackedRelease]) -> None:
-    registry = Registry(store)
-    for release in releases[:2]:
-        publish(registry, release)
-        key = f"releases/manifests/{release.version}.json"
-        record = json.loads(store.get(key))
-        del record["verdict"]
-        store.put(key, json.dumps(record).encode())
-    first, second = releases[0].version, releases[1].version
-    pointer = {"version": second, "previous": first, "since": "2026-11-01T10:00:00Z"}
-    store.put("releases/champion.json", json.dumps(pointer).encode())
-    assert registry.get(first).verdict is None
-    champion = registry.champion()
-    assert champion is not None
-    back = registry.roll_back(champion)
-    assert (back.version, back.previous) == (first, None)
-    assert [promotion.version for promotion in registry.history()] == [second, first]
-
-
 class ServerUnreachableError:
     """A store in which some conditional writes fail before or after execution."""
 

@@ -1,4 +1,3 @@
-import json
 import random
 import subprocess
 import sys
@@ -155,20 +154,20 @@ def test_handler_imports_only_packages_of_the_serving_image() -> None:
     assert completed.stdout == "set()\n"
 
 
-@pytest.mark.parametrize("bit_depth", [None, 8, 12, 16])
+@pytest.mark.parametrize("bit_depth", [8, 12, 16])
 def test_deep_images_are_read_with_the_bit_depth_of_the_release(
-    parts: ReleaseParts, bit_depth: BitDepth | None, caplog: pytest.LogCaptureFixture
+    parts: ReleaseParts, bit_depth: BitDepth, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In TorchServe's worker, and by way of the preprocessing server; KServe's servers call the same function."""
     shape = parts.manifest.preprocessing.model_copy(update={"bit_depth": bit_depth})
     manifest = parts.manifest.model_copy(update={"preprocessing": shape})
     network = load_torchscript(parts.directory / NETWORK_FILE)
     predictor = Predictor(network, Gallery.open(parts.directory, manifest.network_sha256), manifest)
-    deep = np.random.default_rng(0).integers(0, 2 ** (bit_depth or 16), (8, 8), dtype=np.uint16)
+    deep = np.random.default_rng(0).integers(0, 2**bit_depth, (8, 8), dtype=np.uint16)
     image = deep_png(deep)
     seen = predictor.predict_batch([image, prepare(inspect_image(image, 64), manifest)]).images
     assert seen is not None
-    assert np.array_equal(seen[..., 0], np.stack([deep >> (bit_depth or 16) - 8] * 2))
+    assert np.array_equal(seen[..., 0], np.stack([deep >> bit_depth - 8] * 2))
     assert caplog.messages == []
     if bit_depth == 8:
         deep[0] = 256
@@ -184,9 +183,3 @@ def test_light_drawings_on_transparency_are_seen(core: Predictor) -> None:
     seen = core.predict_batch([buffer.getvalue()]).images
     assert seen is not None
     assert np.array_equal(seen[0], pixels[..., 1:])
-
-
-def test_preprocessing_of_earlier_releases_has_no_bit_depth(parts: ReleaseParts) -> None:
-    stored = json.loads(parts.manifest.preprocessing.to_json())
-    assert stored.pop("bit_depth") == 16, "of digits, which have no 16-bit file"
-    assert Preprocessing.from_json(json.dumps(stored), "preprocessing.json").bit_depth is None

@@ -188,16 +188,6 @@ def test_worker_reads_the_servers_configuration(
     assert QueryLog.from_environment(parts) is None, "a damaged configuration does not stop the worker"
 
 
-def test_release_without_a_baseline_is_logged_without_embeddings(parts: ReleaseParts, tmp_path: Path) -> None:
-    without = {name: part for name, part in parts.manifest.parts.items() if name != DRIFT_BASELINE_FILE}
-    old = ReleaseParts(parts.manifest.model_copy(update={"parts": without}), parts.directory)
-    log = QueryLog(configuration(tmp_path), old)
-    log.record([make_prediction()], np.zeros((1, 16), np.float32), None)
-    path = log.write_file()
-    assert path is not None
-    assert parse_file(path.read_bytes(), "here")[1][0].coordinates == ()
-
-
 @pytest.mark.parametrize(
     "data",
     [

@@ -137,7 +137,7 @@ def _print_description(description: "Description") -> None:
     _heading("preprocessing")
     print_line(
         f"  {shape.height_px} x {shape.width_px} pixels, {'grayscale' if shape.channels == 1 else 'RGB'}, "
-        f"{shape.interpolation}, 16-bit images read as {shape.bit_depth or 16} bits; in the network: mean "
+        f"{shape.interpolation}, 16-bit images read as {shape.bit_depth} bits; in the network: mean "
         f"{_numbers(shape.mean)}, std {_numbers(shape.std)}"
     )
     _heading("index")
@@ -159,8 +159,6 @@ def _print_description(description: "Description") -> None:
     _heading("training settings")
     for name, value in description.training.items():
         print_line(f"  {_safe(name):<28} {_safe(str(value))}")
-    if not description.training:
-        print_line("  not recorded by the evernear version that made this release")
     _heading(f"verdict: {'promote' if description.verdict.promote else 'hold'}")
     for reason in description.verdict.reasons:
         print_line(f"  - {_safe(reason, 500)}")

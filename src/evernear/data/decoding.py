@@ -25,7 +25,7 @@ class ImageForm:
 
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
-    bit_depth: BitDepth | None = None
+    bit_depth: BitDepth = 16
 
 
 @dataclass(frozen=True)

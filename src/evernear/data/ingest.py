@@ -303,13 +303,13 @@ def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
     )
 
 
-def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> BitDepth | None:
+def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> BitDepth:
     asked: BitDepth | None = next((depth for depth in BIT_DEPTHS if depth == settings.bit_depth), None)
     if parent is None:
         return asked or sample.bit_depth()
-    if asked not in (None, parent.bit_depth or 16):
+    if asked not in (None, parent.bit_depth):
         raise DataError(
-            f"The 16-bit images of the dataset {parent.name!r} were read with data.bit_depth={parent.bit_depth or 16}, "
+            f"The 16-bit images of the dataset {parent.name!r} were read with data.bit_depth={parent.bit_depth}, "
             f"and the settings ask for {asked}; leave it out, or start over with another --workdir or store."
         )
     return parent.bit_depth

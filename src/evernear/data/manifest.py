@@ -60,9 +60,8 @@ class Manifest(Frozen):
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
     """How images of another aspect ratio were resized."""
-    bit_depth: BitDepth | None = None
-    """Bits of the values in 16-bit files; larger values were clipped. None in datasets of earlier versions, which kept
-    the upper 8 bits, laid transparency over white, and identified images by the result."""
+    bit_depth: BitDepth = 16
+    """Bits of the values in 16-bit files; larger values were clipped."""
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str

@@ -3,7 +3,7 @@
 import hashlib
 import struct
 import zlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from enum import IntFlag
 from functools import partial
@@ -91,7 +91,7 @@ class Preprocessing(Frozen):
     interpolation: Literal["bilinear"] = "bilinear"
     network_input: NetworkInput | None = None
     resize: Resize = "stretch"
-    bit_depth: BitDepth | None = None
+    bit_depth: BitDepth = 16
     """As in `evernear.data.manifest.Manifest`."""
 
     @property
@@ -137,7 +137,7 @@ class Picture(NamedTuple):
         return flaws | Flaw.FAINT if span < min(before, _MIN_SPAN) else flaws
 
 
-def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth | None = 16) -> Image.Image:
+def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth = 16) -> Image.Image:
     """Decode a PNG, JPEG or WebP file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
 
     Raises:
@@ -146,19 +146,16 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
     return decode_inspected(inspect(data, max_pixels, name), bit_depth).image
 
 
-def decode_inspected(file: EncodedImage, bit_depth: BitDepth | None) -> Picture:
+def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
     """Decode an inspected file to 8 bits; memory stays below `decode_size_bytes`.
 
     EXIF orientation is applied; palette and CMYK become RGB; transparency is laid over a background
-    (`evernear.data.reduction.flatten`). Values of 16-bit files are taken for those of ``bit_depth``. None decodes as
-    earlier versions did: the upper 8 bits, over white.
+    (`evernear.data.reduction.flatten`). Values of 16-bit files are taken for those of ``bit_depth``.
 
     Raises:
         DataError: the file is broken.
     """
     with _pillow_errors(file.name):
-        if bit_depth is None:
-            return _as_earlier(_load(file))
         if (color_type := deep_color_type(file)) is not None:
             reduced = DeepImage(color_type, partial(_load, file)).reduce(bit_depth)
             mode = "L" if is_deep_gray(file) else "RGB"
@@ -303,30 +300,3 @@ def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
     """Scale the transparent value of gray in 2 or 4 bits to 8, as Pillow scales the pixels."""
     if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)
-
-
-def _as_earlier(image: Image.Image) -> Picture:
-    """Reduce as evernear 0.1.0 did, so that earlier datasets and releases keep their pixels."""
-    mode = _mode(image)
-    if image.mode.startswith("I"):
-        return Picture(_by_bands(image, mode, _upper_byte), span=255)
-    if image.mode in ("LA", "RGBA", "PA") or "transparency" in image.info:
-        return Picture(_by_bands(image, mode, _over_white), span=255 if _has_transparency(image) else None)
-    return Picture(as_mode(image, mode))
-
-
-def _by_bands(image: Image.Image, mode: str, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Apply ``convert`` to one band of rows at a time, so that its intermediate images stay small."""
-    converted = Image.new(mode, image.size)
-    for band in bands(image, _BAND_PIXELS):
-        converted.paste(as_mode(convert(image.crop(band)), mode), band)
-    return converted
-
-
-def _upper_byte(band: Image.Image) -> Image.Image:
-    return Image.fromarray((np.asarray(band).astype(np.uint32) >> 8).astype(np.uint8))
-
-
-def _over_white(band: Image.Image) -> Image.Image:
-    band = band.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)

@@ -94,16 +94,16 @@ class Dataset:
                 f"{self.shape}; start over with another --workdir or store."
             )
 
-    def require_bit_depth(self, bit_depth: BitDepth | None, recognizer: str) -> None:
+    def require_bit_depth(self, bit_depth: BitDepth, recognizer: str) -> None:
         """Check that the release ``recognizer`` reads 16-bit images as this dataset does.
 
         Raises:
             DataError: their brightness would differ.
         """
-        own, other = self.manifest.bit_depth or 16, bit_depth or 16
-        if own != other:
+        own = self.manifest.bit_depth
+        if own != bit_depth:
             raise DataError(
-                f"{recognizer} reads 16-bit images as {other} bits, so it cannot be measured on those of"
+                f"{recognizer} reads 16-bit images as {bit_depth} bits, so it cannot be measured on those of"
                 f" {self.manifest.name}, which were read as {own} bits; start over with another --workdir or store."
             )
 

@@ -82,7 +82,7 @@ class Newest:
     """The newest snapshot of a dataset: its ledger shows what ingest has read since an older one."""
 
     ledger: Path
-    bit_depth: BitDepth | None = None
+    bit_depth: BitDepth = 16
 
 
 def diff_source(
@@ -114,7 +114,7 @@ def diff_source(
             read = latest.as_read([entry.name for entry in page]) if latest else {}
             for ledger, diff in zip(opened, diffs, strict=True):
                 _add(diff, page, ledger, read, touched)
-        changed_share = touched.changed_share(source, settings, newest.bit_depth if newest else None)
+        changed_share = touched.changed_share(source, settings, newest.bit_depth if newest else 16)
         for ledger, diff in zip(opened, diffs, strict=True):
             if ledger:
                 if not diff.listed and (count := ledger.count()):
@@ -200,7 +200,7 @@ class _Touched:
         if len(self._sample) > _MAX_TOUCHED:
             del self._sample[max(self._sample)]
 
-    def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth | None) -> float:
+    def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth) -> float:
         """The share of other images; 0 without a sample.
 
         Raises:
@@ -217,7 +217,7 @@ class _Touched:
         return changed / read
 
 
-def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth | None) -> bytes | None:
+def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth) -> bytes | None:
     """The digest of a file's image; None if it is broken or no image."""
     try:
         return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()

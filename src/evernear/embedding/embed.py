@@ -61,7 +61,7 @@ def embed(
         untrained = frozenset(dataset.labels)
     joining = joining_gallery(dataset.manifest, untrained)
     dim = network_description.embedding_dim
-    embedder = _Embedder(EmbeddingCache(store, network_description.embeddings_key, dim), dim)
+    embedder = _Embedder(EmbeddingCache(store, network_description.identity, dim), dim)
     shards: list[EmbeddingShard] = []
     with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
         network = load_network(network_dir)

@@ -39,9 +39,8 @@ class ExportedNetwork(Frozen):
     remedy = "run the export step again"
 
     sha256: str
-    identity: str | None = None
-    """sha256 of weights, architecture and code. Torch writes the same network as another file in each process. None in
-    networks of earlier versions."""
+    identity: str
+    """sha256 of weights, architecture and code. Torch writes the same network as another file in each process."""
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"
     embedding_dim: int
     preprocessing: Preprocessing
@@ -54,13 +53,8 @@ class ExportedNetwork(Frozen):
     pretrained_sha256: str | None = None
     """As in `evernear.embedding.artifact.TrainedNetwork`."""
     training_warnings: tuple[str, ...] = ()
-    training: dict[str, JsonValue] | None = None
-    """The settings ``train.*`` that it was trained with; None in networks of evernear 0.1.0."""
-
-    @property
-    def embeddings_key(self) -> str:
-        """The key of its embeddings in the cache."""
-        return self.identity or self.sha256
+    training: dict[str, JsonValue]
+    """The settings ``train.*`` that it was trained with."""
 
 
 class CenteredNetwork(nn.Module):

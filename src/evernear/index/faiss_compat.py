@@ -87,11 +87,11 @@ class FaissIndex:
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """L2 distances and rows of the vectors nearest to unit vectors (N, D), both (N, k); see `VectorIndex`.
 
-        For unit vectors, |a - b|^2 = 2 - 2 ab. Releases of evernear 0.1.0 have L2 indexes.
+        For unit vectors, |a - b|^2 = 2 - 2 ab.
         """
         scores, rows = self._index.search(np.ascontiguousarray(vectors, dtype=np.float32), k)
-        squared = scores if self._index.metric_type == faiss.METRIC_L2 else 2 - 2 * np.clip(scores, -1, 1)
-        return np.where(rows >= 0, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)), rows
+        distances = np.sqrt(2 - 2 * np.clip(scores, -1, 1))
+        return np.where(rows >= 0, distances, np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
         """Set the parameters of later searches, such as ``nprobe=16``, which are saved with the index.

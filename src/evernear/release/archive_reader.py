@@ -272,13 +272,12 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
             described["runtime"],
             model.pop("modelVersion"),
             model.pop("handler"),
-            model.pop("configFile", None),
+            model.pop("configFile"),
             set(model),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         actual = ()
-    config_file = MODEL_CONFIG_FILE if MODEL_CONFIG_FILE in manifest.parts else None
-    if actual != ("python", manifest.version, HANDLER_FILE, config_file, {"modelName"}):
+    if actual != ("python", manifest.version, HANDLER_FILE, MODEL_CONFIG_FILE, {"modelName"}):
         raise IntegrityError(f"{TORCHSERVE_MANIFEST_FILE} in {archive} does not describe {manifest.version}.")
 
 

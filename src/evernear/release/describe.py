@@ -107,7 +107,7 @@ def describe(archive: Path, handler: Path) -> Description:
         index=Index(threshold=index.threshold, **index.model_dump(include=set(Index.model_fields))),
         labels=manifest.labels,
         verdict=Decision(promote=verdict.promote, reasons=tuple(verdict.reasons)),
-        training=manifest.training or {},
+        training=manifest.training,
         metrics=manifest.metrics,
         lineage=Lineage(
             own_handler=manifest.parts[HANDLER_FILE].sha256 == sha256_file(handler),

@@ -36,11 +36,11 @@ PARTS = frozenset(
         PREPROCESSING_FILE,
         SMOKE_FILE,
         VERDICT_FILE,
+        MODEL_CONFIG_FILE,
+        DRIFT_BASELINE_FILE,
     }
 )
 """The parts of a release of format 1, besides the images that `SMOKE_FILE` names, if its vectors are in the archive."""
-LATER_PARTS = frozenset({MODEL_CONFIG_FILE, DRIFT_BASELINE_FILE})
-"""Parts that releases of evernear 0.1.0 lack."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -58,10 +58,9 @@ class ReleaseManifest(Frozen):
     ``network_sha256`` is the hash of the TorchScript file, which also computed the vectors of the index. ``threshold``
     is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
     against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
-    and ``train.*`` behind the dataset and the network; None in releases of evernear 0.1.0. ``pretrained_sha256`` is the
-    hash of the file of weights with which the backbone was initialized. ``network_identity`` is the key of its cached
-    embeddings; None in earlier releases. ``collection`` has the vectors of the index;
-    None if they are in the archive.
+    and ``train.*`` behind the dataset and the network. ``pretrained_sha256`` is the hash of the file of weights with
+    which the backbone was initialized. ``network_identity`` is the key of its cached embeddings. ``collection`` has the
+    vectors of the index; None if they are in the archive.
     """
 
     format: Literal[1] = 1
@@ -69,13 +68,13 @@ class ReleaseManifest(Frozen):
     created: AwareDatetime
     parts: dict[PartName, Part]
     network_sha256: Sha256
-    network_identity: Sha256 | None = None
+    network_identity: Sha256
     backbone: str = Field(default="compact", max_length=100)
     pretrained_sha256: Sha256 | None = None
     dataset_name: str
     dataset_digest: str
-    source: str | None = None
-    training: dict[str, JsonValue] | None = None
+    source: str
+    training: dict[str, JsonValue]
     labels: tuple[str, ...]
     preprocessing: Preprocessing
     max_pixels: int = Field(gt=0)
@@ -92,7 +91,7 @@ class ReleaseManifest(Frozen):
     def _agree_with_itself(self) -> Self:
         named = {name for name in self.parts if not SMOKE_IMAGE.fullmatch(name)}
         expected = PARTS.difference(INDEX_PARTS).union(index_parts(self.collection))
-        mismatched = expected.symmetric_difference(named - LATER_PARTS)
+        mismatched = expected.symmetric_difference(named)
         if mismatched:
             raise ValueError(f"parts are missing or unknown: {', '.join(sorted(mismatched)[:3])}")
         for name, sha256 in ((NETWORK_FILE, self.network_sha256), (VERDICT_FILE, self.verdict_sha256)):

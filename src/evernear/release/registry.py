@@ -68,8 +68,7 @@ class Record(Frozen):
     manifest: ReleaseManifest
     archive_sha256: Sha256
     archive_size_bytes: int
-    verdict: Decision | None = None
-    """None in records of evernear 0.1.0, which published only releases that their verdicts promote."""
+    verdict: Decision
 
     @property
     def archive_key(self) -> str:
@@ -288,8 +287,7 @@ class Registry:
         if not versions:
             return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
         newest, store = versions[-1], shlex.quote(self.uri)
-        verdict = self.get(newest).verdict
-        force = "" if verdict is None or verdict.promote else " --force"
+        force = "" if self.get(newest).verdict.promote else " --force"
         return (
             f"No release has been promoted in {self.uri} yet. `evernear registry show {newest} --store {store}` shows "
             f"the verdict on the newest, and `evernear registry promote {newest}{force} --why REASON --store {store}` "

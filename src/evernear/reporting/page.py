@@ -333,7 +333,7 @@ def _release_lineage(release: Record) -> dict[str, str]:
         "release": manifest.version,
         "archive (sha256)": release.archive_sha256,
         "dataset name": manifest.dataset_name,
-        "source": manifest.source or "",
+        "source": manifest.source,
         "backbone": manifest.backbone,
         "pretrained weights (sha256)": manifest.pretrained_sha256 or "",
         "evernear": manifest.evernear_version,

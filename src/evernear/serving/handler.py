@@ -105,9 +105,7 @@ def _stages_s(result: BatchResult) -> dict[str, float]:
 
 def _meter(parts: ReleaseParts) -> Meter:
     manifest = parts.manifest
-    reference: list[float] = []
-    if DRIFT_BASELINE_FILE in manifest.parts:
-        reference = DriftBaseline.parse(parts.read(DRIFT_BASELINE_FILE), DRIFT_BASELINE_FILE).distances.tolist()
+    reference = DriftBaseline.parse(parts.read(DRIFT_BASELINE_FILE), DRIFT_BASELINE_FILE).distances.tolist()
     return Meter(
         _torchserve_emit(),
         manifest.version,

@@ -69,7 +69,7 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     dist: float
     unknown: bool
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
-    """The projected embedding, see `evernear.release.drift_baseline`; empty for a release without a reference."""
+    """The projected embedding, see `evernear.release.drift_baseline`; empty if it is unknown."""
     image: str = ""
     """The preprocessed image, PNG in base64, if the query `is_uncertain`; only with ``serving.query_log=images``."""
     candidates: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class QueryLog:
     def _sample(
         self, prediction: Prediction, row: int, embeddings: NDArray[np.float32] | None, images: Pixels | None
     ) -> _Sample:
-        coordinates = None if embeddings is None or self._projection is None else embeddings[row] @ self._projection
+        coordinates = None if embeddings is None else embeddings[row] @ self._projection
         # A copy: a view would keep the whole batch in memory.
         wanted = self._configuration.images and is_uncertain(prediction, self._threshold)
         pixels = images[row].copy() if images is not None and wanted else None
@@ -237,9 +237,7 @@ def closed_at(key: str) -> datetime | None:
         return None
 
 
-def _projection(release: ReleaseParts) -> NDArray[np.float32] | None:
-    if DRIFT_BASELINE_FILE not in release.manifest.parts:
-        return None
+def _projection(release: ReleaseParts) -> NDArray[np.float32]:
     return DriftBaseline.parse(release.read(DRIFT_BASELINE_FILE), DRIFT_BASELINE_FILE).projection
 
 

@@ -45,17 +45,6 @@ _FORMS = {
     "model_type": "it is a section; write its settings as section.key=value",
 }
 """How to write a value of a type; pydantic names the type only."""
-_RENAMED = {
-    "index.factory": "index.type",
-    "kubernetes.patience_s": "kubernetes.failure_grace_s",
-    "kubernetes.settle_s": "kubernetes.convergence_timeout_s",
-    "kubernetes.take_over": "kubernetes.force_conflicts",
-    "serving.keep": "serving.keep_registered",
-    "slack.answer_within_s": "slack.prompt_timeout_s",
-    "slack.retry_for_s": "slack.start_timeout_s",
-    "slack.update_every_s": "slack.update_interval_s",
-    "watch.settle_s": "watch.debounce_s",
-}
 
 
 class _TextSource(EnvSettingsSource):
@@ -202,8 +191,6 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
         reason = fault["msg"].removeprefix("Value error, ")
         message = _FORMS.get(fault["type"]) or reason[0].lower() + reason[1:]
         return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
-    if key in _RENAMED:
-        return f"Setting {key!r} was renamed to {_RENAMED[key]!r}."
     known = known_keys(model)
     # A key without its section (epochs) is nearest to the one that ends with it (train.epochs).
     matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)

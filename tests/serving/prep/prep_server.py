@@ -12,7 +12,7 @@ import httpx
 
 from evernear.data.preprocess import Preprocessing
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.registry import CHAMPION, MANIFESTS, Promotion, Record
+from evernear.release.registry import CHAMPION, MANIFESTS, Decision, Promotion, Record
 from evernear.serving.endpoints import listening_socket
 from evernear.serving.prep.server import create_server
 from evernear.settings import PrepSettings, ServingSettings, Settings
@@ -58,7 +58,12 @@ class ReleaseStore:
         shape = Preprocessing(height_px=size_px, width_px=size_px, channels=1, mean=(0.5,), std=(0.5,))
         manifest = self.manifest.model_copy(update={"version": version, "preprocessing": shape})
         if published:
-            record = Record(manifest=manifest, archive_sha256="0" * 64, archive_size_bytes=0)
+            record = Record(
+                manifest=manifest,
+                archive_sha256="0" * 64,
+                archive_size_bytes=0,
+                verdict=Decision(promote=True, reasons=()),
+            )
             open_store(self.uri).put(f"{MANIFESTS}{version}.json", record.model_dump_json().encode())
         if champion:
             make_champion(self.uri, version)

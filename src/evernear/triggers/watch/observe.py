@@ -84,7 +84,7 @@ class Observer:
     settings: Settings
     store: Store
     cache: Path
-    _baselines: dict[str, DriftBaseline | None] = field(default_factory=dict[str, DriftBaseline | None])
+    _baselines: dict[str, DriftBaseline] = field(default_factory=dict[str, DriftBaseline])
 
     def observe(self, now: datetime) -> Observation:
         """Compare source and live queries with the champion.
@@ -156,11 +156,9 @@ class Observer:
             )
         return manifest
 
-    def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift | None:
+    def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift:
         watch = self.settings.watch
         baseline = self._baseline(registry, champion.version)
-        if baseline is None:
-            return None
         live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=watch.drift_window_s), now)
         faults += damaged
         reference = reference_queries(baseline)
@@ -178,12 +176,9 @@ class Observer:
             reference_unknown_rate=reference.unknown_rate,
         )
 
-    def _baseline(self, registry: Registry, version: str) -> DriftBaseline | None:
-        """The drift baseline of a release; None if the release predates drift baselines."""
+    def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
+        """The drift baseline of a release."""
         if version not in self._baselines:
-            if DRIFT_BASELINE_FILE not in registry.get(version).manifest.parts:
-                self._baselines = {version: None}
-                return None
             with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
                 archive = Path(temporary) / ARCHIVE_FILE
                 registry.fetch(version, archive)

@@ -27,7 +27,7 @@ class CheckReport(Frozen):
 
     at: AwareDatetime
     source: str = ""
-    """The source that was checked; empty in reports of evernear 0.1.0, or if it is unknown."""
+    """The source that was checked; empty if it is unknown."""
     action: Action
     reasons: tuple[str, ...]
     """The reasons for the action, and for not proposing it now."""
