@@ -5,17 +5,18 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, with_options
-from evernear.cli.releases import registry_settings
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.releases import StoreOption, registry_settings
 from evernear.output import print_json, print_line, quantity
-from evernear.settings import Settings
 
 
-@with_options(settings=registry_settings)
 def forget(
-    settings: Settings,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, the command only lists.")] = False,
     as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Delete images that the source no longer has from snapshots, releases, caches, run pages and the query log."""
     from evernear.deployment import forget_releases
@@ -23,8 +24,9 @@ def forget(
     from evernear.forget import forget as delete_images
     from evernear.store import open_store
 
-    store = open_store(settings.store_uri)
-    forgotten = delete_images(store) if yes else find(store)
+    settings = registry_settings(store, config, overrides, workdir)
+    opened = open_store(settings.store_uri)
+    forgotten = delete_images(opened) if yes else find(opened)
     if yes:
         forget_releases(settings)
     if forgotten.unreadable:

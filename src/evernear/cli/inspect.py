@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, with_options
-from evernear.cli.releases import registry_of
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.releases import StoreOption, registry_of
 from evernear.disk import open_regular
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
 from evernear.output import print_json, print_line, printable, quantity
@@ -32,11 +32,19 @@ ReleaseArgument = Annotated[str, typer.Argument(metavar="RELEASE", help="A .mar 
 
 
 @app.command()
-@with_options(registry=registry_of)
-def show(registry: "Registry", release: ReleaseArgument, as_json: JsonOption = False) -> None:
+def show(
+    release: ReleaseArgument,
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """Show signature, preprocessing, index, labels, metrics and lineage. Runs no code of the release."""
     from evernear.release.describe import describe
     from evernear.serving import HANDLER
+
+    registry = registry_of(store, config, overrides, workdir)
 
     with _archive(release, registry) as archive:
         description = describe(archive, HANDLER)
@@ -47,9 +55,7 @@ def show(registry: "Registry", release: ReleaseArgument, as_json: JsonOption = F
 
 
 @app.command()
-@with_options(registry=registry_of)
 def run(
-    registry: "Registry",
     release: ReleaseArgument,
     images: Annotated[list[Path], typer.Option("--image", metavar="FILE", help="PNG, JPEG or WebP; repeatable.")],
     more: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="More images.")] = None,
@@ -57,8 +63,13 @@ def run(
         bool, typer.Option("--trust", help="Load a .mar that is not in the registry. It can run arbitrary code.")
     ] = False,
     as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Recognize images with a release, without a server."""
+    registry = registry_of(store, config, overrides, workdir)
     with (
         _archive(release, registry) as archive,
         tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,

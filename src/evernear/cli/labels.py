@@ -10,11 +10,20 @@ from typing import Annotated
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import JsonOption, run_settings, with_options
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PresetOption,
+    RenameOption,
+    RetireOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    run_settings,
+)
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import DataError
 from evernear.output import print_json, print_line, print_secret, print_table, quantity
-from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
 app = typer.Typer(
@@ -24,8 +33,16 @@ _PRINTED = 10
 
 
 @app.command()
-@with_options(settings=run_settings)
-def check(settings: Settings, as_json: JsonOption = False) -> None:
+def check(
+    as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
     """List images of the ingested source whose label looks wrong, for `evernear review`.
 
     Trains twice, each time on half of the images and as briefly as the probe, because a network that was trained on an
@@ -34,6 +51,7 @@ def check(settings: Settings, as_json: JsonOption = False) -> None:
     from evernear.review.suspects import check_labels
     from evernear.store import open_store
 
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     result = check_labels(open_store(settings.store_uri), settings, datetime.now(UTC))
     if as_json:
         print_json(result.model_dump(mode="json"))
@@ -58,8 +76,16 @@ _EXPORTED = 1000
 
 
 @app.command()
-@with_options(settings=run_settings)
-def export(settings: Settings, file: FileArgument) -> None:
+def export(
+    file: FileArgument,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
     """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
     from evernear.review.answers import Answers, open_target
     from evernear.review.label_studio import labeling_config, to_tasks
@@ -67,6 +93,7 @@ def export(settings: Settings, file: FileArgument) -> None:
     from evernear.review.suspects import load_suspects, picture
     from evernear.store import open_store
 
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
     answered = Answers(store, target).latest()
     suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
@@ -80,8 +107,16 @@ def export(settings: Settings, file: FileArgument) -> None:
 
 
 @app.command(name="import")
-@with_options(settings=run_settings)
-def import_(settings: Settings, file: FileArgument) -> None:
+def import_(
+    file: FileArgument,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
     """Record the annotations of a JSON export of Label Studio as answers of the review."""
     from evernear.review.answers import Answers, open_target
     from evernear.review.label_studio import import_tasks
@@ -89,6 +124,7 @@ def import_(settings: Settings, file: FileArgument) -> None:
     from evernear.review.suspects import load_suspects
     from evernear.store import open_store
 
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
     with disk_errors(file):
         data = file.read_bytes()
@@ -105,8 +141,16 @@ def import_(settings: Settings, file: FileArgument) -> None:
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one.")]
 
 
-@with_options(settings=run_settings)
-def review(settings: Settings, port: PortOption = 8095) -> None:
+def review(
+    port: PortOption = 8095,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
     """Serve a page on this machine in which a person labels uncertain live queries and corrects suspect labels."""
     from evernear.release.registry import whoami
     from evernear.review.answers import Answers, open_target
@@ -114,6 +158,7 @@ def review(settings: Settings, port: PortOption = 8095) -> None:
     from evernear.review.suspects import load_suspects
     from evernear.store import open_store
 
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
     answers = Answers(store, target)
     answers.recover()

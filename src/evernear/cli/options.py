@@ -1,19 +1,16 @@
-"""Options that several commands share.
+"""Options that several commands share, and what they are built into.
 
-A command declares the values that it needs, and `with_options` adds the options that they are built from:
+A command declares the options and passes them to a function of this module:
 
     @app.command()
-    @with_options(settings=local_settings)  # adds --config, --set and --workdir
-    def stop(settings: Settings) -> None: ...
+    def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
+        settings = local_settings(config, overrides, workdir)
 """
 
-import functools
-import inspect
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -96,30 +93,6 @@ def _old_and_new(rename: str) -> tuple[str, str]:
     if len(names) != 2 or not all(names):
         raise SettingsError(f"--rename '{rename}' is not OLD=NEW; a = in the old name is written \\=.")
     return names[0], names[1]
-
-
-def with_options(**providers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the options of each provider to a command, and pass the command the provider's result by name."""
-    signatures = {name: inspect.signature(provider) for name, provider in providers.items()}
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(**values: Any) -> None:
-            results = {
-                name: provider(**{o: values.pop(o) for o in signatures[name].parameters if o in values})
-                for name, provider in providers.items()
-            }
-            command(**values, **results)
-
-        own = [p for p in inspect.signature(command).parameters.values() if p.name not in providers]
-        shared = [option for signature in signatures.values() for option in signature.parameters.values()]
-        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*own, *shared)]
-        del run.__wrapped__  # typer would follow it and read the signature of the original command
-        run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return run
-
-    return decorate
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:

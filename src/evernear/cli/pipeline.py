@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments, with_options
+from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
 from evernear.errors import SettingsError, StoreError
 from evernear.output import print_json, print_line, print_table
@@ -88,9 +88,7 @@ def default_assignments(
 
 
 @app.command(name="compile")
-@with_options(defaults=default_assignments)
 def compile_(
-    defaults: list[str],
     image: ImageOption,
     pipelines: PipelinesArgument = None,
     output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Output directory.")] = Path(),
@@ -102,11 +100,17 @@ def compile_(
     ] = False,
     version: VersionOption = None,
     namespace: NamespaceOption = None,
+    source: SourceOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    store: StoreOption = None,
+    defaults: ParameterOption = None,
 ) -> None:
     """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. The options set the defaults of their parameters."""
     from evernear.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
 
+    defaults = default_assignments(source, target, serving_image, store, defaults)
     compiled = _compile_all(pipelines, image, defaults)
     if kubernetes_native:
         commit = version or _commit()
@@ -122,19 +126,26 @@ def compile_(
 
 
 @app.command()
-@with_options(defaults=default_assignments, server=server_settings)
 def upload(
-    defaults: list[str],
-    server: PipelineSettings,
     image: ImageOption,
     pipelines: PipelinesArgument = None,
     version: VersionOption = None,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    store: StoreOption = None,
+    defaults: ParameterOption = None,
+    endpoint: EndpointOption = None,
+    namespace: NamespaceOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Upload pipelines as a new version with this image. The options set the defaults of their parameters.
 
     A version that already exists with the same content is left unchanged.
     """
+    defaults = default_assignments(source, target, serving_image, store, defaults)
+    server = server_settings(endpoint, namespace, config)
     commit = version or _commit()
     from evernear.kubeflow.publish import Publisher
 
@@ -150,10 +161,7 @@ def upload(
 
 
 @app.command()
-@with_options(assigned=run_assignments, server=server_settings)
 def run(
-    assigned: list[str],
-    server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     wait: Annotated[
         bool, typer.Option("--wait", help="Follow the run; exit with 1 if it fails or is stopped.")
@@ -163,11 +171,21 @@ def run(
         typer.Option("--key", metavar="KEY", help="Idempotency key: a second start with it returns the first run."),
     ] = None,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    parameters: ParameterOption = None,
+    endpoint: EndpointOption = None,
+    namespace: NamespaceOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Start the newest version of a pipeline. Unset parameters keep the defaults of that version."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.parameters import caller, combine, from_words
 
+    assigned = run_assignments(source, preset, target, serving_image, parameters)
+    server = server_settings(endpoint, namespace, config)
     runs = KfpRuns(server)
     arguments = combine({"started_by": caller()}, from_words(assigned, runs.parameters(pipeline)))
     started = runs.start(pipeline, arguments, key or _new_key(), store_of(arguments, runs, pipeline))
@@ -182,10 +200,7 @@ def run(
 
 
 @app.command()
-@with_options(assigned=run_assignments, server=server_settings)
 def schedule(
-    assigned: list[str],
-    server: PipelineSettings,
     pipeline: PipelineArgument = DEFAULT,
     cron: Annotated[
         str | None,
@@ -197,8 +212,18 @@ def schedule(
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Remove the schedule instead; active runs continue.")] = False,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    target: TargetOption = None,
+    serving_image: ServingImageOption = None,
+    parameters: ParameterOption = None,
+    endpoint: EndpointOption = None,
+    namespace: NamespaceOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Run the newest version on a schedule. Replaces the current schedule of the pipeline."""
+    assigned = run_assignments(source, preset, target, serving_image, parameters)
+    server = server_settings(endpoint, namespace, config)
     if (cron is None) != off:
         raise SettingsError("Pass either --cron '0 3 * * *' (daily at 3:00) or --off.")
     from evernear.kubeflow.publish import Publisher
@@ -223,16 +248,18 @@ def schedule(
 
 
 @app.command()
-@with_options(server=server_settings)
 def status(
-    server: PipelineSettings,
     run_id: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Id of a run. [the newest runs and the schedules]")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, metavar="N")] = 10,
     as_json: JsonOption = False,
+    endpoint: EndpointOption = None,
+    namespace: NamespaceOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Show the steps of one run, or the newest runs and the schedules."""
+    server = server_settings(endpoint, namespace, config)
     if run_id is not None:
         from evernear.kubeflow.client import KfpRuns
 
@@ -259,12 +286,14 @@ def _describe(scheduled: "Schedule") -> str:
 
 
 @app.command()
-@with_options(server=server_settings)
-def stop(server: PipelineSettings, run_id: RunArgument) -> None:
+def stop(
+    run_id: RunArgument, endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
+) -> None:
     """Stop a run. Its exit step still runs and records who stopped it."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.triggers.parameters import caller
 
+    server = server_settings(endpoint, namespace, config)
     runs = KfpRuns(server)
     run = runs.show(run_id)
     if run.state.is_final:

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import local_settings, with_options
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
 from evernear.output import print_line, quantity
-from evernear.settings import Settings
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -17,40 +16,45 @@ app = typer.Typer(
 
 
 @app.command()
-@with_options(settings=local_settings)
 def fetch(
-    settings: Settings,
     release: Annotated[str, typer.Option("--release", metavar="VERSION", help="The release of the pod.")],
     sha256: Annotated[str, typer.Option("--sha256", metavar="HEX", help="SHA-256 of its archive.")],
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Init container: download a release from the store for `serve`. Idempotent."""
     from evernear.serving import pod
 
+    settings = local_settings(config, overrides, workdir)
     fetched = pod.fetch(release, sha256, settings)
     print_line(f"Fetched release {fetched.version}, sha256 {sha256}.")
 
 
 @app.command()
-@with_options(settings=local_settings)
 def serve(
-    settings: Settings,
     without_token: Annotated[
         bool,
         typer.Option("--without-token", help="Accept requests without a token. Restrict access with a NetworkPolicy."),
     ] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Replace this process with TorchServe and the fetched release. The file EVERNEAR_TOKEN_FILE has the token."""
     from evernear.serving import pod
 
+    settings = local_settings(config, overrides, workdir)
     pod.serve(settings, without_token=without_token)
 
 
 @app.command()
-@with_options(settings=local_settings)
-def ready(settings: Settings) -> None:
+def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Startup probe: exit with 0 if the answers to all stored queries are those recorded in the release."""
     from evernear.deployment.smoke import smoke
     from evernear.serving import pod
+
+    settings = local_settings(config, overrides, workdir)
 
     with pod.client(settings) as client:
         queries = smoke(client, pod.release(settings))
@@ -58,7 +62,7 @@ def ready(settings: Settings) -> None:
 
 
 @app.command()
-@with_options(settings=local_settings)
-def drain(settings: Settings) -> None:
+def drain(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """preStop hook: wait `serving.endpoint_removal_s` while Kubernetes removes the pod from its endpoints."""
+    settings = local_settings(config, overrides, workdir)
     time.sleep(settings.serving.endpoint_removal_s)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings, with_options
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.errors import IntegrityError, StoreError
 from evernear.output import print_json, print_line, print_table
 from evernear.settings import Settings
@@ -50,9 +50,15 @@ def registry_of(
 
 
 @app.command(name="list")
-@with_options(registry=registry_of)
-def list_(registry: "Registry", as_json: JsonOption = False) -> None:
+def list_(
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """List all releases, oldest first, with their states: champion, promoted (once), held, or not promoted."""
+    registry = registry_of(store, config, overrides, workdir)
     records, faults = registry.records()
     try:
         champion = registry.champion()
@@ -84,11 +90,18 @@ def list_(registry: "Registry", as_json: JsonOption = False) -> None:
 
 
 @app.command()
-@with_options(registry=registry_of)
-def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = False) -> None:
+def show(
+    version: VersionArgument,
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """Show data, network, code, verdict, metrics and parts of a release, even of a pruned one."""
     from evernear.index.description import describe_threshold
 
+    registry = registry_of(store, config, overrides, workdir)
     fields: dict[str, Any] = _fields(registry.get(version, include_pruned=True), registry.champion())
     fields["pruned"] = version not in registry.list()
     if as_json:
@@ -118,9 +131,15 @@ def show(registry: "Registry", version: VersionArgument, as_json: JsonOption = F
 
 
 @app.command()
-@with_options(registry=registry_of)
-def champion(registry: "Registry", as_json: JsonOption = False) -> None:
+def champion(
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """Print the version of the champion; with --json, its promotion."""
+    registry = registry_of(store, config, overrides, workdir)
     current = registry.champion()
     if current is None:
         raise StoreError(registry.explain_no_champion())
@@ -131,9 +150,15 @@ def champion(registry: "Registry", as_json: JsonOption = False) -> None:
 
 
 @app.command()
-@with_options(registry=registry_of)
-def history(registry: "Registry", as_json: JsonOption = False) -> None:
+def history(
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """Show every promotion and rollback, oldest first: when, how, by whom and why."""
+    registry = registry_of(store, config, overrides, workdir)
     promotions = list(registry.history())
     if as_json:
         print_json(promotions)
@@ -145,47 +170,60 @@ def history(registry: "Registry", as_json: JsonOption = False) -> None:
 
 
 @app.command()
-@with_options(settings=registry_settings)
 def promote(
-    settings: Settings,
     version: VersionArgument,
     why: WhyOption = "",
     force: Annotated[
         bool, typer.Option("--force", help="Promote even if the verdict is hold. Requires --why.")
     ] = False,
     as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Make a release the champion. A running server loads it first and must pass its stored queries."""
     from evernear.deployment import promote as promote_release
     from evernear.release.registry import Cause
 
+    settings = registry_settings(store, config, overrides, workdir)
     _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
     _update_model_registry(settings)
 
 
 @app.command()
-@with_options(settings=registry_settings)
-def rollback(settings: Settings, why: WhyOption = "", as_json: JsonOption = False) -> None:
+def rollback(
+    why: WhyOption = "",
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
     """Make the previous champion the champion again. Repeat the command to go further back."""
     from evernear.deployment import roll_back
     from evernear.release.registry import Cause
 
+    settings = registry_settings(store, config, overrides, workdir)
     _print(roll_back(settings, cause=Cause.of_this_process(why)), settings, as_json)
     _update_model_registry(settings)
 
 
 @app.command()
-@with_options(registry=registry_of)
 def restore(
-    registry: "Registry",
     version: Annotated[
         str | None, typer.Argument(metavar="[VERSION]", help="The champion. [the newest one in the history]")
     ] = None,
     why: WhyOption = "",
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Write the lost or damaged pointer to the champion again, from the history. Leaves servers alone."""
     from evernear.release.registry import Cause
 
+    registry = registry_of(store, config, overrides, workdir)
     champion = registry.restore(version, Cause.of_this_process(why)).promotion
     print_line(
         f"Release {champion.version} is the champion again, as promotion {champion.number} of the history; `evernear "
@@ -194,11 +232,13 @@ def restore(
 
 
 @app.command()
-@with_options(registry=registry_of)
-def alias(registry: "Registry") -> None:
+def alias(
+    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> None:
     """Point the alias in Milvus at the champion's collection, if a promotion or a rollback could not."""
     from evernear.deployment.alias import point_alias
 
+    registry = registry_of(store, config, overrides, workdir)
     collection = point_alias(registry)
     if collection is None:
         raise StoreError("The champion has no collection in Milvus.")
@@ -206,16 +246,19 @@ def alias(registry: "Registry") -> None:
 
 
 @app.command()
-@with_options(registry=registry_of)
 def prune(
-    registry: "Registry",
     keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases to keep.")],
     as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Remove old releases, except the champion, its parent and the target of a rollback.
 
     `evernear store prune` also removes what only they needed.
     """
+    registry = registry_of(store, config, overrides, workdir)
     removed = registry.prune(keep)
     if as_json:
         print_json({"removed": removed})

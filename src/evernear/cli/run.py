@@ -9,7 +9,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from evernear.cli.options import JsonOption, RememberOption, run_layers, with_options
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PresetOption,
+    RememberOption,
+    RenameOption,
+    RetireOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    run_layers,
+)
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
 from evernear.settings.layers import Layers, without_secrets
@@ -24,37 +35,55 @@ RereadOption = Annotated[
 ]
 
 
-@with_options(layers=run_layers)
 def run(
-    layers: Layers[Settings],
     remember: RememberOption = False,
     reread: RereadOption = False,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
 ) -> None:
     """Run the continuous-training pipeline on this machine, each step in its own process."""
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
 
-@with_options(layers=run_layers)
 def reindex(
-    layers: Layers[Settings],
     remember: RememberOption = False,
     reread: RereadOption = False,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
 ) -> None:
     """Add new gallery images, even of a new class, to the index of the champion's network, without training."""
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     _run_and_show(layers, "reindex", remember, reread, as_json)
 
 
-@with_options(layers=run_layers)
 def demo(
-    layers: Layers[Settings],
     keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe running.")] = False,
     remember: RememberOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
     from evernear.demo import demo as run_demo
 
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
     command = _command(layers, remember, "demo", *(["--keep"] if keep else []))
     _print_changes(layers, remember)

@@ -7,19 +7,20 @@ from typing import Annotated
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import JsonOption, local_settings, with_options
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.errors import ServingError, SettingsError
 from evernear.output import log_to_stderr, print_json, print_line, print_secret
-from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
 
-@with_options(settings=local_settings)
-def status(settings: Settings, as_json: JsonOption = False) -> None:
+def status(
+    as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> None:
     """Show the run in progress, the server, its releases and the champion; with target kubernetes, the cluster's."""
     from evernear.deployment import open_target
     from evernear.local_run import progress
 
+    settings = local_settings(config, overrides, workdir)
     if not settings.store and not settings.workdir.is_dir():
         raise SettingsError(
             f"The working directory {settings.workdir} does not exist; name it with --workdir, or create it with "
@@ -34,15 +35,16 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
             print_line(f"{key.replace('_', ' '):<12} {'-' if text in (None, '') else text}")
 
 
-@with_options(settings=local_settings)
 def serve(
-    settings: Settings,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay in the foreground; the server stops with this process.")
     ] = False,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until a release has been promoted, instead of failing.")
     ] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""
     from evernear.deployment.local import await_champion, follow, stopped_by_signals
@@ -50,6 +52,7 @@ def serve(
     from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
 
+    settings = local_settings(config, overrides, workdir)
     home = home_of(settings.workdir)
     was_running = is_running(home)
     if foreground and not was_running:  # a server that was running survives a failure of this command
@@ -70,41 +73,41 @@ def serve(
         follow(home)
 
 
-@with_options(settings=local_settings)
-def ready(settings: Settings) -> None:
+def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Readiness probe: exit with 0 if the server can answer predictions now, otherwise with 1."""
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import is_ready
 
+    settings = local_settings(config, overrides, workdir)
     if not is_ready(home_of(settings.workdir), settings.serving.model_name):
         print_line(f"Not ready; `{command_for(settings.workdir, 'status')}` shows details.", sys.stderr)
         raise typer.Exit(1)
     print_line("Ready.")
 
 
-@with_options(settings=local_settings)
-def stop(settings: Settings) -> None:
+def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Stop the local TorchServe after it has answered the requests in flight."""
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import stop as stop_torchserve
 
+    settings = local_settings(config, overrides, workdir)
     home = home_of(settings.workdir)
     print_line("TorchServe stopped." if stop_torchserve(home) else f"TorchServe is not running in {home}.")
 
 
-@with_options(settings=local_settings)
-def token(settings: Settings) -> None:
+def token(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Print the bearer token of the inference API, for curl and other clients."""
     from evernear.serving.endpoints import home_of, read_key
 
+    settings = local_settings(config, overrides, workdir)
     print_secret(read_key(home_of(settings.workdir), "inference"))
 
 
-@with_options(settings=local_settings)
-def prep(settings: Settings) -> None:
+def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
     from evernear.serving.endpoints import host_and_port
 
+    settings = local_settings(config, overrides, workdir)
     try:
         from evernear.serving.prep.server import serve
     except ModuleNotFoundError as error:

@@ -7,10 +7,9 @@ import threading
 import typer
 
 from evernear.cli.interrupts import stop_on_signals
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings, with_options
+from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
 from evernear.errors import SlackError
 from evernear.output import log_to_stderr, print_line
-from evernear.settings import Settings
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -44,11 +43,11 @@ def slack(
 
 
 @app.command()
-@with_options(settings=local_settings)
-def ready(settings: Settings) -> None:
+def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Exit with 0 if the bot of this working directory is healthy, else with 1: a probe for orchestrators."""
     from evernear.triggers.slack.heartbeat import is_recent
 
+    settings = local_settings(config, overrides, workdir)
     if not is_recent(settings):
         print_line("The bot is not running or is stuck; see its log.", sys.stderr)
         raise typer.Exit(1)

@@ -5,24 +5,25 @@ from typing import Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, with_options
-from evernear.cli.releases import registry_settings
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.releases import StoreOption, registry_settings
 from evernear.errors import IntegrityError
 from evernear.output import print_json, print_line, print_table, quantity
-from evernear.settings import Settings
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store.")
 
 
 @app.command()
-@with_options(settings=registry_settings)
 def check(
-    settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Repair what the source still has.")] = False,
     source: Annotated[
         str | None, typer.Option("--source", help="Where the images are now. [where they were ingested from]")
     ] = None,
     as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Read and hash every object that a release, a dataset or the champion needs, and report what is damaged."""
     from evernear.settings import DataSettings
@@ -31,12 +32,13 @@ def check(
     from evernear.store_check import check as check_store
     from evernear.store_check import repair as repair_store
 
-    store = open_store(settings.store_uri)
+    settings = registry_settings(store, config, overrides, workdir)
+    opened = open_store(settings.store_uri)
     if repair:
         chosen = {**settings.data.model_dump(), **({"source": source} if source else {})}
-        found = repair_store(store, parse(DataSettings, chosen), moved=source is not None)
+        found = repair_store(opened, parse(DataSettings, chosen), moved=source is not None)
     else:
-        found = check_store(store)
+        found = check_store(opened)
     if as_json:
         print_json(found)
     else:
@@ -45,7 +47,7 @@ def check(
             print_line(f"  {damage.reason} Needed by {', '.join(damage.needed_by)}.")
             for sentence in filter(None, (damage.repaired, damage.consequence)):
                 print_line(f"  {sentence}")
-        print_line(f"{store.uri}: {quantity(len(found), 'object')} missing or damaged." if found else "Intact.")
+        print_line(f"{opened.uri}: {quantity(len(found), 'object')} missing or damaged." if found else "Intact.")
     if any(damage.consequence for damage in found):
         if not repair:
             print_line("Repair it with `evernear store check --repair`.", sys.stderr)
@@ -53,9 +55,7 @@ def check(
 
 
 @app.command()
-@with_options(settings=registry_settings)
 def prune(
-    settings: Settings,
     keep: Annotated[
         int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases, and of newest runs, to keep.")
     ] = 10,
@@ -65,6 +65,10 @@ def prune(
         typer.Option("--ended", metavar="RUN", help="A run on another machine that was killed; repeatable."),
     ] = None,
     as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Delete what nothing needs: old releases, except the champion, its parent and the target of a rollback, and
     snapshots, shards, embeddings, checkpoints and records of runs that nothing names. Refuses while a run is in
@@ -74,8 +78,9 @@ def prune(
     from evernear.store_prune import prune as prune_store
     from evernear.store_prune import surplus
 
-    store = open_store(settings.store_uri)
-    pruning = surplus(store, keep) if dry_run else prune_store(store, keep, ended or ())
+    settings = registry_settings(store, config, overrides, workdir)
+    opened = open_store(settings.store_uri)
+    pruning = surplus(opened, keep) if dry_run else prune_store(opened, keep, ended or ())
     if as_json:
         print_json(pruning)
         return
@@ -86,4 +91,4 @@ def prune(
         print_line(f"WARNING: {sentence}", sys.stderr)
     if pruning.releases:
         print_line(f"{'Would remove' if dry_run else 'Removed'} {', '.join(pruning.releases)}.")
-    print_line(f"{store.uri}: {'would delete' if dry_run else 'deleted'} {pruning}.")
+    print_line(f"{opened.uri}: {'would delete' if dry_run else 'deleted'} {pruning}.")

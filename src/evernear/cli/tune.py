@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evernear.cli.options import JsonOption, run_layers, run_settings, with_options
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PresetOption,
+    RenameOption,
+    RetireOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    run_layers,
+    run_settings,
+)
 from evernear.output import print_json, print_line
 from evernear.settings import Settings
-from evernear.settings.layers import Layers, command_for, without_secrets
+from evernear.settings.layers import command_for, without_secrets
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
@@ -20,19 +31,25 @@ SpaceOption = Annotated[
 ]
 
 
-@with_options(layers=run_layers)
 def tune(
-    layers: Layers[Settings],
     trials: Annotated[int, typer.Option("--trials", min=1, help="Total number of trials in the study.")] = 20,
     space: SpaceOption = None,
     study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
 ) -> None:
     """Search for better settings of the training on this machine; a killed study continues where it stopped."""
     from evernear.tuning.space import BUILT_IN, load_space
     from evernear.tuning.study import BEST_FILE
     from evernear.tuning.study import tune as run_study
 
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     settings = layers.settings()
     searched = load_space(space or BUILT_IN)
     directory = study or settings.workdir / "study"
@@ -48,15 +65,24 @@ def tune(
         return
     print_line(f"  best trial          {result.best}")
     remembered = (layers.remembered or {}).get("data", {}).get("source")
-    source = [] if settings.data.source == remembered else ["--source", without_secrets(settings.data.source)]
-    again = command_for(settings.workdir, "run", *source, "--config", str(directory / BEST_FILE))
+    from_source = [] if settings.data.source == remembered else ["--source", without_secrets(settings.data.source)]
+    again = command_for(settings.workdir, "run", *from_source, "--config", str(directory / BEST_FILE))
     print_line(f"Next: {again}    the gate compares it with the champion")
 
 
-@with_options(settings=run_settings)
-def trial(settings: Settings) -> None:
+def trial(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
     """Train once and print the accuracy on the query split as ``accuracy=0.97``, which Katib reads."""
     from evernear.tuning.trial import measure_trial
+
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
 
     with TemporaryDirectory() as work:
         accuracy = measure_trial(_ingest_source(settings, Path(work)), settings, Path(work), _report)

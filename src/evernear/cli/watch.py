@@ -18,7 +18,6 @@ from evernear.cli.options import (
     WorkdirOption,
     local_settings,
     run_settings,
-    with_options,
 )
 from evernear.errors import PipelineServerError
 from evernear.output import log_to_stderr, print_json, print_line, quantity
@@ -53,13 +52,15 @@ def schedule_store(
 
 
 @app.command()
-@with_options(settings=watch_settings)
-def run(settings: Settings) -> None:
+def run(
+    source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> None:
     """Run the watcher until SIGTERM or Ctrl-C: check on the schedule, and soon after MinIO reports a change."""
     from evernear.store import open_store
     from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
 
+    settings = watch_settings(source, config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
@@ -72,15 +73,19 @@ def run(settings: Settings) -> None:
 
 
 @app.command()
-@with_options(settings=watch_settings)
 def once(
-    settings: Settings,
     act: Annotated[bool, typer.Option("--act", help="Propose or start the run, as `run` does.")] = False,
     as_json: JsonOption = False,
+    source: SourceOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Check once and show the decision with its figures; nothing is changed without --act."""
     from evernear.store import open_store
     from evernear.triggers.watch.watcher import Watcher
+
+    settings = watch_settings(source, config, overrides, workdir)
 
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
@@ -88,9 +93,11 @@ def once(
 
 
 @app.command()
-@with_options(schedule=schedule_store)
-def status(schedule: "ScheduleStore", as_json: JsonOption = False) -> None:
+def status(
+    as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+) -> None:
     """Show whether the watcher is on or paused, and its last check."""
+    schedule = schedule_store(config, overrides, workdir)
     state = schedule.read()
     if as_json:
         print_json(state)
@@ -105,30 +112,31 @@ def status(schedule: "ScheduleStore", as_json: JsonOption = False) -> None:
 
 
 @app.command()
-@with_options(schedule=schedule_store)
-def start(schedule: "ScheduleStore") -> None:
+def start(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Resume the watcher of this store, wherever it runs."""
     from evernear.release.registry import whoami
 
+    schedule = schedule_store(config, overrides, workdir)
     schedule.switch(True, whoami())
     print_line("The watcher is on.")
 
 
 @app.command()
-@with_options(schedule=schedule_store)
-def stop(schedule: "ScheduleStore") -> None:
+def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Pause the watcher; its process keeps running but does nothing until `start`."""
     from evernear.release.registry import whoami
 
+    schedule = schedule_store(config, overrides, workdir)
     schedule.switch(False, whoami())
     print_line("The watcher is off.")
 
 
 @app.command()
-@with_options(settings=local_settings)
 def ship(
-    settings: Settings,
     once: Annotated[bool, typer.Option("--once", help="Ship what is there, and end.")] = False,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Ship the query logs of a server on this machine to the store once a minute, until SIGTERM or Ctrl-C."""
     from evernear.serving import query_log
@@ -136,6 +144,7 @@ def ship(
     from evernear.serving.endpoints import home_of
     from evernear.store import open_store
 
+    settings = local_settings(config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     directory, store = logged_queries(home_of(settings.workdir)), open_store(settings.store_uri)
     if once:
