@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from evernear.cli import app
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
-from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.store import open_store
 
@@ -104,18 +103,6 @@ def test_list_marks_held_releases_until_a_person_promotes_them(releases: list[Pa
     assert json.loads(evernear("list", "--json", *options))[0]["state"] == "held"
     evernear("promote", held_release.version, "--force", "--why", "the floor was wrong", *options)
     assert json.loads(evernear("list", "--json", *options))[0]["state"] == "champion"
-
-
-def test_release_of_an_earlier_version_has_no_training_settings(
-    releases: list[PackedRelease], tmp_path: Path, make_release: MakeRelease
-) -> None:
-    old = releases[0].manifest.model_copy(update={"source": None, "training": None})
-    assert ReleaseManifest.from_json(old.model_dump_json(exclude={"source", "training"}), "old") == old
-    store = open_store((tmp_path / "store").as_uri())
-    published = Registry(store).publish(releases[0].archive)
-    record = published.model_copy(update={"manifest": old})
-    store.put(f"releases/manifests/{old.version}.json", record.to_json())
-    assert re.search(r"\ntraining settings +-\n", evernear("show", old.version, "--store", store.uri))
 
 
 def test_unknown_release_is_reported(uri: str) -> None:

@@ -1,4 +1,4 @@
-"""Building blocks of messages: Block Kit, and text from outside made safe for it.
+"""Building blocks of messages, and text from outside made safe for it.
 
 Slack's own limits apply: 3000 characters of a section, 2000 of a field, 150 of a header.
 """
@@ -8,7 +8,22 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
+
+from slack_sdk.models.blocks import (
+    ActionsBlock,
+    ButtonElement,
+    ConfirmObject,
+    ContextBlock,
+    HeaderBlock,
+    ImageBlock,
+    MarkdownTextObject,
+    Option,
+    PlainTextObject,
+    SectionBlock,
+    StaticSelectElement,
+)
+from slack_sdk.models.blocks.basic_components import SlackFile
 
 from evernear.errors import EvernearError
 from evernear.kubeflow.runs import State
@@ -96,35 +111,42 @@ def join_lines(lines: Sequence[str]) -> str:
 
 def header(text: str) -> Block:
     """A header; the text is plain except for emoji."""
-    return {"type": "header", "text": _plain(cut(printable(text), HEADER_MAX)) | {"emoji": True}}
+    return HeaderBlock(text=PlainTextObject(text=cut(printable(text), HEADER_MAX), emoji=True)).to_dict()
 
 
 def section(text: str) -> Block:
     """A paragraph of mrkdwn."""
-    return {"type": "section", "text": _mrkdwn(cut(text, TEXT_MAX))}
+    return SectionBlock(text=_mrkdwn(text)).to_dict()
 
 
 def fields(texts: Mapping[str, str]) -> Block:
     """Fields of mrkdwn by title, in two columns."""
-    return {
-        "type": "section",
-        "fields": [_mrkdwn(cut(f"*{title}*\n{text}", FIELD_MAX)) for title, text in texts.items()],
-    }
+    return SectionBlock(fields=[_mrkdwn(f"*{title}*\n{text}", FIELD_MAX) for title, text in texts.items()]).to_dict()
 
 
 def context(text: str) -> Block:
     """A small line of mrkdwn."""
-    return {"type": "context", "elements": [_mrkdwn(cut(text, TEXT_MAX))]}
+    return ContextBlock(elements=[_mrkdwn(text)]).to_dict()
 
 
 def actions(*buttons: Block) -> list[Block]:
     """A row of buttons; nothing if there are none."""
-    return [{"type": "actions", "elements": list(buttons)}] if buttons else []
+    return [ActionsBlock(elements=buttons).to_dict()] if buttons else []
 
 
-def button(text: str, action: str, value: str, **options: Any) -> Block:
-    """A button that sends ``value`` to the handler of ``action``; ``options``: style, url, confirm."""
-    return {"type": "button", "action_id": action, "text": _plain(text), "value": value, **options}
+def button(
+    text: str,
+    action: str,
+    value: str,
+    *,
+    style: Literal["primary", "danger"] | None = None,
+    url: str | None = None,
+    confirm: ConfirmObject | None = None,
+) -> Block:
+    """A button that sends ``value`` to the handler of ``action``."""
+    return ButtonElement(
+        text=_plain(text), action_id=action, value=value, style=style, url=url, confirm=confirm
+    ).to_dict()
 
 
 def select(placeholder: str, action: str, options: Mapping[str, str]) -> Block:
@@ -132,17 +154,13 @@ def select(placeholder: str, action: str, options: Mapping[str, str]) -> Block:
 
     ``options`` maps texts, of at most 75 characters, to values, of at most 150.
     """
-    return {
-        "type": "static_select",
-        "action_id": action,
-        "placeholder": _plain(placeholder),
-        "options": [{"text": _plain(text), "value": value} for text, value in options.items()],
-    }
+    choices = [Option(text=_plain(text), value=value) for text, value in options.items()]
+    return StaticSelectElement(placeholder=_plain(placeholder), action_id=action, options=choices).to_dict()
 
 
 def image(file: str, alt_text: str) -> Block:
     """An image that was uploaded to Slack, by the id of its file."""
-    return {"type": "image", "slack_file": {"id": file}, "alt_text": alt_text}
+    return ImageBlock(slack_file=SlackFile(id=file), alt_text=alt_text).to_dict()
 
 
 def link_button(url: str, value: str) -> list[Block]:
@@ -152,13 +170,13 @@ def link_button(url: str, value: str) -> list[Block]:
 
 def danger_button(text: str, action: str, value: str, question: str, explanation: str) -> Block:
     """A red button that asks for confirmation."""
-    confirm = {
-        "title": _plain(question),
-        "text": _plain(cut(printable(explanation), 300)),
-        "confirm": _plain(text),
-        "deny": _plain("Cancel"),
-        "style": "danger",
-    }
+    confirm = ConfirmObject(
+        title=_plain(question),
+        text=_plain(cut(printable(explanation), 300)),
+        confirm=_plain(text),
+        deny=_plain("Cancel"),
+        style="danger",
+    )
     return button(text, action, value, style="danger", confirm=confirm)
 
 
@@ -167,10 +185,10 @@ def as_text(value: Any) -> str:
     return cut(value if isinstance(value, str) else json.dumps(value), 100)
 
 
-def _plain(text: str) -> Block:
-    """Text that Slack shows as it is, without markup, links or mentions."""
-    return {"type": "plain_text", "text": printable(text)}
+def _plain(text: str) -> PlainTextObject:
+    """Text that Slack shows as it is, without markup, links or mentions. slack_sdk would turn a string into mrkdwn."""
+    return PlainTextObject(text=printable(text))
 
 
-def _mrkdwn(text: str) -> Block:
-    return {"type": "mrkdwn", "text": text}
+def _mrkdwn(text: str, length: int = TEXT_MAX) -> MarkdownTextObject:
+    return MarkdownTextObject(text=cut(text, length))
