@@ -1,14 +1,20 @@
 """Limits on HTTP clients for servers on uvicorn, which limits neither bodies nor slow clients."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 10.0
 """Time for the request line and the headers."""
+MAX_DISCARDED_BYTES = 64 * 2**20
+"""Bytes of a rejected body that are read and discarded, so that its client receives the response."""
+DISCARD_PAUSE_S = 2.0
+"""Longest pause in a rejected body, after which the connection is closed. Apache has the same."""
 
 
 class BodyLimits:
@@ -16,57 +22,109 @@ class BodyLimits:
 
     ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to those of all requests in flight, and
     ``timeout_s`` to the upload of one. Beyond a limit, the application's read raises an `HTTPException` with status
-    413, 503 or 408, and the rest of the body is not read.
+    413, 503 or 408. The rest of the body is discarded after the response, within ``timeout_s``,
+    `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`: a client that sends its whole body before it reads would otherwise lose the response,
+    because the kernel resets a connection that is closed with unread data.
     """
 
     def __init__(self, app: ASGIApp, max_size_bytes: int, max_total_size_bytes: int, timeout_s: float) -> None:
         self._app = app
-        self._max_size_bytes = max_size_bytes
-        self._max_total_size_bytes = max_total_size_bytes
-        self._timeout_s = timeout_s
-        self._total_size_bytes = 0
+        self.max_size_bytes = max_size_bytes
+        self.max_total_size_bytes = max_total_size_bytes
+        self.timeout_s = timeout_s
+        self.total_size_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application with a ``receive`` that enforces the limits."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
-        size_bytes = 0
-        complete = False
+        body = _LimitedBody(self, Headers(scope=scope), receive)
 
-        async def limited_receive() -> Message:
-            nonlocal size_bytes, complete
-            if complete:  # the application awaits the client's disconnect
-                return await receive()
-            if int(declared) > self._max_size_bytes:
-                raise self._too_large()
-            message = await self._receive_in_time(receive, deadline_s)
-            received_bytes = len(message.get("body", b""))
-            size_bytes += received_bytes
-            self._total_size_bytes += received_bytes
-            if size_bytes > self._max_size_bytes:
-                raise self._too_large()
-            if self._total_size_bytes > self._max_total_size_bytes:
-                raise _rejection(503, "The server is busy with other requests; try again in a second.", retry_after_s=1)
-            complete = not message.get("more_body", False)
-            return message
+        async def send_and_discard(message: Message) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if last and body.rejected:
+                await send({**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body"}
+            await send(message)
 
         try:
-            await self._app(scope, limited_receive, send)
+            await self._app(scope, body.receive, send_and_discard)
         finally:
-            self._total_size_bytes -= size_bytes
+            body.release()
 
-    async def _receive_in_time(self, receive: Receive, deadline_s: float) -> Message:
+
+class _LimitedBody:
+    """The body of one request."""
+
+    def __init__(self, limits: BodyLimits, headers: Headers, receive: Receive) -> None:
+        self._limits = limits
+        self._receive = receive
+        self._declared_bytes = int(headers.get("content-length", "0"))
+        self._awaits_continue = headers.get("expect", "").lower() == "100-continue"
+        self._deadline_s = asyncio.get_running_loop().time() + limits.timeout_s
+        self._size_bytes = 0
+        self._complete = False
+        self.rejected = False
+
+    async def receive(self) -> Message:
+        """The next part.
+
+        Raises:
+            HTTPException: a limit is exceeded.
+        """
+        if self._complete:  # the application awaits the client's disconnect
+            return await self._receive()
         try:
-            async with asyncio.timeout_at(deadline_s):
-                return await receive()
+            return await self._receive_limited()
+        except HTTPException:
+            self.rejected = True
+            self.release()
+            raise
+
+    async def discard(self) -> None:
+        """Read the rest of the body, within the limits, without storing it."""
+        loop = asyncio.get_running_loop()
+        discarded_bytes = 0
+        with suppress(TimeoutError):
+            # Any read would ask a client that awaits "100 Continue" for its body.
+            while not (self._complete or self._awaits_continue) and discarded_bytes < MAX_DISCARDED_BYTES:
+                async with asyncio.timeout_at(min(self._deadline_s, loop.time() + DISCARD_PAUSE_S)):
+                    message = await self._receive()
+                discarded_bytes += len(self._note(message).get("body", b""))
+
+    def release(self) -> None:
+        """Subtract this body from those in flight."""
+        self._limits.total_size_bytes -= self._size_bytes
+        self._size_bytes = 0
+
+    async def _receive_limited(self) -> Message:
+        limits = self._limits
+        if self._declared_bytes > limits.max_size_bytes:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                message = self._note(await self._receive())
         except TimeoutError:
-            raise _rejection(408, f"The request's body did not arrive within {self._timeout_s:g} s.") from None
+            raise _rejection(408, f"The request's body did not arrive within {limits.timeout_s:g} s.") from None
+        received_bytes = len(message.get("body", b""))
+        self._size_bytes += received_bytes
+        limits.total_size_bytes += received_bytes
+        if self._size_bytes > limits.max_size_bytes:
+            raise self._too_large()
+        if limits.total_size_bytes > limits.max_total_size_bytes:
+            raise _rejection(503, "The server is busy with other requests; try again in a second.", retry_after_s=1)
+        return message
+
+    def _note(self, message: Message) -> Message:
+        """Record whether the body is complete, and that its client no longer awaits "100 Continue"."""
+        self._complete = not message.get("more_body", False)
+        self._awaits_continue = False
+        return message
 
     def _too_large(self) -> HTTPException:
-        return _rejection(413, f"The request is larger than the limit of {self._max_size_bytes} bytes.")
+        return _rejection(413, f"The request is larger than the limit of {self._limits.max_size_bytes} bytes.")
 
 
 def _rejection(status: int, message: str, retry_after_s: int | None = None) -> HTTPException:

@@ -1,11 +1,13 @@
 """Limits on clients of the preprocessing server, and their isolation from other clients."""
 
 import base64
+import http.client
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Self
 
@@ -177,14 +179,11 @@ class RawClient:
         self.socket.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size_bytes)
 
     def answer(self) -> tuple[int, dict[str, str], str]:
-        """Status, headers and message, after the server has closed the connection."""
-        received = b""
-        while part := self.socket.recv(2**16):
-            received += part
-        head, _, body = received.partition(b"\r\n\r\n")
-        status, *headers = head.decode().split("\r\n")
-        named = dict(line.lower().split(": ", 1) for line in headers)
-        return int(status.split()[1]), named, json.loads(body)["message"]
+        """Status, headers and message of the response."""
+        response = http.client.HTTPResponse(self.socket)
+        response.begin()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, headers, json.loads(response.read())["message"]
 
 
 def test_slow_body_is_rejected(stored_releases: ReleaseStore, port: int) -> None:
@@ -262,3 +261,67 @@ def test_endless_head_is_rejected(prep: httpx.Client) -> None:
     with RawClient(prep) as endless:
         endless.socket.sendall(b"GET /label HTTP/1.1\r\nX: " + b"x" * 70_000)
         assert endless.socket.recv(12) == b"HTTP/1.1 400"
+
+
+class TestRejectedBody:
+    """`http.client` sends its whole body before it reads the response."""
+
+    LIMIT_BYTES = 4 * 2**20
+
+    def post(self, prep: httpx.Client, *bodies: bytes, **headers: str) -> tuple[int, str]:
+        """The status and the message; ``bodies`` are the chunks of a body whose size is not declared."""
+        with closing(http.client.HTTPConnection("127.0.0.1", prep.base_url.port, timeout=30)) as connection:
+            connection.request("POST", "/predict", iter(bodies) if len(bodies) > 1 else bodies[0], headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())["message"]
+
+    @pytest.fixture
+    def limited(self, stored_releases: ReleaseStore, port: int) -> Iterator[httpx.Client]:
+        limits = {"max_request_size_bytes": self.LIMIT_BYTES, "max_bodies_size_bytes": self.LIMIT_BYTES}
+        with prep_client(stored_releases.settings(port, **limits)) as client:
+            yield client
+
+    @pytest.mark.parametrize("chunks", [1, 16])
+    def test_body_above_the_limit_gets_413(self, limited: httpx.Client, chunks: int) -> None:
+        body = [bytes(8 * self.LIMIT_BYTES // chunks)] * chunks
+        for _ in range(8):
+            assert self.post(limited, *body) == (
+                413,
+                f"The request is larger than the limit of {self.LIMIT_BYTES} bytes.",
+            )
+
+    def test_many_large_bodies_get_a_response(self, limited: httpx.Client) -> None:
+        body = json.dumps(SMALL).encode().ljust(self.LIMIT_BYTES)
+        with ThreadPoolExecutor(12) as pool:
+            answers = [*pool.map(lambda _: self.status(limited, body), range(48))]
+        assert set(answers) == {200, 503}
+
+    def status(self, prep: httpx.Client, body: bytes) -> int:
+        with closing(http.client.HTTPConnection("127.0.0.1", prep.base_url.port, timeout=30)) as connection:
+            connection.request("POST", "/predict", body)
+            return connection.getresponse().status
+
+    def test_endless_body_is_discarded_up_to_a_limit(
+        self, limited: httpx.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_limits, "MAX_DISCARDED_BYTES", self.LIMIT_BYTES)
+        sent_bytes = 0
+        with RawClient(limited) as endless, suppress(OSError):
+            endless.head(2**40)
+            while sent_bytes < 64 * self.LIMIT_BYTES:
+                sent_bytes += endless.socket.send(bytes(2**16))
+        assert sent_bytes < 16 * self.LIMIT_BYTES
+
+    def test_body_that_stalls_after_the_rejection_is_abandoned(self, stored_releases: ReleaseStore, port: int) -> None:
+        with prep_client(stored_releases.settings(port, upload_timeout_s=1)) as prep, RawClient(prep) as stalled:
+            stalled.head(2**30)
+            stalled.socket.sendall(bytes(10))
+            assert stalled.answer()[0] == 413
+            assert prep.post("/predict", json=SMALL).status_code == 200
+
+    def test_client_that_awaits_100_continue_is_not_asked_for_its_body(self, limited: httpx.Client) -> None:
+        with RawClient(limited) as polite:
+            polite.socket.sendall(
+                b"POST /predict HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000000\r\n\r\n"
+            )
+            assert polite.answer()[0] == 413
