@@ -46,7 +46,9 @@ def http_server(tls: ssl.SSLContext | None = None, **answer: object) -> Iterator
 
 
 @contextmanager
-def grpc_server(answer: Answer, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> Iterator[int]:
+def grpc_server(
+    answer: Answer, port: int = 0, credentials: grpc.ServerCredentials | None = None, host: str = "127.0.0.1"
+) -> Iterator[int]:
     """``answer(request, context)`` returns the bytes of a prediction, or aborts."""
     server = grpc.server(ThreadPoolExecutor(4))
     handler = grpc.unary_unary_rpc_method_handler(
@@ -56,7 +58,7 @@ def grpc_server(answer: Answer, port: int = 0, credentials: grpc.ServerCredentia
     )
     service, method = PREDICTIONS[1:].split("/")
     server.add_registered_method_handlers(service, {method: handler})
-    address = f"127.0.0.1:{port}"
+    address = f"{host}:{port}"
     port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     server.start()
     try:

@@ -22,8 +22,8 @@ class BodyLimits:
 
     ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to those of all requests in flight, and
     ``timeout_s`` to the upload of one. Beyond a limit, the application's read raises an `HTTPException` with status
-    413, 503 or 408. The rest of the body is discarded after the response, within ``timeout_s``,
-    `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`: a client that sends its whole body before it reads would otherwise lose the response,
+    413, 503 or 408. The rest of the body is discarded after the response, within ``timeout_s``, `DISCARD_PAUSE_S` and
+    `MAX_DISCARDED_BYTES`: a client that sends its whole body before it reads would otherwise lose the response,
     because the kernel resets a connection that is closed with unread data.
     """
 

@@ -87,14 +87,15 @@ class PrepSettings(Section):
     predictor_host: Host = Field(
         default="", description="Host of TorchServe's gRPC API; if empty, the server of the working directory."
     )
-    predictor_tls: bool = Field(default=False, description="Use TLS to ``predictor_host``.")
+    predictor_fallback_host: Host = Field(
+        default="", description="Host to call if no address of ``predictor_host`` answers, such as a ClusterIP Service."
+    )
+    predictor_tls: bool = Field(default=False, description="Use TLS to both hosts.")
     timeout_s: float = Field(default=10.0, gt=0.0, description="Time for a request, including queueing and retries.")
     attempts: int = Field(
         default=4, ge=1, le=5, description="Attempts to reach the predictor for a request; gRPC allows 5."
     )
     in_flight: int = Field(default=64, ge=1, description="Concurrent requests to the predictor; others wait.")
-    failures: int = Field(default=5, ge=1, description="Consecutive failures that open the circuit breaker.")
-    recovery_s: float = Field(default=5.0, gt=0.0, description="Time before an open circuit breaker lets a call pass.")
     max_request_size_bytes: int = Field(
         default=10 * 2**20, ge=1024, description="Largest JSON body. Base64 makes an image a third larger."
     )

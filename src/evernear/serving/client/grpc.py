@@ -5,8 +5,7 @@ model or version is INTERNAL and recognizable by the Java exception in the secon
 than ``max_request_size`` ends the stream with CANCELLED.
 """
 
-import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +22,7 @@ from evernear.errors import (
     ServingError,
 )
 from evernear.serving.client.target import Target, authorities_file
+from evernear.serving.grpc_channel import Addresses, channel_options
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.serving.tracing import trace_fields
@@ -38,19 +38,39 @@ _REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", 
 
 
 class _Channel:
-    """A channel of ``api``, which is `grpc` or `grpc.aio`."""
+    """A channel of ``api``, which is `grpc` or `grpc.aio`, to the current addresses of the target."""
 
     def __init__(self, target: Target, api: Any) -> None:
         self._target = target
-        options = _options(target)
+        self._api = api
+        self._addresses = Addresses(target.host, target.port)
+        self._opened = self._open(self._addresses.target)
+
+    def channel(self) -> tuple[Any, Any]:
+        """The channel to the current addresses, and its method. An earlier channel closes after its last call, which
+        has the only reference to it.
+        """
+        address, channel, call = self._opened
+        if address != self._addresses.target:
+            self._opened = _, channel, call = self._open(self._addresses.target)
+        return channel, call
+
+    def close(self) -> Any:
+        """Close the channel; a coroutine for `grpc.aio`."""
+        self._addresses.close()
+        _, channel, _ = self._opened
+        return channel.close()
+
+    def _open(self, address: str) -> tuple[str, Any, Any]:
+        target, api = self._target, self._api
+        options = channel_options(target.address, target.attempts)
         if target.tls:
             credentials = grpc.ssl_channel_credentials(Path(authorities_file()).read_bytes())
-            channel = api.secure_channel(target.address, credentials, options=options)
+            channel = api.secure_channel(address, credentials, options=options)
         else:
-            channel = api.insecure_channel(target.address, options=options)
+            channel = api.insecure_channel(address, options=options)
         codecs: Any = (PredictionsRequest.SerializeToString, PredictionResponse.FromString)
-        self._call: Any = channel.unary_unary(PREDICTIONS, *codecs)
-        self.close: Any = channel.close
+        return address, channel, channel.unary_unary(PREDICTIONS, *codecs)
 
 
 class GrpcTransport(_Channel):
@@ -61,8 +81,9 @@ class GrpcTransport(_Channel):
 
     def predict(self, image: bytes, version: str | None) -> Prediction:
         """Request the prediction for an image file."""
+        _channel, call = self.channel()
         with _errors(self._target):
-            response = self._call(**_request(self._target, image, version))
+            response = call(**_request(self._target, image, version))
         return _parse(self._target, response)
 
 
@@ -74,31 +95,10 @@ class AsyncGrpcTransport(_Channel):
 
     async def predict(self, image: bytes, version: str | None) -> Prediction:
         """Request the prediction for an image file."""
+        _channel, call = self.channel()
         with _errors(self._target):
-            response = await self._call(**_request(self._target, image, version))
+            response = await call(**_request(self._target, image, version))
         return _parse(self._target, response)
-
-
-def _options(target: Target) -> Sequence[tuple[str, Any]]:
-    """Channel options. Predictions are idempotent, so calls that did not arrive may be retried."""
-    # A headless Service resolves to several pods: use them in turn, where gRPC's default stays with one.
-    config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
-    if target.attempts > 1:
-        policy = {
-            "maxAttempts": target.attempts,
-            "initialBackoff": "0.1s",
-            "maxBackoff": "2s",
-            "backoffMultiplier": 2,
-            "retryableStatusCodes": ["UNAVAILABLE"],
-        }
-        config["methodConfig"] = [{"name": [{}], "retryPolicy": policy}]
-    return [
-        ("grpc.enable_http_proxy", 0),
-        # Reconnect within this time; gRPC's default is two minutes.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.service_config", json.dumps(config)),
-    ]
 
 
 def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:

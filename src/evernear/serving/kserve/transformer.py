@@ -14,6 +14,7 @@ import logging
 import os
 import ssl
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -22,6 +23,7 @@ from grpc_interceptor.exceptions import DeadlineExceeded, GrpcException, Invalid
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferResponse, Model
 from kserve import model as kserve_model
 from kserve.inference_client import RESTConfig
+from kserve.predictor_config import PredictorConfig
 from pydantic import TypeAdapter
 
 from evernear.data.preprocess import Pixels
@@ -29,6 +31,7 @@ from evernear.errors import SettingsError
 from evernear.output import printable, quantity
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import encode_png
+from evernear.serving.grpc_channel import Addresses, channel_options
 from evernear.serving.kserve.command import arguments, predictor_config, release_source, run
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images, Tensors, parse_response, v1_request, v2_request
@@ -36,7 +39,8 @@ from evernear.serving.kserve.server import serve
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
-MAX_RECONNECT_BACKOFF_MS = 1000
+CONNECT_TIMEOUT_S = 1.0
+"""Time to connect over REST, which is tried again if it fails."""
 # KServe 0.21 forwards no header of a trace to the predictor.
 kserve_model._FORWARDABLE_HEADERS |= {TRACE_FIELD}  # pyright: ignore[reportPrivateUsage]
 _PREDICTIONS = TypeAdapter(list[Prediction])
@@ -52,7 +56,8 @@ class TransformerModel(ReleaseModel):
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
         super().__init__(manifest, args)
         self._predictor = predictor_config(args)
-        self._client: InferenceGRPCClient | None = None
+        self._addresses = Addresses(*_host_and_port(self._predictor))
+        self._client: tuple[str, InferenceGRPCClient | None] = "", None
         self._rest_client: InferenceRESTClient | None = None
 
     async def can_predict(self) -> bool:
@@ -95,7 +100,7 @@ class TransformerModel(ReleaseModel):
                     # httpx uses proxies only without a transport.
                     transport=httpx.AsyncHTTPTransport(verify=verify, retries=retries),
                     protocol=self._predictor.predictor_protocol,
-                    timeout=self._predictor.predictor_request_timeout_seconds,
+                    timeout=httpx.Timeout(self._predictor.predictor_request_timeout_seconds, connect=CONNECT_TIMEOUT_S),
                     retries=retries,
                 )
             )
@@ -103,23 +108,24 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
-        """KServe's client on a channel that reconnects quickly. By default, a predictor that is back remains
-        unreachable for up to two more minutes.
+        """KServe's client, on a channel to the predictor's current addresses. An earlier one closes after its last
+        call, which has the only reference to it.
         """
-        if self._client is None:
-            self._client = InferenceGRPCClient(
-                self._predictor.predictor_host,
-                use_ssl=self._predictor.predictor_use_ssl,
-                timeout=self._predictor.predictor_request_timeout_seconds,
-                retries=self._predictor.predictor_request_retries,
+        address, client = self._client
+        if client is None or address != self._addresses.target:
+            address, config = self._addresses.target, self._predictor
+            client = InferenceGRPCClient(
+                address,
+                use_ssl=config.predictor_use_ssl,
+                timeout=config.predictor_request_timeout_seconds,
                 channel_args=[
                     ("grpc.max_send_message_length", -1),
                     ("grpc.max_receive_message_length", -1),
-                    ("grpc.enable_http_proxy", 0),
-                    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+                    *channel_options(config.predictor_host, config.predictor_request_retries + 1),
                 ],
             )
-        return self._client
+            self._client = address, client
+        return client
 
     async def _request_predictions(self, pixels: Pixels, headers: dict[str, str] | None) -> list[Prediction]:
         """Request the predictor's predictions for pixels (N, H, W, C).
@@ -179,6 +185,12 @@ class TransformerModel(ReleaseModel):
 
 def _trace_headers() -> dict[str, str]:
     return {name: value.decode() for name, value in trace_fields().items()}
+
+
+def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
+    """The host and the port of ``--predictor_host``, which has no port if that is the protocol's."""
+    url = urlsplit(f"//{predictor.predictor_host}")
+    return url.hostname or "", url.port or (443 if predictor.predictor_use_ssl else 80)
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:

@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear import __version__
-from evernear.errors import DataError, EvernearError, ServerTimeoutError
+from evernear.errors import DataError, EvernearError, ServerTimeoutError, ServerUnreachableError
 from evernear.output import log_fields
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.http_limits import BodyLimits
-from evernear.serving.prep.service import CircuitOpenError, Service
+from evernear.serving.prep.service import Service
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
@@ -194,8 +194,13 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
             status = HTTPStatus.GATEWAY_TIMEOUT.value
         case _:
             status = HTTPStatus.SERVICE_UNAVAILABLE.value
-            if isinstance(error, CircuitOpenError | OverloadedError):
-                headers = {"Retry-After": str(error.retry_after_s)}
+            match error:
+                case OverloadedError():
+                    headers = {"Retry-After": str(error.retry_after_s)}
+                case ServerUnreachableError():
+                    headers = {"Retry-After": "1"}
+                case _:
+                    pass
     rejection = Rejection(code=status, type=HTTPStatus(status).phrase.replace(" ", ""), message=message)
     return JSONResponse(rejection.model_dump(), status, headers)
 

@@ -6,7 +6,7 @@ from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.endpoints import listening_socket
 from evernear.serving.http_limits import HeadTimeoutProtocol
 from evernear.serving.prep.app import create_app
-from evernear.serving.prep.service import target_of
+from evernear.serving.prep.service import targets_of
 from evernear.settings import Settings
 
 SHUTDOWN_TIMEOUT_S = 30
@@ -21,7 +21,7 @@ def serve(settings: Settings) -> None:
         PortInUseError, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
         ServerUnreachableError: the predictor is the server of the working directory, where none was started.
     """
-    target_of(settings)
+    targets_of(settings)
     with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
         create_server(settings).run(sockets=[listener])
 

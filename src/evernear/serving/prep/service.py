@@ -1,13 +1,12 @@
 """The work of the preprocessing server: prepare an image as the live release prescribes, and have it recognized."""
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
-from circuitbreaker import CircuitBreaker
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from evernear.data.image_file import EncodedImage
@@ -16,6 +15,7 @@ from evernear.errors import (
     IntegrityError,
     PredictionRejectedError,
     ServerTimeoutError,
+    ServerUnreachableError,
     ServingError,
     StoreError,
 )
@@ -36,14 +36,6 @@ Result = TypeVar("Result")
 
 class ReleaseMismatchError(ServingError):
     """The image was not prepared as the release that made the prediction prescribes."""
-
-
-class CircuitOpenError(ServingError):
-    """The circuit breaker is open after consecutive failures of the predictor; retry after ``retry_after_s``."""
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class Metrics:
@@ -67,9 +59,6 @@ class Metrics:
             "evernear_prep_predictor_failures", "Failed calls of the predictor.", ("reason",), registry=registry
         )
         self.in_flight = Gauge("evernear_prep_in_flight", "Requests at the predictor.", registry=registry)
-        self.breaker_open = Gauge(
-            "evernear_prep_breaker_open", "1 while the circuit breaker is open.", registry=registry
-        )
         self.release = Info("evernear_prep_release", "The live release.", registry=registry)
 
 
@@ -85,16 +74,14 @@ class Service:
         self._prep = settings.prep
         self._model = settings.serving.model_name
         self._store_uri = settings.store_uri
-        self._predictor = AsyncClient(target_of(settings))
+        self._predictors = [AsyncClient(target) for target in targets_of(settings)]
         self._releases = Releases(settings.store_uri)
         self._latest: ReleaseManifest | None = None  # of the latest prediction
         self._max_pixels = settings.serving.max_pixels
         self._decoding = DecodePool(settings.prep.large_decodes)
         self._slots = asyncio.Semaphore(settings.prep.in_flight)
-        self._breaker = CircuitBreaker(settings.prep.failures, settings.prep.recovery_s, _is_failure)
         self.metrics = Metrics()
         self.tracer = tracer("evernear-prep")
-        self.metrics.breaker_open.set_function(lambda: float(self._breaker.opened))
 
     async def predict(self, body: bytes) -> Prediction:
         """Recognize the image in the body of a request.
@@ -103,7 +90,6 @@ class Service:
             RequestError, DataError: the request or its image is invalid.
             ServerTimeoutError: the prediction takes longer than ``prep.timeout_s``.
             OverloadedError: too many large images are waiting.
-            CircuitOpenError: the circuit breaker is open.
             ServingError: the predictor is unreachable or fails, or the preprocessing of its release is unavailable.
             StoreError: the registry is unreachable.
         """
@@ -134,9 +120,10 @@ class Service:
         return Metadata.of(await self.live_release(), self._model)
 
     async def close(self) -> None:
-        """Close the connection to the predictor, and stop the threads."""
+        """Close the connections to the predictor, and stop the threads."""
         self._decoding.close()
-        await self._predictor.close()
+        for predictor in self._predictors:
+            await predictor.close()
 
     async def _in_time(self, work: Awaitable[Result]) -> Result:
         try:
@@ -182,11 +169,6 @@ class Service:
         return self._latest
 
     async def _call_predictor(self, prepared: bytes) -> Prediction:
-        if self._breaker.opened:
-            retry_after_s = max(1, math.ceil(self._breaker.open_remaining))
-            raise CircuitOpenError(
-                f"The predictor failed several times in a row; the next attempt is in {retry_after_s} s.", retry_after_s
-            )
         async with self._slots:
             with (
                 self.metrics.in_flight.track_inprogress(),
@@ -194,12 +176,19 @@ class Service:
                 span(self.tracer, "call predictor"),
             ):
                 try:
-                    return await self._breaker.call_async(self._predictor.predict, prepared)
+                    return await self._first_reachable(prepared)
                 except PredictionRejectedError as error:
                     raise ServingError(f"The predictor rejects the requests of this server: {error}") from None
                 except EvernearError as error:
                     self.metrics.failures.labels(type(error).__name__).inc()
                     raise
+
+    async def _first_reachable(self, prepared: bytes) -> Prediction:
+        *preferred, last = self._predictors
+        for predictor in preferred:
+            with suppress(ServerUnreachableError):
+                return await predictor.predict(prepared)
+        return await last.predict(prepared)
 
 
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
@@ -220,21 +209,16 @@ def blank(manifest: ReleaseManifest) -> bytes:
     return encode_png(np.zeros((shape.height_px, shape.width_px, shape.channels), np.uint8))
 
 
-def target_of(settings: Settings) -> Target:
-    """The predictor of a preprocessing server.
+def targets_of(settings: Settings) -> list[Target]:
+    """The predictors of a preprocessing server. Each is called if none before it can be reached.
 
     Raises:
-        ServerUnreachableError: it is the server of the working directory, where none was started.
+        ServerUnreachableError: the predictor is the server of the working directory, where none was started.
     """
     prep = settings.prep
-    target = (
-        Target.remote(settings, prep.predictor_host, "grpc", tls=prep.predictor_tls)
-        if prep.predictor_host
-        else Target.local(settings, "grpc")
-    )
-    return replace(target, timeout_s=prep.timeout_s, attempts=prep.attempts)
-
-
-def _is_failure(kind: type[BaseException], _: BaseException) -> bool:
-    """Whether the circuit breaker counts an exception: a rejection is a response, a cancelled call a timeout."""
-    return not issubclass(kind, PredictionRejectedError) and issubclass(kind, (ServingError, asyncio.CancelledError))
+    hosts = [host for host in (prep.predictor_host, prep.predictor_fallback_host) if host]
+    targets = [Target.remote(settings, host, "grpc", tls=prep.predictor_tls) for host in hosts]
+    return [
+        replace(target, timeout_s=prep.timeout_s, attempts=prep.attempts)
+        for target in targets or [Target.local(settings, "grpc")]
+    ]
