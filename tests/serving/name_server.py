@@ -4,7 +4,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
@@ -29,7 +29,7 @@ class NameServer:
         self.port: int = self._socket.getsockname()[1]
 
     @contextmanager
-    def running(self) -> Iterator["NameServer"]:
+    def running(self) -> Generator["NameServer"]:
         thread = threading.Thread(target=self._serve)
         thread.start()
         try:

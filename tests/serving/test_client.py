@@ -7,13 +7,16 @@ import ssl
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from fake_servers import ANSWER, grpc_server, http_server
+from name_server import NameServer, use_name_server
 from no_files import NO_FILES
 from served import Served
 
@@ -299,27 +302,24 @@ def test_generated_protobuf_modules_match_the_proto_file(tmp_path: Path) -> None
         assert (tmp_path / name).read_text() == (source / name).read_text()
 
 
-class SeveralAddresses(Target):
-    """Several addresses of one name, as the pods of a headless Service have."""
+def test_addresses_of_one_name_are_used_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
 
-    @property
-    def address(self) -> str:
-        return f"ipv4:{self.host}"
-
-
-def test_addresses_of_one_name_are_used_in_turn() -> None:
-    calls = [0, 0]
-
-    def answer(number: int) -> bytes:
-        calls[number] += 1
+    def answer(host: str) -> bytes:
+        calls[host] += 1
         return json.dumps(ANSWER).encode()
 
-    with grpc_server(lambda *_: answer(0)) as first, grpc_server(lambda *_: answer(1)) as second:
-        target = SeveralAddresses(f"127.0.0.1:{first},127.0.0.1:{second}", first, "embedding", "grpc")
-        with Client(target) as client:
-            client.predict(b"image")
-            time.sleep(0.2)  # until both are connected
-            before = list(calls)
-            for _ in range(10):
+    with ExitStack() as stack:
+        names = stack.enter_context(NameServer().running())
+        use_name_server(names.port, monkeypatch)
+        port = stack.enter_context(grpc_server(lambda *_: answer("first"), host="127.0.0.31"))
+        stack.enter_context(grpc_server(lambda *_: answer("second"), port, host="127.0.0.32"))
+        names.addresses = ["127.0.0.31", "127.0.0.32"]
+        client = stack.enter_context(Client(Target("pods.test", port, "embedding", "grpc")))
+        while len(calls) < 2:  # until both are connected
+            with suppress(ServerUnreachableError):  # gRPC itself does not know this name server
                 client.predict(b"image")
-    assert [now - then for now, then in zip(calls, before, strict=True)] == [5, 5]
+        before = Counter(calls)
+        for _ in range(10):
+            client.predict(b"image")
+    assert calls - before == {"first": 5, "second": 5}
