@@ -4,28 +4,31 @@ Run it with ``python benchmarks/store_growth.py --directory DIRECTORY``.
 
 Each run calls the steps of the pipeline in this process, with a small network. Between two runs, 1% of the images of
 the folder are replaced by others. Then the store is pruned, first to the newest 10 releases and then to the newest one,
-and compared with that of a single run of the last state of the folder.
+and compared with the store of a single run of the last state of the folder.
+
+A kept release accounts for its archive, snapshot, run record and cached embeddings, as far as only it needs them.
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import machine
 import numpy as np
 from PIL import Image
 
 from evernear import steps
+from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.references import NEWEST, references
 from evernear.release.registry import Registry
+from evernear.run_record import RUNS, RunRecord
 from evernear.store import Store, open_store
 from evernear.store_check import check
 from evernear.store_prune import prune
 
-RESULTS = Path(__file__).parent / "results"
 CLASSES, IMAGES, REPLACED = 5, 500, 5
 SIDE_PX = 16
 SETTINGS = {
@@ -79,27 +82,37 @@ def run_pipeline(run: str, images: Path, store: str) -> None:
         parts = {name: path(name) for name in ("network", "index", "evaluation", "verdict")}
         steps.archive(run, chosen, path("dataset"), parts, path("release"))
         steps.deploy(run, chosen, "", path("release"), path("verdict"))
-        steps.notify(run, store, "continuous-training", "Succeeded", "", path("outcome"), path("page"))
+        steps.notify(run, store, "continuous-training", "SUCCEEDED", "", path("outcome"), path("page"))
 
 
 def measure(store: Store) -> Sizes:
     """Objects and bytes by folder."""
     objects, sizes = Counter[str](), Counter[str]()
     for info in store.list(""):
-        folder = "/".join(info.key.split("/")[:-1][:1] + info.key.split("/")[2:-1][-1:] * info.key.startswith("data"))
+        folder, *rest = info.key.split("/")
+        if folder == "datasets" and len(rest) > 2:
+            folder += f"/{rest[1]}"
         objects[folder] += 1
         sizes[folder] += info.size_bytes
     return {folder: (objects[folder], sizes[folder]) for folder in sorted(objects)}
 
 
-def of_kept_releases(store: Store) -> int:
-    """Bytes that only releases need, except for the newest one."""
-    newest = [*Registry(store).list()][-1]
+def of_other_releases(store: Store) -> int:
+    """Bytes that only releases need, except for the newest release."""
+    records, _ = Registry(store).records()
+    newest = max(records)
     needed = {True: set[str](), False: set[str]()}
     for reference in references(store):
         needed[reference.owner.startswith(NEWEST) or reference.owner == f"release {newest}"].add(reference.key)
     only = needed[False] - needed[True]
-    return sum(info.size_bytes for info in store.list("") if info.key in only)
+    networks = {v: f"{EMBEDDINGS_PREFIX}{record.manifest.network_identity}/" for v, record in records.items()}
+    runs = {info.key.split("/")[1] for info in store.list(RUNS) if info.key.endswith("/archived.json")}
+    released = {run: RunRecord(store, run).load("archived")["version"] for run in runs}
+    folders = (
+        *{folder for folder in networks.values() if folder != networks[newest]},
+        *(f"{RUNS}{run}/" for run, version in released.items() if version != newest and version in records),
+    )
+    return sum(info.size_bytes for info in store.list("") if info.key in only or info.key.startswith(folders))
 
 
 def total(sizes: Sizes) -> int:
@@ -111,6 +124,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=100)
     arguments = parser.parse_args()
+    machine_info = machine.describe()
     shutil.rmtree(arguments.directory, ignore_errors=True)
     images = arguments.directory / "images"
     store, fresh = (open_store((arguments.directory / name).resolve().as_uri()) for name in ("store", "fresh"))
@@ -121,7 +135,7 @@ def main() -> None:
 
     def record(name: str, of: Store, change: Callable[[], object] = lambda: None) -> None:
         change()
-        measured[name], kept[name] = measure(of), of_kept_releases(of)
+        measured[name], kept[name] = measure(of), of_other_releases(of)
 
     for run in range(arguments.runs):
         if run:
@@ -135,29 +149,25 @@ def main() -> None:
     run_pipeline("run-fresh", images, fresh.uri)
     record("a fresh run of the last state", fresh)
     assert not check(store)
-    RESULTS.joinpath("store_growth.json").write_text(
-        json.dumps({"measured": measured, "kept_releases_bytes": kept}, indent=1) + "\n"
+    machine.write(
+        "store_growth", machine_info, {"measured": measured, "other_releases_bytes": kept}, table(measured, kept)
     )
-    RESULTS.joinpath("store_growth.md").write_text(table(measured, kept))
 
 
-def table(measured: dict[str, Sizes], kept: dict[str, int]) -> str:
-    """The results in Markdown."""
-    folders = sorted({folder for sizes in measured.values() for folder in sizes})
+def table(measured: dict[str, Sizes], kept: dict[str, int]) -> list[list[str]]:
+    """One row for each state of the store; the last columns are in kB."""
     fresh_bytes = total(measured["a fresh run of the last state"])
-    lines = [
-        "| store | objects | MB | of it other kept releases | the rest, in fresh runs |",
-        "|---|---|---|---|---|",
-    ]
+    folders = sorted({folder for sizes in measured.values() for folder in sizes})
+    heading = ["store", "objects", "MB", "of it only for other kept releases", "the rest, in fresh runs"]
+    rows = [[*heading, *(f"{folder} (kB)" for folder in folders)]]
     for name, sizes in measured.items():
         objects = sum(count for count, _ in sizes.values())
         rest = (total(sizes) - kept[name]) / fresh_bytes
-        lines.append(f"| {name} | {objects:,} | {total(sizes) / 1e6:.2f} | {kept[name] / 1e6:.2f} | {rest:.2f} |")
-    lines += ["", "In kB, by folder:", "", f"| folder | {' | '.join(measured)} |", "|---" * (len(measured) + 1) + "|"]
-    for folder in folders:
-        cells = [f"{sizes.get(folder, (0, 0))[1] / 1e3:,.0f}" for sizes in measured.values()]
-        lines.append(f"| {folder} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        by_folder = [f"{sizes.get(folder, (0, 0))[1] / 1e3:,.0f}" for folder in folders]
+        rows.append(
+            [name, f"{objects:,}", f"{total(sizes) / 1e6:.2f}", f"{kept[name] / 1e6:.2f}", f"{rest:.2f}", *by_folder]
+        )
+    return rows
 
 
 if __name__ == "__main__":
