@@ -19,7 +19,10 @@ from notifying_minio import KEYS, notifying_minio
 from releases import settings_on_free_ports
 from watched import noise
 
+from evernear.data.ingest import ingest
+from evernear.data.manifest import manifest_key
 from evernear.errors import PortInUseError
+from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import Settings
 from evernear.store import open_store
 from evernear.triggers.requests import RequestStore
@@ -101,6 +104,40 @@ def test_clock_that_is_set_back_does_not_end_the_schedule(
         service._scheduler.get_job("check").modify(next_run_time=datetime.now(UTC) + timedelta(days=3650))
         before = len(watcher.checks_s)
         await_(lambda: len(watcher.checks_s) > before)
+
+
+def test_watcher_prunes_the_store_as_the_setting_says(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The older of two snapshots is garbage. During a run nothing is deleted, and the watcher tries again later."""
+    store, images = open_store(settings.store_uri), settings.data
+    first = manifest_key("images", ingest(images, store.uri).digest)
+    (tmp_path / "images" / "a" / "more.png").write_bytes(noise(30))
+    second = manifest_key("images", ingest(images, store.uri).digest)
+    with running(settings, tmp_path) as (service, watcher):
+        await_(lambda: watcher.checks_s)
+        assert service._scheduler.get_job("prune") is None
+    assert store.find(first)
+
+    step = StepRecord(step="train", state="running", started=datetime.now(UTC), host="elsewhere/1")
+    RunRecord(store, "busy").save_step(step)
+    with running(make_settings(tmp_path, prune_keep=1), tmp_path) as (service, _):
+        await_(lambda: "Run busy is in progress" in capsys.readouterr().out)
+        assert store.find(first)
+        await_(lambda: timedelta(0) < until(service, "prune") <= timedelta(hours=1))
+
+        end = {"step": "notify", "state": "finished", "started": datetime.now(UTC)}
+        RunRecord(store, "busy").save_step(step.model_copy(update=end))
+        service._scheduler.get_job("prune").modify(next_run_time=datetime.now(UTC))
+        await_(lambda: store.find(first) is None)
+        await_(lambda: "Pruned the store: deleted " in capsys.readouterr().out)
+        await_(lambda: timedelta(hours=23) < until(service, "prune") <= timedelta(days=1))
+    assert store.find(second)
+
+
+def until(service: Service, job: str) -> timedelta:
+    """The time until the next run of a job."""
+    return service._scheduler.get_job(job).next_run_time - datetime.now(UTC)
 
 
 def test_burst_of_changes_leads_to_one_check(
