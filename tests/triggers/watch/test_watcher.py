@@ -627,7 +627,38 @@ def test_query_logs_are_shipped_and_old_ones_removed(watched: WatchedSystem) -> 
         (waiting / name).write_text("{}\n")
     watched.watcher().check()
     assert list(waiting.iterdir()) == []
+    watched.wait(hours=1)
+    report = watched.watcher().check()
     assert [info.key.rpartition("/")[2] for info in watched.store.list("queries/")] == [new]
+    assert report.reasons[-1] == "Removed 1 old file of logged queries."
+    watched.wait(hours=1)
+    assert "Removed" not in " ".join(watched.watcher().check().reasons)
+
+
+def test_clock_that_jumps_ahead_removes_no_logged_queries(watched: WatchedSystem) -> None:
+    names = [
+        f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-20260101.000000.12345678-host-1-aaaaaaaa.jsonl"
+        for at in (watched.now - timedelta(days=days) for days in (1, 13))
+    ]
+    for name in names:
+        watched.store.put(name, b"{}\n")
+
+    def left() -> list[str]:
+        return sorted(info.key for info in watched.store.list("queries/"))
+
+    watched.watcher().check()
+    watched.wait(days=3650)
+    warning = watched.watcher().check().reasons[-1]
+    assert warning.startswith("The last check was at 2027-03-01 12:00 UTC. If this machine's clock is wrong, set it ")
+    assert left() == sorted(names)
+    watched.now = NOON + timedelta(hours=1)
+    watched.watcher().check()
+    assert left() == sorted(names), "the clock was set right"
+    watched.wait(days=3650)
+    watched.watcher().check()
+    watched.wait(hours=1)
+    assert watched.watcher().check().reasons[-1] == "Removed 2 old files of logged queries."
+    assert left() == [], "the clock is right: nobody has used this store for ten years"
 
 
 def test_watcher_works_with_a_bucket(watched: WatchedSystem, bucket: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evernear.errors import EvernearError, SettingsError
+from evernear.output import quantity
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.query_log import ship
@@ -20,6 +21,7 @@ from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
+_TIME = "%Y-%m-%d %H:%M"
 Clock = Callable[[], datetime]
 
 
@@ -63,7 +65,7 @@ class Watcher:
             EvernearError: the store is unavailable, or the champion cannot be read.
         """
         now = self._clock()
-        faults = self._maintain_logs(now) if act else []
+        removal, faults = self._maintain_logs(now) if act else ("", [])
         observation = self._observer.observe(now)
         now = min(now, self._clock())  # not in the future if the clock was set right, or wrong, in the meantime
         decision = decide(observation, self._settings)
@@ -77,7 +79,7 @@ class Watcher:
             at=now,
             source=observation.source,
             action=decision.action,
-            reasons=(*decision.reasons, *filter(None, [outcome.reason])),
+            reasons=(*decision.reasons, *filter(None, [outcome.reason, removal])),
             figures=decision.figures,
             faults=(*faults, *observation.faults),
             proposal=outcome.request.id if outcome.request else None,
@@ -86,16 +88,32 @@ class Watcher:
             self.schedule.save(report)
         return report
 
-    def _maintain_logs(self, now: datetime) -> list[str]:
-        """Ship the query logs of a server on this machine and remove old ones; returns the errors."""
-        faults: list[str] = []
-        oldest = now - timedelta(seconds=self._settings.watch.query_retention_s)
-        for step in (
-            lambda: ship(logged_queries(home_of(self._settings.workdir)), self._store),
-            lambda: remove_before(self._store, oldest),
-        ):
-            try:
-                step()
-            except EvernearError as error:
-                faults.append(str(error))
-        return faults
+    def _maintain_logs(self, now: datetime) -> tuple[str, list[str]]:
+        """Ship the query logs of a server on this machine and remove old ones; returns a report and the errors."""
+        removal, faults = "", list[str]()
+        try:
+            ship(logged_queries(home_of(self._settings.workdir)), self._store)
+        except EvernearError as error:
+            faults.append(str(error))
+        try:
+            removal = self._remove_old_logs(now)
+        except EvernearError as error:
+            faults.append(str(error))
+        return removal, faults
+
+    def _remove_old_logs(self, now: datetime) -> str:
+        """Remove the query logs that were too old at the last check already; returns a report, or an empty string.
+
+        A clock that jumps ahead makes all logs too old at once. The first check after it warns, and removes none.
+        """
+        last = self.schedule.read().last
+        if last is None:
+            return ""
+        retention = timedelta(seconds=self._settings.watch.query_retention_s)
+        removed = remove_before(self._store, min(now, last.at) - retention)
+        if now - last.at > retention:
+            return (
+                f"The last check was at {last.at:{_TIME}} UTC. If this machine's clock is wrong, set it before the "
+                f"next check, which removes logged queries from before {now - retention:{_TIME}} UTC."
+            )
+        return f"Removed {quantity(removed, 'old file')} of logged queries." if removed else ""
