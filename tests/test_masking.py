@@ -84,6 +84,7 @@ def test_secret_is_masked_in_a_basic_authorization(before: str, encode: type[bas
     [
         "http://user:PW@host:9000 cannot be reached",
         "https://PW@host/",
+        "s3://user:P/PW@bucket/p",
         "GET https://b.example/k?X-Amz-Algorithm=A&X-Amz-Credential=mePW&X-Amz-Signature=SIGPW&x=1",
         "https://b.example/k?sv=1&amp;sig=SIGPW&amp;x=1",
         '{"url": "https://b.example/k?x=1\\u0026sig=SIGPW"}',
@@ -105,6 +106,7 @@ def test_secret_is_recognized_by_its_form(text: str) -> None:
     "text",
     [
         "ref evernear-train@sha256:0 at http://host/a@b",
+        "http://host:8080/a@b, http://[::1]:80/a@b and s3://bucket/a:b@c",
         "kubernetes.token_secret=evernear-token: it must begin with xoxb-",
         "set KFP_TOKEN or KFP_COOKIES; cookies: none; a Bearer token is missing",
         "https://host/path?prefix=a&max-keys=1",

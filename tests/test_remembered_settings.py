@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evernear import settings
+from evernear import masking, settings
 from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import FILE, Layers
@@ -124,28 +124,57 @@ def test_first_run_without_settings_also_leaves_a_file(work: Path) -> None:
     assert layers(work).settings().gate.beat_baseline
 
 
+def test_secret_of_the_environment_is_neither_kept_nor_shown(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masking, "_forms", masking.forms_of(["hunter2-hunter2"]))
+    secret = layers(work, "data.source=s3://bucket/hunter2-hunter2", "target=registry")
+    lines = secret.keep(replace=False)
+    assert lines[1].startswith(f"data.source contains a secret and is not kept in {work / FILE}: ")
+    shown = "\n".join([(work / FILE).read_text(), *secret.changes(), *secret.later_words(keep=False), *lines])
+    assert "hunter2" not in shown
+    assert "data.source: " in shown
+    assert "s3://bucket/***" in shown
+
+
 @pytest.mark.parametrize(
     ("setting", "masked"),
     [
         ("store=s3://ada:hunter2/2@bucket/p", "s3://***@bucket/p"),
         ("data.source=s3://bucket/p?X-Amz-Signature=hunter2&x=1", "s3://bucket/p?X-Amz-Signature=***&x=1"),
+        ("data.moved_from=s3://hunter2@bucket/p", "s3://***@bucket/p"),
+        ("train.weights=s3://ada:hunter2@bucket/w", "s3://***@bucket/w"),
+        ("index.uri=http://ada:hunter2@milvus:19530", "http://***@milvus:19530"),
         ("pipeline.endpoint=http://ada:hunter2@kfp.example", "http://***@kfp.example"),
         ("kubernetes.otlp_endpoint=http://collector?api_key=hunter2", "http://collector?api_key=***"),
+        ("slack.channel=xoxb-hunter2-hunter2", "***"),
+        ('slack.may_start=["U1", "xoxb-hunter2-hunter2"]', "['U1', '***']"),
+        ('kubernetes.node_selector={"a": "token glpat-hunter2hunter2"}', "token ***"),
     ],
 )
-def test_secret_is_neither_kept_nor_shown(work: Path, setting: str, masked: str) -> None:
-    secret = layers(work, setting, "target=registry")
-    name, _, value = setting.partition("=")
-    lines = secret.keep(replace=False)
-    assert lines[1].startswith(f"{name} contains a secret and is not kept in {work / FILE}: ")
-    shown = "\n".join([(work / FILE).read_text(), *secret.changes(), *secret.later_words(keep=False), *lines])
-    assert "hunter2" not in shown
-    assert f"{name}: " in shown
-    assert masked in shown
-    assert "***" not in value
+def test_secret_in_a_setting_is_refused(work: Path, setting: str, masked: str) -> None:
+    name = setting.partition("=")[0]
+    with pytest.raises(SettingsError) as caught:
+        layers(work, setting).settings()
+    assert str(caught.value).startswith(f"Setting {name}")
+    assert f" = {masked} contains a secret" in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+    assert "AWS_SECRET_ACCESS_KEY" in str(caught.value)
 
 
-@pytest.mark.parametrize("setting", ["data.source=s3://bucket/a@b", "kubernetes.image=train:v1@sha256:" + 64 * "a"])
+def test_secret_in_a_settings_file_is_refused_with_its_name(work: Path) -> None:
+    work.mkdir()
+    (work / FILE).write_text('store = "s3://ada:hunter2@bucket/p"\n')
+    with pytest.raises(SettingsError, match=rf"^{work / FILE}: Setting store = s3://\*\*\*@bucket/p contains a secret"):
+        layers(work).settings()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("data.source=s3://bucket/a@b", "kubernetes.image=train:v1@sha256:" + 64 * "a"),
+        *("pipeline.ui_url=http://kfp:8443/?ns=ada@example.com", "kubernetes.token_secret=evernear-token"),
+        "pipeline.endpoint=http://[::1]:8080/u@x",
+    ],
+)
 def test_ordinary_addresses_are_kept(work: Path, setting: str) -> None:
     layers(work, setting).keep(replace=False)
     assert setting.partition("=")[2] in (work / FILE).read_text()

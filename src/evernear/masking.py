@@ -61,6 +61,8 @@ _PATTERNS = [
     (needles.split(), re.compile(pattern, re.IGNORECASE))
     for needles, pattern in (
         ("@", r"://(?P<secret>[^/?#\s@\"'<>\\]{1,4000})@"),
+        # A password with a slash, as secret keys of S3 have; digits before the slash are a port.
+        ("@", r"://(?P<secret>[^/?#\s:@\[]{0,200}:(?!\d{1,5}\b)[^\s@\"'<>\\]{1,4000})@"),
         ("token= sig= signature= credential= key= keyid= passwd= password= secret=",
          rf"(?:[?&;]|u0026|\bx-amz-)(?:{_QUERY_NAMES})=(?P<secret>{_VALUE})"),
         ("aws4-hmac", r"(?:credential|signature)=(?P<secret>[^\s\"'&,;]{4,4000})"),
@@ -147,6 +149,11 @@ def mask(text: str) -> str:
             pieces += [text[position:start], MASK]
         position = max(position, end)
     return "".join([*pieces, text[position:]])
+
+
+def has_form_of_secret(text: str) -> bool:
+    """Whether ``text`` contains what has the form of a secret, such as a URL with a password."""
+    return next(_spans_by_form(text), None) is not None
 
 
 class MaskedStream:
@@ -246,6 +253,10 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         while start >= 0:
             yield start, start + len(form)
             start = text.find(form, start + len(form))
+    yield from _spans_by_form(text)
+
+
+def _spans_by_form(text: str) -> Iterator[tuple[int, int]]:
     lowered = text.lower()
     for needles, pattern in _PATTERNS:
         if any(needle in lowered for needle in needles):

@@ -152,10 +152,20 @@ def test_directory_of_the_environment_is_not_repeated(pretend_run: list[RunComma
     assert (tmp_path / "mine" / FILE).read_text().endswith('\n\npreset = "quick"\n')
 
 
-def test_secret_in_the_command_is_masked(pretend_run: list[RunCommand], tmp_path: Path) -> None:
+def test_secret_in_the_command_is_refused(pretend_run: list[RunCommand], tmp_path: Path) -> None:
     done = evernear("run", "--source", "s3://ada:hunter2@bucket/p", "--workdir", "mine", cwd=tmp_path)
+    assert done.returncode == SettingsError.exit_code
+    assert done.stderr.startswith("evernear: Setting data.source = s3://***@bucket/p contains a secret, and ")
+    assert not pretend_run
+    assert not (tmp_path / "mine").exists()
+
+
+def test_secret_of_the_environment_is_masked_in_the_command(pretend_run: list[RunCommand], tmp_path: Path) -> None:
+    environment = {"AWS_SECRET_ACCESS_KEY": "hunter2-hunter2"}
+    words = ("run", "--source", "s3://bucket/hunter2-hunter2", "--workdir", "mine")
+    done = evernear(*words, cwd=tmp_path, environment=environment)
     (command,) = pretend_run
-    assert command.typed == ("run", "--source", "s3://***@bucket/p", "--workdir", "mine")
+    assert command.typed == ("run", "--source", "s3://bucket/***", "--workdir", "mine")
     assert "data.source contains a secret and is not kept in mine/evernear.toml" in done.stderr
     assert "hunter2" not in (tmp_path / "mine" / FILE).read_text()
 

@@ -81,6 +81,20 @@ def test_settings_are_validated_together_over_the_defaults_of_the_pipeline() -> 
     assert single == {"kubernetes": {"replicas_min": 1}}, "the defaults are not changed"
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("source=s3://ada:hunter2@bucket", "store=s3://ada:hunter2/2@bucket", "data.source=s3://ada:hunter2@bucket"),
+        *('settings={"index": {"uri": "http://a:hunter2@host:1"}}', "train.weights=s3://b/w?X-Amz-Signature=hunter2"),
+    ],
+)
+def test_secret_in_an_argument_is_refused(word: str) -> None:
+    """Kubeflow Pipelines shows the arguments of a run, and stores them."""
+    with pytest.raises(SettingsError, match="contains a secret") as caught:
+        from_words([word], parameters_of(uploaded()))
+    assert "hunter2" not in str(caught.value)
+
+
 def test_pipeline_of_another_version_is_named() -> None:
     older = [parameter for parameter in parameters_of(uploaded()) if parameter.name != "settings"]
     with pytest.raises(SettingsError, match="uploaded by another version of evernear; upload it again"):

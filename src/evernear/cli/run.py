@@ -21,9 +21,10 @@ from evernear.cli.options import (
     WorkdirOption,
     run_layers,
 )
+from evernear.masking import mask
 from evernear.output import print_json, print_line, printable
 from evernear.settings import Settings
-from evernear.settings.layers import Layers, without_secrets
+from evernear.settings.layers import Layers
 
 if TYPE_CHECKING:
     from evernear.local_run import RunResult
@@ -156,7 +157,7 @@ def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunComma
     from evernear.progress import RunCommand
 
     later = layers.later_words(keep=remember or layers.remembered is None)
-    return RunCommand(typed=tuple(map(without_secrets, sys.argv[1:])), later=(*words, *later))
+    return RunCommand(typed=tuple(map(mask, sys.argv[1:])), later=(*words, *later))
 
 
 def _print_changes(layers: Layers[Settings], remember: bool) -> None:

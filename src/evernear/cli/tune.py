@@ -19,9 +19,10 @@ from evernear.cli.options import (
     run_layers,
     run_settings,
 )
+from evernear.masking import mask
 from evernear.output import print_json, print_line
 from evernear.settings import Settings
-from evernear.settings.layers import command_for, without_secrets
+from evernear.settings.layers import command_for
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
@@ -65,7 +66,7 @@ def tune(
         return
     print_line(f"  best trial          {result.best}")
     remembered = (layers.remembered or {}).get("data", {}).get("source")
-    from_source = [] if settings.data.source == remembered else ["--source", without_secrets(settings.data.source)]
+    from_source = [] if settings.data.source == remembered else ["--source", mask(settings.data.source)]
     again = command_for(settings.workdir, "run", *from_source, "--config", str(directory / BEST_FILE))
     print_line(f"Next: {again}    the gate compares it with the champion")
 

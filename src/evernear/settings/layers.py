@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from evernear.disk import disk_errors, write_atomically
 from evernear.errors import SettingsError, StoreError
-from evernear.masking import MASK, mask
+from evernear.masking import mask
 from evernear.settings import sources
 from evernear.settings.section import expanded
 from evernear.settings.sources import Tree, merge, parse
@@ -35,8 +35,6 @@ HEADER = """\
 # --remember.
 
 """
-_LOGIN = re.compile(r"://[^/\s@]*:[^\s@]*@")
-"""A user and a password in an address. The password may contain a slash, as secret keys of S3 do."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -210,18 +208,13 @@ def command_for(workdir: Path, *words: str) -> str:
 
 
 def has_secret(value: Any) -> bool:
-    """Whether a value contains a secret, such as an address with a password or a signature in it."""
-    return without_secrets(_text(value)) != _text(value)
-
-
-def without_secrets(text: str) -> str:
-    """``text`` with its secrets masked."""
-    return mask(_LOGIN.sub(f"://{MASK}@", text))
+    """Whether a value contains a secret of the environment."""
+    return mask(_text(value)) != _text(value)
 
 
 def shown(value: Any) -> str:
     """A value for a message."""
-    return without_secrets(_text(value)) or "empty"
+    return mask(_text(value)) or "empty"
 
 
 def _keepable(name: str, value: Any) -> bool:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource
 
 from evernear.errors import SettingsError
+from evernear.masking import has_form_of_secret
 from evernear.output import printable
 
 ENV_PREFIX = "EVERNEAR_"
@@ -166,12 +167,29 @@ def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
     """``tree`` as a ``model``.
 
     Raises:
-        SettingsError: a key is unknown or a value is invalid.
+        SettingsError: a key is unknown, or a value is invalid or contains a secret.
     """
+    require_no_secret(tree)
     try:
         return model.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(_sentence(model, error)) from None
+
+
+def require_no_secret(tree: Mapping[str, Any]) -> None:
+    """Reject a secret in a setting: Kubeflow Pipelines, records of runs and releases show settings to everyone.
+
+    Raises:
+        SettingsError: a value contains what has the form of a secret.
+    """
+    for name, value in flat(tree).items():
+        text = str(value)
+        if has_form_of_secret(text):
+            raise SettingsError(
+                f"Setting {name} = {printable(text, 100)} contains a secret, and records of runs show settings. Remove "
+                "it from the value: secrets come from the environment or mounted files, such as AWS_SECRET_ACCESS_KEY "
+                "for a bucket."
+            )
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

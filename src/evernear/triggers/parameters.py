@@ -16,7 +16,7 @@ from evernear.errors import SettingsError
 from evernear.kubeflow.runs import Parameter
 from evernear.release.registry import whoami
 from evernear.settings import PARAMETERS, RunSettings, Settings, merge, of_run, overrides_from
-from evernear.settings.sources import known_keys
+from evernear.settings.sources import known_keys, require_no_secret
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
@@ -61,7 +61,7 @@ def from_words(
     """The arguments of a run that ``key=value`` words set.
 
     Raises:
-        SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type.
+        SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type or contains a secret.
     """
     by_name = {parameter.name: parameter for parameter in known}
     arguments: dict[str, Any] = {}
@@ -78,6 +78,7 @@ def from_words(
             merge(arguments, {"settings": overrides_from([word])})
         else:
             merge(arguments, {name: _value(by_name[name], text)})
+    require_no_secret(arguments)
     return arguments | _validate_settings(arguments, by_name)
 
 
