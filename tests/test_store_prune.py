@@ -315,6 +315,20 @@ def test_run_on_another_machine_blocks_for_a_week(folder: FileStore) -> None:
     prune(folder, 1)
 
 
+def test_run_on_this_machine_blocks_until_its_process_ends(folder: FileStore) -> None:
+    """A step may train for more than a week."""
+    record = RunRecord(folder, "run-1")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        running = {"state": "running", "started": datetime.now(UTC), "host": this_host(), "process": process.pid}
+        record.save_step(StepRecord.model_validate({"step": "train", **running}))
+        long_ago = (datetime.now(UTC) - 4 * store_prune.ABANDONED_AFTER).timestamp()
+        os.utime(folder.path("runs/run-1/steps/train.json"), (long_ago, long_ago))
+        with pytest.raises(BusyError):
+            prune(folder, 1)
+        process.communicate(b"\n")
+    prune(folder, 1)
+
+
 def test_step_waits_for_a_prune(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     entered = threading.Event()
 

@@ -122,24 +122,33 @@ def prune(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
 def active_runs(store: Store, ended: Collection[str] = ()) -> dict[str, datetime]:
     """The runs that are in progress, or may be, and when each was last heard of."""
     last: dict[str, datetime] = {}
+    at_exit = set[str]()
     for info in store.list(RUNS):
         run, _, rest = info.key.removeprefix(RUNS).partition("/")
         if rest.startswith("steps/"):
             last[run] = max(info.modified, last.get(run, info.modified))
+        if rest == f"steps/{EXIT_STEP}.json":
+            at_exit.add(run)
     now = datetime.now(UTC)
-    recent = {run: at for run, at in last.items() if run not in ended and now - at < ABANDONED_AFTER}
-    return {run: at for run, at in recent.items() if _is_active(RunRecord(store, run))}
+    recent = {run for run, at in last.items() if now - at < ABANDONED_AFTER}
+    return {
+        run: at
+        for run, at in last.items()
+        if run not in ended
+        and (run in recent or run not in at_exit)  # others need not be read
+        and _is_active(RunRecord(store, run), run in recent)
+    }
 
 
-def _is_active(record: RunRecord) -> bool:
+def _is_active(record: RunRecord, is_recent: bool) -> bool:
     try:
         steps = record.steps()
     except IntegrityError:
-        return True
+        return is_recent
     if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
         return False  # earlier steps that are "running" were killed
     if any(step.host != this_host() for step in steps):
-        return True
+        return is_recent
     return any(
         _is_alive(step.runner, step) or (step.state == "running" and _is_alive(step.process, step)) for step in steps
     )
