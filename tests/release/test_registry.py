@@ -13,7 +13,7 @@ from releases import MakeRelease, PackedRelease, forge
 
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.release import registry as registry_module
-from evernear.release.registry import CHAMPION, Cause, Champion, Registry
+from evernear.release.registry import CHAMPION, PRUNED, Cause, Champion, Registry
 from evernear.store import Store, open_store
 
 
@@ -405,6 +405,22 @@ def test_prune_keeps_champion_parent_rollback_targets_and_newest(
     with pytest.raises(ConflictError, match="was pruned, and a version is never reused"):
         publish(registry, six_releases[0])
     registry.roll_back(champion)
+
+
+def test_records_of_pruned_releases_are_small(store: Store, six_releases: list[PackedRelease]) -> None:
+    """Each release leaves one for ever. Earlier versions did not compress them."""
+    registry = promoted_registry(store, six_releases)
+    before = {version: registry.get(version) for version in registry.list()}
+    first, second = registry.prune(1)
+    for version in (first, second):
+        key = f"{PRUNED}{version}.json"
+        assert len(store.get(key)) < len(before[version].to_json()) / 2
+        assert registry.get(version, include_pruned=True) == before[version]
+    store.put(f"{PRUNED}{first}.json", before[first].to_json())
+    assert registry.get(first, include_pruned=True) == before[first]
+    store.put(f"{PRUNED}{second}.json", store.get(f"{PRUNED}{second}.json")[:-20])
+    with pytest.raises(IntegrityError, match=f"The record {PRUNED}{second}.json"):
+        registry.get(second, include_pruned=True)
 
 
 def test_prune_without_a_champion_removes_nothing(store: Store, six_releases: list[PackedRelease]) -> None:

@@ -6,21 +6,23 @@
     releases/archives/<sha256>.mar       the archive
     releases/champion.json               the version of the champion; moved by compare-and-swap
     releases/history/<number>.json       every state of the pointer; never overwritten
-    releases/pruned/<version>.json       the record of a release whose archive was deleted
+    releases/pruned/<version>.json       the record of a release whose archive was deleted, compressed with gzip
 """
 
 import getpass
+import gzip
 import logging
 import shlex
 import socket
 import tempfile
 import time
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import AwareDatetime, Field
 
@@ -41,6 +43,8 @@ ARCHIVES = "releases/archives/"
 CHAMPION = "releases/champion.json"
 HISTORY = "releases/history/"
 PRUNED = "releases/pruned/"
+_GZIP = b"\x1f\x8b"
+"""The first bytes of gzip."""
 CHAMPION_ALONE = "is the champion; servers load it when they start"
 """The state of a release that was promoted in the registry without a server."""
 How = Literal["deploy", "promote", "force", "rollback", "restore"]
@@ -74,6 +78,14 @@ class Record(Frozen):
     def archive_key(self) -> str:
         """The key of the archive in the store."""
         return f"{ARCHIVES}{self.archive_sha256}.mar"
+
+    @classmethod
+    def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
+        """As `Frozen.from_json`; records of pruned releases are compressed, except those of earlier versions."""
+        if isinstance(data, bytes) and data.startswith(_GZIP):
+            with suppress(OSError, EOFError, zlib.error):  # it is damaged, and no JSON either
+                data = gzip.decompress(data)
+        return super().from_json(data, source, remedy)
 
 
 class Cause(Frozen):
@@ -505,7 +517,8 @@ class Registry:
         """Remove a release, and its archive unless ``archive_sha256`` is None. A killed removal can be repeated."""
         entry = self._store.find(_key(MANIFESTS, version))
         if entry is not None:
-            self._store.put(_key(PRUNED, version), entry[0])
+            # Every release that ever was leaves one; most of it are names and settings.
+            self._store.put(_key(PRUNED, version), gzip.compress(entry[0], mtime=0))
         self._store.delete(_key(MANIFESTS, version))
         if archive_sha256 is not None:
             self._store.delete(f"{ARCHIVES}{archive_sha256}.mar")
