@@ -159,6 +159,69 @@ class TestAnswers:
             list(pool.map(ask, range(64)))
 
 
+def metric(server: Server, name: str) -> float:
+    """The sum of a metric over its labels."""
+    lines = server.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+class TestBatches:
+    """Requests that arrive while the predictor is stopped are all there when it goes on."""
+
+    @pytest.mark.parametrize("protocol", ["v1", "v2", "grpc-v2"])
+    def test_concurrent_requests_share_batches_and_a_bad_image_fails_alone(
+        self, predictor: Server, images: list[bytes], stored: list[dict[str, Any]], protocol: str
+    ) -> None:
+        sent = [BAD if n % 8 == 3 else images[n % len(images)] for n in range(32)]
+
+        def ask(image: bytes) -> Any:
+            try:
+                if protocol == "grpc-v2":
+                    return predictions_of(predictor.infer_grpc("images", "BYTES", [1], bytes_contents=[image]))
+                response = predictor.predict([image]) if protocol == "v1" else predictor.infer(files([image]))
+                body = response.json()
+                return body.get("error") or body.get("predictions") or predictions_of(body)
+            except grpc.RpcError as error:
+                return error.details()
+
+        batches, answered = (metric(predictor, f"evernear_batch_images_{name}") for name in ("count", "sum"))
+        with ThreadPoolExecutor(len(sent)) as pool:
+            with predictor.frozen():
+                answers = [pool.submit(ask, image) for image in sent]
+                time.sleep(0.5)
+            for n, (image, answer) in enumerate(zip(sent, answers, strict=True)):
+                if image is BAD:
+                    assert IMAGE_SENTENCE in answer.result()
+                else:
+                    assert_same(answer.result(), [stored[n % len(images)]])
+        assert metric(predictor, "evernear_batch_images_sum") - answered == 28
+        assert metric(predictor, "evernear_batch_images_count") - batches < 28
+
+    def test_requests_of_clients_that_are_gone_are_not_answered(self, predictor: Server, images: list[bytes]) -> None:
+        body = json.dumps({"instances": [{"data": base64.b64encode(images[0]).decode()}] * 100}).encode()
+        tensor = {
+            "name": "images",
+            "datatype": "BYTES",
+            "shape": [100],
+            "contents": {"bytes_contents": images[:1] * 100},
+        }
+        protocol = open_inference_protocol()
+        message = protocol.ModelInferRequest(model_name="embedding", inputs=[tensor]).SerializeToString()
+        recognized = metric(predictor, "evernear_images_total")
+        with predictor.frozen(), grpc.insecure_channel(f"127.0.0.1:{predictor.grpc_port}") as channel:
+            connections = [http.client.HTTPConnection("127.0.0.1", predictor.http_port) for _ in range(32)]
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            calls = [call.future(message) for _ in range(32)]
+            for connection in connections:
+                connection.request("POST", "/v1/models/embedding:predict", body)
+            for connection, started in zip(connections, calls, strict=True):
+                connection.close()
+                started.cancel()
+        assert predictor.predict(images[:1]).status_code == 200
+        assert metric(predictor, "evernear_images_total") - recognized < 32 * 100
+        assert "Traceback" not in predictor.log.read_text()
+
+
 class TestBadImages:
     def test_v1_bad_image_fails_alone(self, server: Server, images: list[bytes], stored: list[dict[str, Any]]) -> None:
         response = server.predict([BAD, images[0], b"", images[1][:60], images[1]])

@@ -39,6 +39,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     add("--release", default="", help="Version in --store; if empty, the champion.")
     add("--max_request_size_bytes", type=int, default=serving.max_request_size_bytes, help="Size of a body.")
     add("--max_images", type=int, default=MAX_IMAGES, help="Images in one request.")
+    add("--batch_size", type=int, default=serving.batch_size, help="Images of concurrent requests in a batch.")
+    add("--queue_size", type=int, default=serving.queue_size, help="Images that may wait; further requests get 503.")
     add("--max_pixels", type=int, default=serving.max_pixels, help="Pixels of an image; the release may allow fewer.")
     add("--max_bodies_size_bytes", type=int, default=prep.max_bodies_size_bytes, help="Size of all bodies in flight.")
     add("--upload_timeout_seconds", type=float, default=prep.upload_timeout_s, help="Time limit for receiving a body.")

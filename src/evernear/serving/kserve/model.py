@@ -1,10 +1,8 @@
 """The base of the predictor and the transformer: a KServe model for one release."""
 
 import argparse
-import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from grpc_interceptor.exceptions import ResourceExhausted, Unavailable
@@ -15,15 +13,27 @@ from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.errors import DataError
 from evernear.release.manifest import ReleaseManifest
-from evernear.serving.decoding import SMALL_PIXELS, DecodePool, OverloadedError, decode_image, inspect_image
+from evernear.serving.decoding import (
+    SMALL_PIXELS,
+    SMALL_THREADS,
+    DecodePool,
+    OverloadedError,
+    decode_image,
+    inspect_image,
+)
+from evernear.serving.kserve.batching import Batcher
 from evernear.serving.kserve.protocols import Images, Tensors, build_response, input_types, output_types, parse_request
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
 """Limit on the pixels of one request, in images of the largest size."""
+SMALL_BATCH_BYTES = 256 * 1024
+"""Size of the image files that one thread decodes together."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
 _RELEASE = Gauge("evernear_release_info", "1 for the loaded release.", ["model_name", "version"])
+Decoded = tuple[list[EncodedImage | Rejection], list[Pixels | Rejection]]
+"""Inspected files that remain to be decoded, and decoded images."""
 Source = TypeVar("Source")
 Parameter = TypeVar("Parameter")
 Result = TypeVar("Result")
@@ -49,8 +59,13 @@ class ReleaseModel(Model):
         # The release has a limit, and the memory of this server sets another one.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
-        # One batch at a time has the cores to itself, and the event loop stays free for probes.
-        self._worker = ThreadPoolExecutor(1)
+        # Bodies in flight are limited, and so is what waits here.
+        self._small = Batcher(
+            self._decode_those_small,
+            batch_size=SMALL_BATCH_BYTES,
+            max_waiting=args.max_bodies_size_bytes,
+            threads=SMALL_THREADS,
+        )
         self._tracer = tracer(self.service)
         self.ready = True
         _RELEASE.labels(name, manifest.version).set(1)
@@ -67,19 +82,16 @@ class ReleaseModel(Model):
         """Whether a request would succeed now, for readiness probes."""
         return self.ready
 
-    async def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await ``function`` in the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
-
     async def decode(self, images: list[bytes | Rejection]) -> list[Pixels | Rejection]:
         """Decode images to uint8 (H, W, C).
 
         Raises:
             ResourceExhausted: they have too many pixels together.
-            Unavailable: too many large images of other requests are waiting.
+            Unavailable: too many images of other requests are waiting.
         """
-        files, decoded = await self._decoding.run(self._decode_if_small, images)
+        size_bytes = sum(len(image) for image in images if isinstance(image, bytes))
         try:
+            files, decoded = await self._small.run(images, size_bytes)
             for group in _groups(files):
                 pixels = sum(map(_pixel_count, group))
                 decoded += await self._decoding.run_sized(pixels, _each, decode_image, group, self.shape)
@@ -87,9 +99,18 @@ class ReleaseModel(Model):
             raise Unavailable(str(error)) from None
         return decoded
 
-    def _decode_if_small(
-        self, images: list[bytes | Rejection]
-    ) -> tuple[list[EncodedImage | Rejection], list[Pixels | Rejection]]:
+    def _decode_those_small(self, requests: list[list[bytes | Rejection]]) -> list[Decoded | Exception]:
+        """Call `_decode_if_small` for each request; its exception fails that request alone."""
+
+        def decode(images: list[bytes | Rejection]) -> Decoded | Exception:
+            try:
+                return self._decode_if_small(images)
+            except Exception as error:
+                return error
+
+        return [decode(images) for images in requests]
+
+    def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
         """Inspect images. Decode them in this thread if they are small together; else return them as inspected files.
 
         Passing a request to another thread takes longer than decoding a small image.

@@ -8,16 +8,19 @@ import argparse
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from struct import error as StructError
 from typing import Any, cast
 
 import grpc
+import msgspec
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from grpc_interceptor.exceptions import GrpcException, InvalidArgument, PermissionDenied
 from kserve import ModelServer, model_server
-from kserve.errors import InferenceError
-from kserve.logging import trace_logger
+from kserve.constants.constants import PredictorProtocol
+from kserve.errors import InferenceError, ModelNotReady
 from kserve.protocol.dataplane import DataPlane
 from kserve.protocol.grpc.grpc_predict_v2_pb2 import ModelInferRequest
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -26,7 +29,7 @@ from kserve.protocol.grpc.server import GRPCServer
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from kserve.protocol.rest.server import RESTServer
-from kserve.protocol.rest.v2_endpoints import V2Endpoints
+from kserve.protocol.rest.v1_endpoints import V1Endpoints
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -41,6 +44,8 @@ from evernear.serving.kserve.protocols import parse_infer_request, require_few_t
 MAX_RPCS = 64
 """Concurrent gRPC calls; each may have a message of the largest size."""
 _BINARY_HEADER = "inference-header-content-length"
+Endpoint = Callable[[Request], Awaitable[Response]]
+_CLIENT_CLOSED_REQUEST = 499  # of nginx
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.PERMISSION_DENIED: 403,
@@ -75,8 +80,6 @@ class _Server(ModelServer):
             ssl_keyfile=args.ssl_keyfile,
             predictor_config=predictor_config(args),
         )
-        if not args.enable_latency_logging:
-            trace_logger.setLevel(logging.WARNING)  # the middleware for timing has no other switch
         if not args.enable_access_log:
             logging.getLogger("uvicorn.access").handlers.clear()  # uvicorn then does not format the lines either
         self._args = args
@@ -97,7 +100,7 @@ class _Server(ModelServer):
             max_total_size_bytes=self._args.max_bodies_size_bytes,
             timeout_s=self._args.upload_timeout_seconds,
         )
-        self._add_infer_endpoint()
+        self._add_prediction_endpoints()
         listener = _listen(self._args.host, self.http_port)
         rest = _RestServer(
             "kserve.model_server:app",
@@ -111,6 +114,7 @@ class _Server(ModelServer):
             ssl_keyfile=self.ssl_keyfile,
         )
         rest.listener = listener
+        rest.timed = self._args.enable_latency_logging
         rest.config.http = HeadTimeoutProtocol
         rest.config.ws = "none"
         self.servers = [rest.start()]
@@ -124,24 +128,66 @@ class _Server(ModelServer):
         with asyncio.Runner(loop_factory=rest.config.get_loop_factory()) as runner:
             runner.run(self._serve())
 
-    def _add_infer_endpoint(self) -> None:
-        """Replace KServe's v2 endpoint, whose parser needs 3 GB for a request with 6 MB of errors."""
-        endpoints = V2Endpoints(self.dataplane, self.model_repository_extension)
+    def _add_prediction_endpoints(self) -> None:
+        """Replace KServe's two, which cost more than the prediction and need 3 GB for a request with 6 MB of errors."""
+        v1 = V1Endpoints(self.dataplane, self.model_repository_extension)
 
-        async def infer(request: Request, response: Response, model_name: str, model_version: str | None = None) -> Any:
+        async def predict(request: Request) -> Response:
+            return cast(Response, await v1.predict(request.path_params["model_name"], request))
+
+        async def infer(request: Request) -> Response:
+            model_name, headers = request.path_params["model_name"], dict(request.headers)
+            if not await self.dataplane.model_ready(model_name, True):
+                raise ModelNotReady(model_name)
             body = await request.body()
-            payload = body if _BINARY_HEADER in request.headers else parse_infer_request(body, model_name)
-            return await endpoints.infer(request, response, model_name, cast(Any, payload), model_version)
+            payload = body if _BINARY_HEADER in headers else parse_infer_request(body, model_name)
+            if "model_version" in request.path_params:
+                raise NotImplementedError("The model has one version; send the request to /v2/models/NAME/infer.")
+            tensors, _ = self.dataplane.decode(payload, headers, PredictorProtocol.REST_V2.value, model_name)
+            answer, _ = await self.dataplane.infer(model_name, tensors, headers)
+            content, added = self.dataplane.encode(model_name, answer, headers, {})
+            body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+            return Response(body, headers=added, media_type="application/json")
 
-        path = "/v2/models/{model_name}"
-        for route in (f"{path}/infer", f"{path}/versions/{{model_version}}/infer"):
-            model_server.app.add_api_route(route, infer, methods=["POST"], response_model=None)
+        model = "/models/{model_name}"
+        for path, endpoint in (
+            (f"/v1{model}:predict", predict),
+            (f"/v2{model}/infer", infer),
+            (f"/v2{model}/versions/{{model_version}}/infer", infer),
+        ):
+            model_server.app.add_route(path, _unless_disconnected(endpoint), methods=["POST"])
+
+
+def _unless_disconnected(endpoint: Endpoint) -> Endpoint:
+    """An endpoint that is cancelled when its client disconnects, as grpc.aio cancels a call."""
+
+    async def call(request: Request) -> Response:
+        await request.body()
+        task = cast(asyncio.Task[Any], asyncio.current_task())
+        disconnect = asyncio.ensure_future(request.receive())
+        disconnect.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
+        try:
+            return await endpoint(request)
+        except asyncio.CancelledError:
+            if not disconnect.done():
+                raise
+            task.uncancel()
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)  # nobody receives it
+        finally:
+            disconnect.cancel()
+
+    return call
 
 
 class _RestServer(RESTServer):
     """`RESTServer` on one address."""
 
     listener: socket.socket
+    timed = False
+
+    def _add_middlewares(self, app: FastAPI) -> None:
+        if self.timed:  # it logs at level INFO and costs as much as a small prediction
+            super()._add_middlewares(app)
 
     async def start(self) -> None:
         self.create_application()

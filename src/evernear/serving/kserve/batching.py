@@ -1,0 +1,108 @@
+"""Batches across requests: a batch of images takes hardly longer than one.
+
+BentoML and MLServer wait for more requests by a timer, which BentoML adapts to the recent load and MLServer does not.
+Here the window needs no timer: it is the time during which the threads are busy with earlier batches. So a lone request
+starts at once, and the batches grow with the load.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from evernear.serving.decoding import OverloadedError
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class _Waiting(Generic[Request, Result]):
+    request: Request
+    size: int
+    result: "asyncio.Future[Result]"
+
+
+class Batcher(Generic[Request, Result]):
+    """Passes concurrent requests to ``function`` together, in ``threads`` threads.
+
+    ``function`` returns a result for each request of a batch, or an exception, which fails that request alone. The
+    sizes of a batch add up to at most ``batch_size``, or it is one request. Those of waiting requests add up to at most
+    ``max_waiting``, or only one waits.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[Request]], Sequence[Result | Exception]],
+        *,
+        batch_size: int,
+        max_waiting: int,
+        threads: int = 1,
+    ) -> None:
+        self._function = function
+        self._batch_size = batch_size
+        self._max_waiting = max_waiting
+        self._idle = threads
+        self._threads = ThreadPoolExecutor(threads, "batch")
+        self._queue: deque[_Waiting[Request, Result]] = deque()
+        self._waiting = 0
+        """The total size of the queue."""
+
+    async def run(self, request: Request, size: int) -> Result:
+        """Await the result for ``request``. A caller that is cancelled leaves the queue.
+
+        Raises:
+            OverloadedError: too many requests are waiting.
+        """
+        if self._queue and self._waiting + size > self._max_waiting:
+            raise OverloadedError("Too many requests are waiting to be answered; try again in a second.")
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting[Request, Result](request, size, loop.create_future())
+        if not self._queue and self._idle:
+            loop.call_soon(self._start)  # with all requests that this iteration of the event loop brings
+        self._queue.append(waiting)
+        self._waiting += size
+        try:
+            return await waiting.result
+        except asyncio.CancelledError:
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+                self._waiting -= size
+            raise
+
+    def _start(self) -> None:
+        """Start batches while requests wait and threads are idle."""
+        while self._queue and self._idle:
+            batch = self._next_batch()
+            self._idle -= 1
+            requests = [waiting.request for waiting in batch]
+            future = asyncio.get_running_loop().run_in_executor(self._threads, self._function, requests)
+            future.add_done_callback(lambda done, batch=batch: self._end(batch, done))
+
+    def _next_batch(self) -> list[_Waiting[Request, Result]]:
+        batch: list[_Waiting[Request, Result]] = []
+        size = 0
+        while self._queue and (not batch or size + self._queue[0].size <= self._batch_size):
+            batch.append(self._queue.popleft())
+            size += batch[-1].size
+        self._waiting -= size
+        return batch
+
+    def _end(
+        self,
+        batch: list[_Waiting[Request, Result]],
+        done: "asyncio.Future[Sequence[Result | Exception]]",
+    ) -> None:
+        self._idle += 1
+        self._start()
+        error = done.exception()
+        results = [error] * len(batch) if error is not None else done.result()
+        for waiting, result in zip(batch, results, strict=True):
+            if waiting.result.done():  # cancelled
+                continue
+            if isinstance(result, BaseException):
+                waiting.result.set_exception(result)
+            else:
+                waiting.result.set_result(result)
