@@ -16,7 +16,9 @@ def promote(
     reason: str,
     started_by: str,
 ):
-    """Deploy a release of the registry, even against its verdict, after it has answered its stored queries."""
+    """Deploy a release of the registry, even against its verdict, or apply settings to the champion, after it has
+    answered its stored queries.
+    """
     from evernear import steps
 
     parameters = {"target": target, "serving_image": serving_image}

@@ -12,7 +12,7 @@ from pipelines.tasks import CONFIG
 @dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
     name="promote",
     display_name="Promote",
-    description="Deploys a release of the registry, even against its verdict.",
+    description="Deploys a release of the registry, even against its verdict, or applies settings to the champion.",
     pipeline_config=CONFIG,
 )
 def promote(
@@ -28,11 +28,11 @@ def promote(
     task_s3_secret: str = "evernear-s3",
     task_token_secret: str = "evernear-token",
 ):
-    """Deploy a release of the registry, even against its verdict, then notify.
+    """Deploy a release of the registry, even against its verdict, or apply settings to the champion, then notify.
 
     Args:
-        release: Version of the release; required.
-        reason: Reason for the history and the notification; required.
+        release: Version of the release; empty: the champion stays, and gets the settings (target kubernetes).
+        reason: Reason for the history and the notification; required with a release.
         started_by: Who or what starts the run, for the champion's history.
         target: Where the champion runs: registry (publish only), kubernetes (a Deployment), local (this machine).
         serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.

@@ -333,14 +333,21 @@ def rollback(
 def promote(
     run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Deploy a release of the registry by a person's decision, even against its verdict."""
+    """Deploy a release of the registry by a person's decision, even against its verdict.
+
+    If ``release`` is empty, apply the settings to the champion.
+    """
     with step("promote", run, store) as running:
+        from evernear.deployment import apply as apply_settings
         from evernear.deployment import promote as promote_release
         from evernear.release.registry import Cause
 
         chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
-        promoted = promote_release(release, chosen, force=True, cause=cause)
+        if release:
+            promoted = promote_release(release, chosen, force=True, cause=cause)
+        else:
+            promoted = apply_settings(chosen, cause=cause)
         RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
         running.summary = f"release {promoted.version} {promoted.state()}"
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="List, show, promote, roll back, restore and prune releases.",
+    help="List, show, promote, apply, roll back, restore and prune releases.",
 )
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 StoreOption = Annotated[
@@ -157,7 +157,7 @@ def history(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Show every promotion and rollback, oldest first: when, how, by whom and why."""
+    """Show every promotion, change of settings and rollback, oldest first: when, how, by whom and why."""
     registry = registry_of(store, config, overrides, workdir)
     promotions = list(registry.history())
     if as_json:
@@ -189,6 +189,25 @@ def promote(
     settings = registry_settings(store, config, overrides, workdir)
     _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
     _update_model_registry(settings)
+
+
+@app.command()
+def apply(
+    why: WhyOption = "",
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Apply changed settings, such as image, memory or replicas, to the champion in Kubernetes. It must pass its stored
+    queries; otherwise the previous settings are restored.
+    """
+    from evernear.deployment import apply as apply_settings
+    from evernear.release.registry import Cause
+
+    settings = registry_settings(store, config, overrides, workdir)
+    _print(apply_settings(settings, cause=Cause.of_this_process(why)), settings, as_json)
 
 
 @app.command()

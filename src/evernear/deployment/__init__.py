@@ -65,7 +65,9 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()  # read before the lock is taken: of two concurrent promotions, one fails
     if champion is not None and champion.version == version:
-        raise StoreError(f"Release {version} is already the champion.")
+        raise StoreError(
+            f"Release {version} is already the champion; `evernear registry apply` applies changed settings to it."
+        )
     with _fetch_release(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
         with target.rollout(archive, parts) as rollout:
@@ -73,6 +75,32 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
             deployed = Deployment.of(promoted, rollout)
     follow_alias(registry, champion)
     return deployed
+
+
+def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
+    """Roll the champion out again with ``settings``, and record it in the history; the release stays the champion.
+
+    Raises:
+        SettingsError: the target has no settings of a release.
+        StoreError: no release was promoted yet, or the registry is unreachable.
+        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as in `promote`; the previous settings are
+            live.
+    """
+    if settings.target != "kubernetes":
+        raise SettingsError(
+            f"Target {settings.target} applies no settings to a live release: only kubernetes does (--set "
+            "target=kubernetes). TorchServe reads its settings when it starts; run `evernear stop`, then `evernear "
+            "serve`."
+        )
+    registry = Registry(open_store(settings.store_uri))
+    champion = registry.champion()
+    if champion is None:
+        raise StoreError(registry.explain_no_champion())
+    with (
+        _fetch_release(champion.version, settings, registry) as (target, archive, parts),
+        target.rollout(archive, parts) as rollout,
+    ):
+        return Deployment.of(registry.record_settings(champion, cause), rollout)
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:

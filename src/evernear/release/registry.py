@@ -47,7 +47,7 @@ _GZIP = b"\x1f\x8b"
 """The first bytes of gzip."""
 CHAMPION_ALONE = "is the champion; servers load it when they start"
 """The state of a release that was promoted in the registry without a server."""
-How = Literal["deploy", "promote", "force", "rollback", "restore"]
+How = Literal["deploy", "promote", "force", "apply", "rollback", "restore"]
 
 # The release is live before the pointer moves, and a store may take minutes to restart.
 _RETRY_TIMEOUT_S = 300.0
@@ -393,6 +393,23 @@ class Registry:
             number=expected.pointer.number + 1 if expected else 1,
             undo_to=expected.pointer.number if expected else None,
             how=how,
+            **(cause or Cause.of_this_process()).model_dump(),
+        )
+        return self._move_pointer(promotion, expected)
+
+    def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
+        """Record that the champion got other settings, if the champion is still ``expected``; rollbacks pass over it.
+
+        Raises:
+            ConflictError, TransientStoreError, StoreError: as in `set_champion`.
+        """
+        promotion = Promotion(
+            version=expected.version,
+            previous=expected.previous,
+            since=datetime.now(UTC),
+            number=expected.pointer.number + 1,
+            undo_to=expected.pointer.undo_to,
+            how="apply",
             **(cause or Cause.of_this_process()).model_dump(),
         )
         return self._move_pointer(promotion, expected)

@@ -165,10 +165,9 @@ def finalize(
     if state not in SUCCEEDED and not is_held:
         fields = _failure(record, state, error_message) | {"release": deployed.get("version")}
     elif rollback:
-        reasons = (rollback["why"],) if rollback["why"] else ()
-        fields = {"state": "rolled back", "release": rollback["version"], "reasons": reasons}
+        fields = {"state": "rolled back", "release": rollback["version"], "reasons": _reasons(rollback)}
     elif promotion:
-        fields = {"state": "promoted", "release": promotion["version"], "reasons": (promotion["why"],)}
+        fields = {"state": "promoted", "release": promotion["version"], "reasons": _reasons(promotion)}
     elif verdict.get("promote") and deployment:
         fields = {"state": "promoted", "release": deployment["version"], "reasons": tuple(verdict["reasons"])}
     elif verdict.get("promote"):
@@ -184,6 +183,10 @@ def finalize(
     outcome = outcome.model_copy(update={**fields, "url": url, "served_here": served_here})
     record.save(outcome=outcome.model_dump(mode="json"))
     return outcome
+
+
+def _reasons(move: dict[str, Any]) -> tuple[str, ...]:
+    return (move["why"],) if move["why"] else ()
 
 
 def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:

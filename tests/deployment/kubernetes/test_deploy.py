@@ -18,7 +18,7 @@ from releases import MakeRelease, PackedRelease
 from serving.fake_servers import http_server
 from typer.testing import CliRunner
 
-from evernear import deployment
+from evernear import deployment, steps
 from evernear.cli import app
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout
@@ -103,14 +103,19 @@ class Sandbox:
     def remaining(self) -> list[str]:
         """Kinds of the remaining objects of a deployment."""
         kinds = ("ServiceAccount", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service", "Deployment")
-        admin = Cluster(self._admin, "evernear", inside=False)
-        return [kind for kind in (*kinds, "HorizontalPodAutoscaler") if admin.get(kind, NAME)]
+        return [kind for kind in (*kinds, "HorizontalPodAutoscaler") if self.find(kind)]
+
+    def find(self, kind: str) -> dict[str, Any] | None:
+        """An object of a deployment; the deployer itself may not read every kind."""
+        return Cluster(self._admin, "evernear", inside=False).get(kind, NAME)
+
+    def with_settings(self, **changes: Any) -> Settings:
+        """The settings with ``changes`` in the section kubernetes."""
+        chosen = self.settings.kubernetes.model_copy(update=changes)
+        return self.settings.model_copy(update={"kubernetes": chosen})
 
     def deploy(self, release: PackedRelease, **changes: Any) -> deployment.Deployment:
-        chosen = self.settings.kubernetes.model_copy(update=changes)
-        return deployment.deploy(
-            release.archive, release.verdict, self.settings.model_copy(update={"kubernetes": chosen})
-        )
+        return deployment.deploy(release.archive, release.verdict, self.with_settings(**changes))
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +172,56 @@ def test_deploy_roll_back_and_promote(sandbox: Sandbox, releases: tuple[PackedRe
     assert sandbox.live[0] == {second.version}
     assert [move.how for move in sandbox.registry.history()] == ["deploy", "deploy", "rollback", "promote"]
     assert sandbox.champion == second.version
+
+
+def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tuple[PackedRelease, ...]) -> None:
+    first, second, _ = releases
+    sandbox.deploy(first)
+    sandbox.deploy(second)
+    image = IMAGE.replace("a" * 64, "c" * 64)
+    with pytest.raises(StoreError, match="already the champion; `evernear registry apply`"):
+        deployment.promote(second.version, sandbox.with_settings(image=image))
+
+    applied = deployment.apply(sandbox.with_settings(image=image), cause=Cause(by="ada", why="a new base image"))
+    assert (applied.version, applied.previous, applied.smoke_queries) == (second.version, first.version, 8)
+    assert sandbox.live == ({second.version}, {image})
+    run = "11111111-1111-1111-1111-111111111111"
+    steps.promote(
+        *(run, sandbox.settings.store_uri, {"target": "kubernetes", "serving_image": image}),
+        {"kubernetes": sandbox.settings.kubernetes.model_dump(mode="json", exclude={"image"}) | {"replicas_min": 2}},
+        *("", "", "grace"),
+    )
+    autoscaler = sandbox.find("HorizontalPodAutoscaler")
+    assert autoscaler is not None
+    assert autoscaler["spec"]["minReplicas"] == 2
+    moves = [(move.how, move.by, move.run) for move in sandbox.registry.history()]
+    assert moves[2:] == [("apply", "ada", ""), ("apply", "grace", run)]
+    assert deployment.roll_back(sandbox.settings).version == first.version, "a rollback passes over applied settings"
+
+
+def test_settings_that_fail_are_replaced_by_the_previous_ones(
+    sandbox: Sandbox, releases: tuple[PackedRelease, ...]
+) -> None:
+    sandbox.deploy(releases[0])
+    image = IMAGE.replace("a" * 64, "b" * 64)
+    sandbox.loopback.set_pod_behavior(
+        ImageMissing(), lambda pod: pod["spec"]["containers"][0]["image"].endswith("b" * 64)
+    )
+    with pytest.raises(ClusterError, match=r"cannot be pulled.* was restored and is live\.$"):
+        deployment.apply(sandbox.with_settings(image=image))
+    assert sandbox.live == ({releases[0].version}, {IMAGE})
+    assert [move.how for move in sandbox.registry.history()] == ["deploy"]
+
+
+@pytest.mark.parametrize("target", ["local", "registry"])
+def test_other_targets_apply_no_settings(sandbox: Sandbox, target: str) -> None:
+    with pytest.raises(SettingsError, match=f"Target {target} applies no settings to a live release: only kubernetes"):
+        deployment.apply(sandbox.settings.model_copy(update={"target": target}))
+
+
+def test_settings_need_a_champion(sandbox: Sandbox) -> None:
+    with pytest.raises(StoreError, match="No release has been promoted"):
+        deployment.apply(sandbox.settings)
 
 
 def test_applied_objects_name_their_release_and_field_manager(
