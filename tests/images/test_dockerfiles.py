@@ -87,6 +87,31 @@ def test_every_package_is_installed_from_a_lock(file: str) -> None:
     assert "else set -- --require-hashes --constraints requirements-torch.lock; fi" in backend
 
 
+GPU = re.compile(r"(nvidia|cuda|triton)(-|$)")
+
+
+def requirers(lock: str) -> dict[str, set[str]]:
+    """The locked packages, and which packages require each, by the lock's comments."""
+    packages: dict[str, set[str]] = {}
+    for entry in re.split(r"\n(?=[a-z0-9])", (ROOT / lock).read_text()):
+        comments = " ".join(re.findall(r"^ +#(.*)$", entry, re.M))
+        packages[entry.partition("==")[0].partition("[")[0]] = set(comments.replace("via", "", 1).split())
+    return packages
+
+
+def test_only_torch_of_the_default_index_brings_gpu_packages() -> None:
+    """PyTorch's CPU build requires none, so a CPU image contains no nvidia-*."""
+    for lock in ("requirements.lock", "requirements-kserve.lock"):
+        assert [name for name in requirers(lock) if GPU.match(name)] == []
+    packages = requirers("requirements-torch.lock")
+    gpu = {name: by for name, by in packages.items() if GPU.match(name)}
+    assert len([name for name in gpu if name.startswith("nvidia-")]) > 10
+    assert all(by <= {"torch", *gpu} for by in gpu.values()), gpu
+    for file in FILES:
+        (stage,) = [stage for stage in stages(file).values() if stage.name == "dependencies"]
+        assert stage.variables["TORCH_BACKEND"] == "cpu"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_no_secret_is_a_build_argument_or_variable(file: str) -> None:
     names = re.findall(r"(\w+)=", (ROOT / file).read_text())
