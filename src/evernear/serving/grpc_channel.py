@@ -79,14 +79,15 @@ def channel_options(authority: str, attempts: int) -> Sequence[tuple[str, Any]]:
 
 def _resolve(host: str, port: int) -> str:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = sorted({_as_ipv6(str(address[0])) for *_, address in found})
-    return "ipv6:" + ",".join(f"[{address}]:{port}" for address in addresses)
+    addresses = sorted({str(address[0]) for *_, address in found})
+    if all(isinstance(ip_address(address), IPv4Address) for address in addresses):
+        return "ipv4:" + ",".join(f"{address}:{port}" for address in addresses)
+    return "ipv6:" + ",".join(f"[{_as_ipv6(address)}]:{port}" for address in addresses)
 
 
 def _as_ipv6(text: str) -> str:
     """An address as IPv6: a gRPC target has one family. The kernel uses IPv4 for a mapped address."""
-    address = ip_address(text)
-    return f"::ffff:{address}" if isinstance(address, IPv4Address) else text
+    return f"::ffff:{text}" if isinstance(ip_address(text), IPv4Address) else text
 
 
 def _is_address(host: str) -> bool:
