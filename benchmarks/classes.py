@@ -36,7 +36,13 @@ def main() -> None:
         ]
         for row in rows
     ]
-    machine.write("classes", machine_info, {"rows": rows}, [heading, *table])
+    machine.write(
+        "classes",
+        "Time of an ArcFace head's training step and of the gate, by number of classes",
+        machine_info,
+        {"rows": rows},
+        [heading, *table],
+    )
 
 
 def measure(classes: int) -> dict[str, float]:

@@ -64,7 +64,13 @@ def main() -> None:
             runs.append({"training": "torchvision", "seed": seed, **baseline})
             print(runs[-1], flush=True)
     parameters = {"side_px": side, "settings": arguments.set}
-    machine.write("clothing", machine_info, {**parameters, "runs": runs}, table(runs))
+    machine.write(
+        "clothing",
+        "Training on photographs of clothes from random weights, compared with torchvision in equal time",
+        machine_info,
+        {**parameters, "runs": runs},
+        table(runs),
+    )
 
 
 def run_in_process(function: Callable[..., Any], *arguments: Any) -> Any:

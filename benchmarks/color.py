@@ -62,7 +62,13 @@ def main() -> None:
     summary = summarize("default", runs)
     if not arguments.set:
         result = {"airbench94": reference, "summary": summary, "runs": runs}
-        machine.write("color", machine_info, result, table(reference, summary, runs))
+        machine.write(
+            "color",
+            "Default settings and airbench94 on CIFAR-10 as JPEG files",
+            machine_info,
+            result,
+            table(reference, summary, runs),
+        )
 
 
 def table(reference: dict[str, float], summary: dict[str, Any], runs: list[dict[str, Any]]) -> list[list[str]]:

@@ -59,7 +59,13 @@ def main() -> None:
         [row["file"], f"{row['size_bytes'] / 1e6:.2f} MB", *(cell(row["to"][side]) for side in SIDES_PX)]
         for row in rows
     ]
-    machine.write("decode_limits", machine_info, {"max_pixels": arguments.max_pixels, "rows": rows}, table)
+    machine.write(
+        "decode_limits",
+        "CPU time and memory of the most expensive valid file of each kind",
+        machine_info,
+        {"max_pixels": arguments.max_pixels, "rows": rows},
+        table,
+    )
     if any(cost["bytes_per_pixel"] > DECODE_BYTES_PER_PIXEL for row in rows for cost in row["to"].values()):
         sys.exit(f"A file takes more than {DECODE_BYTES_PER_PIXEL} bytes of memory per pixel.")
 

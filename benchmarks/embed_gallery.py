@@ -44,7 +44,13 @@ def main() -> None:
             comparison = compare(dataset, settings_of(preset), Path(scratch), arguments.repeats)
             results.append({"preset": preset, **comparison})
             print(results[-1], flush=True)
-    machine.write("embed_gallery", machine_info, {"results": results}, table(results))
+    machine.write(
+        "embed_gallery",
+        "Speed of the embed step, compared with the plain scripted network",
+        machine_info,
+        {"results": results},
+        table(results),
+    )
 
 
 def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -> dict[str, Any]:

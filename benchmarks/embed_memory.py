@@ -41,7 +41,9 @@ def main() -> None:
         "times_memory": many["peak_bytes"] / few["peak_bytes"],
         "runs": runs,
     }
-    machine.write("embed_memory", machine_info, result, table(result))
+    machine.write(
+        "embed_memory", "Peak memory of the embed step with ten times the images", machine_info, result, table(result)
+    )
 
 
 def measure(source: str, gallery_fraction: float, scratch: Path) -> dict[str, Any]:

@@ -168,7 +168,13 @@ def main() -> None:
             )
             row.append(f"{count / arguments.seeds:.1%} ({low:.1%} to {high:.1%})")
         table.append(row)
-    machine.write("gate", machine_info, {"settings": settings.model_dump(), "cases": results}, table)
+    machine.write(
+        "gate",
+        "How often the gate holds equal, worse and better candidates",
+        machine_info,
+        {"settings": settings.model_dump(), "cases": results},
+        table,
+    )
 
 
 def describe_difference(case: Case) -> str:

@@ -116,7 +116,9 @@ def main() -> None:
         [row["server"], row["file"], str(row["status"]), f"{row['slowest_s']:.2f} s", str(row["lost"])]
         for row in heavy_rows
     ]
-    machine.write("hostile", machine_info, {"rows": rows, "heaviest": heavy_rows}, table)
+    machine.write(
+        "hostile", "Valid requests next to hostile ones", machine_info, {"rows": rows, "heaviest": heavy_rows}, table
+    )
     result = machine.RESULTS / "hostile.md"
     result.write_text(result.read_text() + "\n" + machine.markdown(heavy_table))
     print(machine.markdown(heavy_table))

@@ -92,7 +92,13 @@ def main() -> None:
         peaks = [f"{row[key] / 2**20:.0f} MiB" for key in ("peak_bytes", "peak_bytes_of_more")]
         speed = f"{row['images'] / row['wall_s']:,.0f}"
         table.append([row["source"], row["step"], f"{row['images']:,}", *peaks, f"{row['ratio']:.2f}", speed])
-    machine.write("ingest_memory", machine_info, {"target_ratio": TARGET, "rows": rows}, table)
+    machine.write(
+        "ingest_memory",
+        "Peak memory of ingest and reading with ten times the images",
+        machine_info,
+        {"target_ratio": TARGET, "rows": rows},
+        table,
+    )
     if any(row["ratio"] > TARGET for row in rows):
         sys.exit(f"A memory ratio is above {TARGET}.")
 

@@ -70,7 +70,9 @@ def main() -> None:
                 run = {"data": open_source(source).name, "images": arguments.images, "embedding": method}
                 run |= {"seed": arguments.seed, "training": with_defaults(training, dataset).model_dump(mode="json")}
                 runs.append(run | score_list(list(folds), planted))
-                machine.write("label_errors", machine_info, {"runs": runs}, table(runs))
+                machine.write(
+                    "label_errors", "Precision and recall of suspect labels", machine_info, {"runs": runs}, table(runs)
+                )
 
 
 def load_runs() -> list[dict[str, Any]]:

@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +20,7 @@ def describe() -> dict[str, Any]:
     import torch
 
     return {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "cpu": torch.cpu.get_capabilities().get("cpu_name", platform.processor()),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -32,12 +35,27 @@ def describe() -> dict[str, Any]:
     }
 
 
-def write(name: str, machine: Mapping[str, Any], result: Mapping[str, Any], table: Sequence[Sequence[str]]) -> None:
-    """Write everything to ``results/<name>.json`` and ``table``, whose first row is the heading, to ``<name>.md``."""
+def write(
+    name: str, title: str, machine: Mapping[str, Any], result: Mapping[str, Any], table: Sequence[Sequence[str]]
+) -> None:
+    """Write all values to ``results/<name>.json``, and ``table`` with a heading to ``<name>.md``.
+
+    The first row of ``table`` is its heading.
+    """
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **result}, indent=2) + "\n")
-    (RESULTS / f"{name}.md").write_text(markdown(table))
+    (RESULTS / f"{name}.md").write_text(heading(name, title, machine) + markdown(table))
     print(markdown(table))
+
+
+def heading(name: str, title: str, machine: Mapping[str, Any]) -> str:
+    """Title, command, date and machine of a result table."""
+    cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
+    return (
+        f"# {title}\n\n```sh\n{machine['command']}\n```\n\n"
+        f"Measured on {machine['measured'][:10]}: {cpu}, torch {machine['torch']}, "
+        f"load {machine['load_before']} before the start. [All values]({name}.json).\n\n"
+    )
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:

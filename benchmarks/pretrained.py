@@ -74,7 +74,13 @@ def main() -> None:
         values = [row[name] for row in runs]
         table.append([words, *(f"{value:.1%}" for value in values), f"{statistics.mean(values):.1%}"])
     parameters = {name: value for name, value in vars(arguments).items() if name not in ("source", "weights", "seeds")}
-    machine.write("pretrained", machine_info, {**parameters, "runs": runs}, table)
+    machine.write(
+        "pretrained",
+        "Transfer of a pretrained backbone to four new classes of CIFAR-10",
+        machine_info,
+        {**parameters, "runs": runs},
+        table,
+    )
 
 
 def sample(source: Path, labels: list[str], counts: tuple[int | None, int | None], seed: int, out_dir: Path) -> None:

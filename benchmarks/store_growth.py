@@ -149,8 +149,9 @@ def main() -> None:
     run_pipeline("run-fresh", images, fresh.uri)
     record("a fresh run of the last state", fresh)
     assert not check(store)
+    title = f"Growth of a store over {arguments.runs} runs, and its size after a prune"
     machine.write(
-        "store_growth", machine_info, {"measured": measured, "other_releases_bytes": kept}, table(measured, kept)
+        "store_growth", title, machine_info, {"measured": measured, "other_releases_bytes": kept}, table(measured, kept)
     )
 
 

@@ -70,7 +70,13 @@ def main() -> None:
         "runs": runs,
     }
     if arguments.split == "test":
-        machine.write("time_to_accuracy", machine_info, result, table(result))
+        machine.write(
+            "time_to_accuracy",
+            "Time to the accuracy of the source project's recipe",
+            machine_info,
+            result,
+            table(result),
+        )
     else:
         print(*table(result), sep="\n")
 

@@ -62,7 +62,13 @@ def main() -> None:
         "compared": comparison,
         "runs": runs,
     }
-    machine.write("tuning", machine_info, result, table(study, runs, comparison))
+    machine.write(
+        "tuning",
+        "A tuning study, evaluated on images that it has not read",
+        machine_info,
+        result,
+        table(study, runs, comparison),
+    )
 
 
 def sample(source: Path, directory: Path) -> None:

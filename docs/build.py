@@ -38,6 +38,7 @@ PAGES = (
         ROOT / "CHANGELOG.md": "changelog.md",
         ROOT / "SECURITY.md": "reporting.md",
         ROOT / "deploy/README.md": "deploy.md",
+        ROOT / "benchmarks/README.md": "benchmarks/index.md",
     }
     | {path: f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks/results").glob("*.md"))}
     | {path: f"notebooks/{path.stem}.md" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}

@@ -66,7 +66,13 @@ def main() -> None:
         [name, f"{seconds:,.1f}"]
         for name, seconds in (*cpu_s_by_phase.items(), ("total", sum(cpu_s_by_phase.values())))
     ]
-    machine.write("scale_evaluation", machine_info, result, [[heading(result), "CPU time, s"], *rows])
+    machine.write(
+        "scale_evaluation",
+        "Calibration and evaluation at a million vectors",
+        machine_info,
+        result,
+        [[heading(result), "CPU time, s"], *rows],
+    )
 
 
 @contextmanager

@@ -46,7 +46,13 @@ def main() -> None:
             runs.append({"images": count, **run(directory)})
             print(runs[-1], flush=True)
             shutil.rmtree(directory)
-    machine.write("scale_pipeline", machine_info, {"settings": SETTINGS, "runs": runs}, table(runs))
+    machine.write(
+        "scale_pipeline",
+        "Time, peak memory and output of each step at growing numbers of images",
+        machine_info,
+        {"settings": SETTINGS, "runs": runs},
+        table(runs),
+    )
 
 
 def write_digits(source: Path, directory: Path, count: int) -> None:

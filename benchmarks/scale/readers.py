@@ -118,8 +118,20 @@ def main() -> None:
     settings = {"batch_size": BATCH_SIZE, "shard_bytes": SHARD_BYTES, "webdataset_buffer": WEBDATASET_BUFFER}
     slowness = {"latency_s": LATENCY_S, "connection_bytes_per_s": CONNECTION_BYTES_PER_S}
     result = {**settings, **slowness, "load_after": round(os.getloadavg()[0], 2), "rows": rows}
-    machine.write("scale_readers", here, result, speed_table(rows, readers, cases))
-    machine.write("scale_readers_order", here, {"orders": orders}, order_table(orders))
+    machine.write(
+        "scale_readers",
+        "Speed and memory of shuffled reading from a bucket, by reader",
+        here,
+        result,
+        speed_table(rows, readers, cases),
+    )
+    machine.write(
+        "scale_readers_order",
+        "What the order of shuffled images depends on, by reader",
+        here,
+        {"orders": orders},
+        order_table(orders),
+    )
 
 
 def quarter(case: Case) -> Case:

@@ -96,7 +96,13 @@ def main() -> None:
     if arguments.set:
         print(*table(result), sep="\n")
         return
-    machine.write(name, machine_info, result, table(result))
+    machine.write(
+        name,
+        "Requests per second and latency of servers with the same network and gallery",
+        machine_info,
+        result,
+        table(result),
+    )
     with (machine.RESULTS / f"{name}.md").open("a") as file:
         file.write("\n" + "\n".join(notes(result)) + "\n")
     print(*notes(result), sep="\n")

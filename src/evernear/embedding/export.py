@@ -61,7 +61,7 @@ class CenteredNetwork(nn.Module):
     """A network whose unit vectors are centered and normalized again (Wang et al. 2019, arXiv:1911.04623).
 
     ArcFace separates classes by angle, but lets all of them share a direction, in which images of unseen classes lie as
-    well. Without that direction, they are farther from the known classes (``benchmarks/open_set.py``).
+    well. Without that direction, they are farther from the known classes (docs/decisions/0008-unknown-images.md).
     """
 
     def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
