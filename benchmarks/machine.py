@@ -50,7 +50,7 @@ def write(
 
 def heading(name: str, title: str, machine: Mapping[str, Any]) -> str:
     """Title, command, date and machine of a result table."""
-    cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
+    cpu = f"{machine['cpu']}, {machine['cores']} cores, threads: {machine['threads']}"
     return (
         f"# {title}\n\n```sh\n{machine['command']}\n```\n\n"
         f"Measured on {machine['measured'][:10]}: {cpu}, torch {machine['torch']}, "

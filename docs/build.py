@@ -90,7 +90,7 @@ def stage(directory: Path) -> None:
     """Write every page of the site as Markdown into ``directory``, with links that fit the site.
 
     Raises:
-        DataError: a link leads to a file that does not exist.
+        DataError: a link leads to a file that does not exist, or the index of the decisions lacks a record.
     """
     pages = all_pages()
     for assets in ("images", "stylesheets"):
@@ -102,8 +102,7 @@ def stage(directory: Path) -> None:
         path.write_text(rewrite_links(source, text, pages))
         for name, picture in pictures.items():
             path.with_name(name).write_bytes(picture)
-    decisions = directory / "decisions" / "index.md"
-    decisions.write_text(decisions.read_text() + "\n" + _list_of_decisions())
+    check_index_of_decisions(DOCS / "decisions")
     (directory / "settings.md").write_text(settings_page())
 
 
@@ -162,9 +161,18 @@ def _target(source: Path, target: str, pages: dict[Path, str], location: str) ->
     return path.as_uri()
 
 
-def _list_of_decisions() -> str:
-    records = sorted((DOCS / "decisions").glob("[0-9]*.md"))
-    return "".join(f"- [{path.read_text().splitlines()[0].removeprefix('# ')}]({path.name})\n" for path in records)
+def check_index_of_decisions(folder: Path) -> None:
+    """Compare the records in ``folder`` with its index, ``README.md``.
+
+    Raises:
+        DataError: the index lacks a record, or states another title.
+    """
+    index = (folder / "README.md").read_text()
+    for record in sorted(folder.glob("[0-9]*.md")):
+        number, _, title = record.read_text().splitlines()[0].removeprefix("# ").partition(". ")
+        row = f"| {number} | [{title}]({record.name}) |"
+        if row not in index:
+            raise DataError(f"docs/decisions/README.md does not list {record.name}; add the row: {row} accepted |")
 
 
 def build(work: Path) -> None:

@@ -55,6 +55,15 @@ def test_links_fit_the_site(page: Path, link: str, rewritten_link: str) -> None:
     assert rewritten(page, f"[text]({link})") == f"[text]({rewritten_link})"
 
 
+def test_the_index_lists_every_decision(page: Path) -> None:
+    folder = page.parent / "decisions"
+    (folder / "0007-gate.md").write_text("# 7. The gate\n")
+    with pytest.raises(DataError, match=r"add the row: \| 7 \| \[The gate\]\(0007-gate.md\) \| accepted"):
+        build.check_index_of_decisions(folder)
+    (folder / "README.md").write_text("| 7 | [The gate](0007-gate.md) | accepted |\n")
+    build.check_index_of_decisions(folder)
+
+
 def test_links_of_the_readme_lead_to_pages(page: Path) -> None:
     readme = page.parent.parent / "README.md"
     text = build.rewrite_links(readme, "[other](docs/other.md) ![picture](docs/images/a.svg)", build.all_pages())

@@ -1,8 +1,8 @@
 """Threads of the numerical libraries: one per CPU of the container, without busy waiting.
 
 By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node, and a waiting thread spins: see
-docs/decisions/0026-threads.md. The libraries read the environment when they are loaded, and child processes inherit it.
-Importing evernear therefore calls `configure` first.
+docs/decisions/0013-what-a-pod-runs.md. The libraries read the environment when they are loaded, and child processes
+inherit it. Importing evernear therefore calls `configure` first.
 """
 
 import math

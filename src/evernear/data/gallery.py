@@ -1,4 +1,4 @@
-"""Training images that join the gallery; see docs/decisions/0052-training-images-in-the-gallery.md."""
+"""Training images that join the gallery; see docs/decisions/0002-splits-and-gallery.md."""
 
 from collections.abc import Collection
 

@@ -27,7 +27,7 @@ TOTAL_DECAY = 1.8
 
 With decoupled weight decay, weights are a moving average of the updates, whose length is then the same fraction of
 every training run (Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
-arXiv:2405.13698). Measured in docs/decisions/0035-training-on-any-images.md.
+arXiv:2405.13698). Measured in docs/decisions/measurements/training.md.
 """
 PRETRAINED_RATE_FACTOR = 0.1
 """Learning rate of a pretrained backbone, relative to that of the new layers."""
