@@ -3,7 +3,7 @@
 Each server receives batches of concurrent requests: 8 valid ones with 8 generated bodies (hostile), 16 valid ones
 (quiet), and 8 valid ones (half). Blocks of these alternate, so other load affects all of them. Every valid request must
 get the correct response, no response may be a 5xx, and no process may die. The p99 of valid requests next to hostile
-ones is compared with that of batches of the same size and, to account for smaller batches, of half the size. Then 15
+ones is compared with batches of the same size and, to account for smaller batches, of half the size. Then 15
 valid requests are sent together with one of the largest valid image files of each kind.
 
 The servers are real processes on loopback: TorchServe, the preprocessing server in front of it, and KServe's predictor

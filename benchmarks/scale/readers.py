@@ -11,7 +11,7 @@ Every reader gets the same images as raw pixels from a bucket on loopback that i
 (`benchmarks.scale.bucket`), in shards of 32 MiB, to which tar adds its headers. It fills batches of 256 uint8 images
 and their labels, shuffled as the documentation of the library recommends for training. A process reads two epochs:
 ``cold``, from the opening of the dataset, with an empty cache, and ``warm``. The rows are measured in turns, and the
-medians reported. CPU time is that of a warm epoch. Memory is the largest resident set of the reading process plus the
+medians reported. CPU time is a warm epoch's. Memory is the largest resident set of the reading process plus the
 private pages of its workers; it is measured again with a quarter of the images, to see whether it grows with them.
 
 The first four bytes of an image are its number, so the order that arrives is known. The second table says what the
@@ -266,7 +266,7 @@ def result_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def spread(numbers: list[int]) -> float:
-    """The standard deviation of the numbers in a batch relative to that of all."""
+    """The standard deviation of the numbers in a batch, relative to the deviation of all."""
     batches = [numbers[start : start + BATCH_SIZE] for start in range(0, len(numbers), BATCH_SIZE)]
     return float(np.mean([np.std(batch) for batch in batches]) / np.std(numbers))
 

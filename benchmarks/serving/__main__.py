@@ -3,7 +3,7 @@
 All serve one network (of the preset ``fast``, trained briefly: weights do not affect speed) and one gallery with
 every image outside the test split: 60,000 vectors of 128 dimensions for MNIST. A closed loop of 1, 8 and 32 keep-alive
 clients sends images of the test split to one server at a time, in rounds. The results are medians over the rounds, and
-every response is compared with that of the core called in process. The naive handler searches exactly, so
+every response is compared with the core's, called in process. The naive handler searches exactly, so
 a few of its answers differ.
 
 - ``naive``: TorchServe with its defaults around a handler in the style of the source document;

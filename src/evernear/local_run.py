@@ -148,7 +148,7 @@ def progress(workdir: Path) -> RunProgress | None:
 def run_directories(workdir: Path) -> list[Path]:
     """The directories of the runs in ``workdir``, in the order in which the runs started.
 
-    The order is that of `ORDER_FILE`, because names are in the order of time only if nobody sets the clock back. Of
+    `ORDER_FILE` states the order, because names are in the order of time only if nobody sets the clock back. Of
     runs that the file does not list, those dated in the future are older than the others: they cannot be newer.
 
     Raises:

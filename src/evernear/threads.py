@@ -47,12 +47,12 @@ def divide_between(processes: int) -> Generator[None]:
 
 
 def available_cpus(root: Path = ROOT) -> int:
-    """The number of CPUs that this process may use: those of its affinity, or fewer under a cgroup CPU limit.
+    """The number of CPUs that this process may use: its affinity mask, or fewer under a cgroup CPU limit.
 
     A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused. ``root`` is the directory
     that contains ``proc`` and ``sys``.
     """
-    # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not those of
-    # parent cgroups, and takes 0.2 s to import.
+    # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not
+    # of parent cgroups, and takes 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cpus, cpu_limit(root)))

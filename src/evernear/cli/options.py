@@ -96,5 +96,5 @@ def _old_and_new(rename: str) -> tuple[str, str]:
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
-    """All assignments as ``key=value``: those of ``--set``, then those of dedicated options."""
+    """All assignments as ``key=value``: first from ``--set``, then from dedicated options."""
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

@@ -121,7 +121,7 @@ class _Progress:
             self._status.stop()
 
     def note(self, line: str) -> None:
-        """Print a line between those of the steps."""
+        """Print a line between the steps' lines."""
         self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)
 
 

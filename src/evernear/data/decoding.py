@@ -48,7 +48,7 @@ class DecodeFailure:
 
 
 class NotAnImageError(DataError):
-    """Neither the name nor the content of a file is that of an image."""
+    """Neither the name nor the content of a file is an image's."""
 
 
 class Decoder:

@@ -125,7 +125,7 @@ def _draw(points: Floats, rng: np.random.Generator) -> Floats:
 
 
 def _energies(distances: Floats, sides: Floats, first: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """E and 2 E|X-Y| of each column of ``sides``, which has 1 for the ``first`` points of X and 0 for those of Y."""
+    """E and 2 E|X-Y| of each column of ``sides``, which has 1 for the ``first`` points, of X, and 0 for Y's."""
     second = len(distances) - first
     within_first = np.einsum("ij,ij->j", sides, distances @ sides, dtype=np.float64)
     rows = distances.sum(axis=1, dtype=np.float64)

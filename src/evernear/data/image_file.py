@@ -92,7 +92,7 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 class EncodedImage:
     """A PNG, JPEG or WebP file whose decoding cost is bounded.
 
-    ``data`` is the file without its metadata, ``orientation`` is that of EXIF, 1 to 8, and ``name`` is used in error
+    ``data`` is the file without its metadata, ``orientation`` comes from EXIF, 1 to 8, and ``name`` is used in error
     messages. ``code_groups`` is an upper bound of the groups of prefix codes in a lossless WebP file.
     """
 

@@ -178,7 +178,7 @@ class Ledger:
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     def _move_source(self, old: str, new: str) -> bool:
-        """Let the files of one source be those of another; return whether anything changed.
+        """Move the files of one source to another; return whether anything changed.
 
         If both have files, because the images were ingested from the new location already, the old ones are deleted.
         """
@@ -237,7 +237,7 @@ class Ledger:
     def decode_all_again(self) -> list[int]:
         """Remove all images of the source, to be decoded and stored again, and return the slots to rewrite.
 
-        Their splits are remembered as those of removed images, by `removed_splits` and `former_splits`.
+        Their splits are remembered, as for removed images, by `removed_splits` and `former_splits`.
         """
         self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
         self._all(
@@ -289,7 +289,7 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
 
     def pending(self, page: int) -> Iterator[FileEntry]:
-        """Files to decode: those of held-out splits first, in an order that mixes the classes."""
+        """Files to decode: held-out splits first, in an order that mixes the classes."""
         after: tuple[int, str] = (-1, "")
         query = (
             # Without the index each page would sort all pending files.
@@ -356,7 +356,7 @@ class Ledger:
     # Images
 
     def stored_digests(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those of ``digests`` whose images are in a shard."""
+        """The ``digests`` whose images are in a shard."""
         return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
 
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
@@ -660,13 +660,13 @@ class PublishedLedger:
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def etags(self, names: Sequence[str]) -> dict[str, str]:
-        """The etags of those of ``names``, at most 500, that are in the ledger, including broken files."""
+        """The etags of the ``names``, at most 500, that the ledger has, including broken files."""
         query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
         with _sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
-        """Those of ``names``, at most 500, that were read."""
+        """The ``names``, at most 500, that were read."""
         query = (
             f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
             " AND (digest IS NOT NULL OR NOT pending)"
@@ -675,7 +675,7 @@ class PublishedLedger:
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """The labels of those of ``digests``, at most 500, whose images the snapshot contains."""
+        """The labels of the ``digests``, at most 500, whose images the snapshot contains."""
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({_marks(digests)})"  # noqa: S608 - question marks only
         with _sqlite_errors():
             return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}

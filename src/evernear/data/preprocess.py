@@ -150,7 +150,7 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
     """Decode an inspected file to 8 bits; memory stays below `decode_size_bytes`.
 
     EXIF orientation is applied; palette and CMYK become RGB; transparency is laid over a background
-    (`evernear.data.reduction.flatten`). Values of 16-bit files are taken for those of ``bit_depth``.
+    (`evernear.data.reduction.flatten`). Values of 16-bit files are read with ``bit_depth``.
 
     Raises:
         DataError: the file is broken.

@@ -1,7 +1,7 @@
 """Rebuild what a store has lost of a dataset from the images of its source.
 
 A shard is named by the hash of its content, so it is rebuilt byte for byte or not at all. Its rows are in the order in
-which the images were ingested: those of each ingest in the order of decoding, after those of earlier ingests. The
+which the images were ingested: each ingest's images in the order of decoding, after the images of earlier ingests. The
 ledgers of the snapshot and its ancestors have this order.
 """
 

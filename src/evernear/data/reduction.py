@@ -73,14 +73,14 @@ class DeepImage:
         return next(depth for depth in BIT_DEPTHS if most < 2 ** (depth - 8) or depth == BIT_DEPTHS[-1])
 
     def reduce(self, bit_depth: BitDepth) -> Reduced:
-        """Take the values for those of ``bit_depth``; larger ones become the largest."""
+        """Read the values with ``bit_depth``. Larger ones become the largest."""
         # The upper byte of a value within the range has bit_depth - 8 bits, which become the upper bits of the result.
         from_upper = [min(255, byte << 16 - bit_depth) if byte < 2 ** (bit_depth - 8) else 255 for byte in range(256)]
         from_lower = [byte >> bit_depth - 8 for byte in range(256)]
         has_alpha = 0 if self._opaque else 1
         upper_table = from_upper * self._colors + [*range(256)] * has_alpha
         lower_table = from_lower * self._colors + [0] * 256 * has_alpha
-        # In place if possible, so that memory stays within that of other images.
+        # In place if possible, so that it takes no more memory than other images.
         target = self._parts[0] if self._colors == 3 else Image.new(self.mode, self._parts[0].size)
         digests = hashlib.sha256(), hashlib.sha256()
         extrema = [np.array([[255, 0]] * len(self.mode)), np.array([[255, 0]] * len(self.mode))]
@@ -138,7 +138,7 @@ def _least_alpha(part: Image.Image) -> int:
 
 
 def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int, ...]) -> Image.Image:
-    """The alpha of pixels: 0 for those of the color ``transparent``."""
+    """The alpha of pixels: 0 where the color is ``transparent``."""
     values = np.asarray(upper).astype(np.uint16) << 8 | np.asarray(lower)
     drawn = values != np.asarray(transparent)
     return Image.fromarray((drawn if drawn.ndim == 2 else drawn.any(axis=2)).astype(np.uint8) * np.uint8(255))

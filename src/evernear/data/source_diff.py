@@ -44,7 +44,7 @@ _MAX_TOUCHED_BYTES = 2**28
 
 @dataclass
 class SourceDiff:
-    """Files of a source compared with those of a snapshot."""
+    """Files of a source compared with a snapshot's files."""
 
     listed: int = 0
     new: int = 0

@@ -65,7 +65,7 @@ class Weights:
 class TimmMember(nn.Module):
     """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
 
-    Pooled features are projected to the embedding, as in the compact network. Those of a frozen backbone are only
+    Pooled features are projected to the embedding, as in the compact network. A frozen backbone's features are only
     whitened.
     """
 

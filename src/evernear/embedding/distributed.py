@@ -79,7 +79,7 @@ def run(
     on_message: Callable[[Message], None],
     node: Node = ONE_NODE,
 ) -> None:
-    """Call ``function(send)`` in ``processes`` new processes, which join a process group with those of other nodes.
+    """Call ``function(send)`` in ``processes`` new processes, which join the process group of all nodes.
 
     Each object that a process passes to ``send`` is passed to ``on_message`` in the calling process. ``function`` and
     the objects must be picklable. No process outlives this call or the calling process. If ``processes`` is 1,

@@ -73,7 +73,7 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The embeddings of one shard: the cached ones to look up, and a file for those of this run."""
+    """The embeddings of one shard: the cached ones to look up, and a file for the ones that this run computes."""
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file

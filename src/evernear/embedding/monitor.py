@@ -37,7 +37,7 @@ def measure_gallery(
 ) -> GalleryMetrics:
     """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery split, without the margin.
 
-    The ``batches`` of all processes together are the split. The standard error of the accuracy is that of a proportion
+    The ``batches`` of all processes together are the split. The standard error of the accuracy is computed
     with half an image added on either side (the prior of Jeffreys), so that it is not zero if all predictions are
     correct.
     """
@@ -60,7 +60,7 @@ def measure_gallery(
 
 
 def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
-    """The flips that augment the next epoch: those of the settings, or those that `measure_flips` found harmless."""
+    """The flips that augment the next epoch: from the settings, or found harmless by `measure_flips`."""
     if settings.flip == "both":
         return "horizontal", "vertical"
     if settings.flip in ("horizontal", "vertical"):

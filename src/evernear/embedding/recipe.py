@@ -30,7 +30,7 @@ every training run (Wang and Aitchison 2024, "How to set AdamW's weight decay as
 arXiv:2405.13698). Measured in docs/decisions/measurements/training.md.
 """
 PRETRAINED_RATE_FACTOR = 0.1
-"""Learning rate of a pretrained backbone, relative to that of the new layers."""
+"""Learning rate of a pretrained backbone, relative to the rate of the new layers."""
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
@@ -113,7 +113,7 @@ def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision:
 
     Muon updates the weights of convolutions and linear layers, except depthwise convolutions, which have one input.
 
-    The learning rate of a group is that of the schedule times its ``rate_factor``.
+    The learning rate of a group is the schedule's times the group's ``rate_factor``.
     """
     backbone_factor = settings.backbone_learning_rate_factor or (PRETRAINED_RATE_FACTOR if settings.weights else 1.0)
     groups: dict[tuple[bool, bool, bool], list[Tensor]] = {}

@@ -40,7 +40,7 @@ Known images called unknown (`false_rejects`)
 
 First release (`beats_baselines`)
     Without a champion, accuracy must be significantly better, by the same exact test at ``gate.significance``, than
-    that of two trivial recognizers on the same test images: always predicting the most common class, and the nearest
+    with two trivial recognizers on the same test images: always predicting the most common class, and the nearest
     gallery image by pixels (`evernear.evaluation.baselines`). A baseline with so few errors that no candidate could be
     significantly better must not be significantly better itself.
 """

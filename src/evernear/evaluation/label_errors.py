@@ -32,7 +32,7 @@ from evernear.store import open_store
 FOLDS = 2
 NEIGHBORS = 20
 EXACT = 1 - 1e-6
-"""Cosine from which two embeddings are those of the same picture, which does not vote."""
+"""Cosine from which two embeddings show the same picture, which does not vote."""
 NEAR_DUPLICATE = 0.98
 """Correlation of the pixels of two images from which they are near-duplicates."""
 _BATCH_IMAGES = 1024
@@ -62,7 +62,7 @@ class LabelError(NamedTuple):
 def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
     """Embed the images of all splits, fold by fold, with networks that were not trained on them. Discards the networks.
 
-    ``settings`` are those of each training; `evernear.evaluation.probe.probe_recipe` shortens them. A fold's images are
+    ``settings`` apply to each training; `evernear.evaluation.probe.probe_recipe` shortens them. A fold's images are
     in memory, and the images of the other folds in a temporary directory.
     """
     for fold in range(FOLDS):

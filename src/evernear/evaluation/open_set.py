@@ -18,7 +18,7 @@ class OpenSet(Frozen):
     """Share of test images of held-out classes accepted where 95% of the known ones are (FPR at 95% TPR)."""
     roc: Roc | None = None
     threshold: float | None = None
-    """Threshold of a release: that of the release whose network is reused, or `evernear.index.description.MAX_DISTANCE`
+    """Threshold of a release: from the release whose network is reused, or `evernear.index.description.MAX_DISTANCE`
     if the distances do not separate unseen classes."""
     reject_rate: float | None = None
     """Share of known images to call unknown: ``required_reject_rate``, but at most ``stated_false_reject_rate``."""

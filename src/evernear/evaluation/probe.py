@@ -25,7 +25,7 @@ from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
 PROBE_SHARE = 0.25
-"""Epochs of the probe as a share of those of the training."""
+"""Epochs of the probe as a share of the training's epochs."""
 PROBE_SHARE_WITH_MUON = 0.6
 """Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
 FEWEST_KNOWN = 2
@@ -137,7 +137,7 @@ def _recognizer_without(
 def _distances(
     recognizer: Recognizer, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
 ) -> tuple[Distances, Distances]:
-    """Nearest-neighbor distances of a split's images: those of known classes, and those of held-out classes."""
+    """Nearest-neighbor distances of a split's images: first of known classes, then of held-out classes."""
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
     for block in dataset.blocks(split, batch_size):

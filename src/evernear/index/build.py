@@ -45,7 +45,7 @@ def build(
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
     ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` and
-    ``reject_rate`` are those of an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection in Milvus
+    ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection in Milvus
     belongs to the store ``owner``. The description is written last, so a directory without ``index.json`` is an
     unfinished index.
 

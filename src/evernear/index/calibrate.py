@@ -33,7 +33,7 @@ def calibrate(
 
     ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`. The threshold is
     the distance that this share of the queries exceeds, so it follows the distances of this network, which has trained
-    longer than that of the probe. ``threshold``, from a release whose network is reused, is taken unchanged.
+    longer than the probe's. ``threshold``, from a release whose network is reused, is taken unchanged.
 
     With too few classes for a probe (both None), impostors are used instead: each query counts as unknown once, at the
     distance to the nearest gallery vector of *another* class. The threshold accepts ``settings.false_accept_rate`` of
@@ -95,7 +95,7 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
     """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate`` of *new* images.
 
-    The rank is that of split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021, arXiv:2107.07511):
+    The rank follows split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021, arXiv:2107.07511):
     an image exchangeable with these exceeds the distance of rank ceil((N + 1) (1 - rate)) with at most that
     probability. With N below 1 / ``false_reject_rate`` - 1 no rank is high enough, and the largest distance is taken.
     The threshold lies halfway between the distance of that rank and the next larger one, and within `MARGIN` of the

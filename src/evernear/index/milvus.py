@@ -1,4 +1,4 @@
-"""Galleries in Milvus: one collection per index, and an alias for that of the champion.
+"""Galleries in Milvus: one collection per index, and an alias for the champion's.
 
 The same code works with a cluster, a standalone server and Milvus Lite, which is a file on this machine. A collection
 is named by its store and the hash of its content and never changed after it is filled, so a release that names it names

@@ -193,8 +193,8 @@ class Gallery:
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
         """Label indices of unit vectors (N, D) by the neighbors that `search` found for them.
 
-        The label is that of most of the first ``description.k`` neighbors (the nearest wins a tie), or of the nearest
-        centroid, which is also that of a query without neighbors.
+        The label is the most common among the first ``description.k`` neighbors (the nearest wins a tie), or the
+        nearest centroid's, which also labels a query without neighbors.
         """
         if rule == "centroid":
             return self._nearest_centroid(embeddings)

@@ -60,7 +60,7 @@ except OSError as error:
 class Candidate:
     """The artifacts that a release is packed from.
 
-    ``metrics`` are those of the measurement behind the verdict, and ``parent`` is the champion of that measurement
+    ``metrics`` come from the measurement behind the verdict, and ``parent`` is the champion of that measurement
     (None without a champion).
     """
 

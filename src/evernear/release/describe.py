@@ -60,7 +60,7 @@ class Lineage(Frozen):
     git_commit: str
     evernear_version: str
     own_handler: bool
-    """Whether `HANDLER_FILE`, which TorchServe runs, equals that of this installation of evernear."""
+    """Whether `HANDLER_FILE`, which TorchServe runs, equals the installed one."""
 
 
 class Description(Frozen):

@@ -57,7 +57,7 @@ class ReleaseManifest(Frozen):
 
     ``network_sha256`` is the hash of the TorchScript file, which also computed the vectors of the index. ``threshold``
     is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
-    against, and ``metrics`` are those of that measurement. ``source`` and ``training`` are the settings ``data.source``
+    against, and ``metrics`` are its result. ``source`` and ``training`` are the settings ``data.source``
     and ``train.*`` behind the dataset and the network. ``pretrained_sha256`` is the hash of the file of weights with
     which the backbone was initialized. ``network_identity`` is the key of its cached embeddings. ``collection`` has the
     vectors of the index; None if they are in the archive.

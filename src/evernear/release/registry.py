@@ -207,7 +207,7 @@ class Registry:
         return record
 
     def list(self, *, include_pruned: bool = False) -> Iterator[str]:
-        """All versions, oldest first; with ``include_pruned`` also those of pruned releases.
+        """All versions, oldest first; with ``include_pruned`` also of pruned releases.
 
         A version that is dated after tomorrow is older than the others: its machine's clock was set back since.
         """
@@ -266,7 +266,7 @@ class Registry:
         raise IntegrityError(f"No archive in {self._store.uri} is intact and of the version {version}.")
 
     def owns(self, collection: MilvusCollection) -> bool:
-        """Whether a collection belongs to this store, or may: those of earlier versions do not say."""
+        """Whether a collection belongs to this store, or may: collections of earlier versions do not say."""
         return collection.owner in (None, owner_of(self._store))
 
     def is_published(self, version: str) -> bool:

@@ -90,7 +90,7 @@ def _model_registry() -> httpx.Client:
 def _mark_champion(registry: Registry) -> None:
     """Set the property `PROMOTED` of the champion's entry, and clear it where it was set before.
 
-    The entries are those of the datasets of the champion and its predecessor. They are compared with the champion, not
+    The entries are for the datasets of the champion and its predecessor. They are compared with the champion, not
     with the last promotion, so that a later call repairs a missed one.
     """
     promotions = deque(registry.history(), maxlen=2)

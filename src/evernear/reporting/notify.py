@@ -22,7 +22,7 @@ EXIT_STEP = "notify"
 CONFUSION_MATRIX = "confusion.png"
 """The file of a run's record with the candidate's confusion matrix, for Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
-"""Options of a run that its next commands repeat, `_SHARED_SETTINGS` among those of ``--set``."""
+"""Options of a run that its next commands repeat, `_SHARED_SETTINGS` among them as ``--set``."""
 _SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubernetes.")
 """Settings that say where releases and servers are."""
 

@@ -123,7 +123,7 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons to read first: those of failed rules, or of the most informative ones."""
+        """The reasons to read first: from failed rules, or from the most informative ones."""
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
             return [by_rule[name] for name in KEY_RULES if name in by_rule]
@@ -155,12 +155,12 @@ class RunReport:
     @property
     def costs(self) -> list[float | None]:
         """The cost of each step; None if it is unknown."""
-        nodes = self.settings.get("train.nodes", 1)  # of a TrainJob, whose pods are not those of the step
+        nodes = self.settings.get("train.nodes", 1)  # of a TrainJob, whose pods are not the step's
         return [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
 
     @property
     def total_cost(self) -> float | None:
-        """The cost of all steps; None if that of one is unknown."""
+        """The cost of all steps; None if one is unknown."""
         known = [each for each in self.costs if each is not None]
         return sum(known) if len(known) == len(self.steps) else None
 

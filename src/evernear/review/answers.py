@@ -7,8 +7,8 @@
     <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...`` if the source has split folders)
 
 The last answer about an image counts. Appending is a compare-and-swap, so if two people answer at the same time, the
-second answer is refused. Changes of the source can be repeated: `Answers.recover` completes those of a process that was
-killed. An answer that the source does not take is undone, and the others go on.
+second answer is refused. Changes of the source can be repeated: `Answers.recover` completes what a killed process
+began. An answer that the source does not take is undone, and the others go on.
 """
 
 import errno
@@ -57,7 +57,7 @@ class Answer(Frozen):
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written. Names are those of the source's files."""
+    """The source to which labeled images are written. Names are the source's file names."""
 
     labels: list[str]
     layout: Layout

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class BatchResult:
     """The responses to a batch in its order, and the seconds of each stage.
 
-    ``images`` (N, H, W, C) and ``embeddings`` (N, D) are those of the N images with a prediction.
+    ``images`` (N, H, W, C) and ``embeddings`` (N, D) belong to the N images with a prediction.
     """
 
     responses: list[Prediction | Rejection]

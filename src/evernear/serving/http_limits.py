@@ -20,7 +20,7 @@ DISCARD_PAUSE_S = 2.0
 class BodyLimits:
     """ASGI middleware that limits the size, the duration and the number of request bodies that are read.
 
-    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to those of all requests in flight, and
+    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of all requests in flight, and
     ``timeout_s`` to the upload of one. Beyond a limit, the application's read raises an `HTTPException` with status
     413, 503 or 408. The rest of the body is discarded after the response, within ``timeout_s``, `DISCARD_PAUSE_S` and
     `MAX_DISCARDED_BYTES`: a client that sends its whole body before it reads would otherwise lose the response,

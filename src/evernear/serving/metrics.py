@@ -140,7 +140,7 @@ class Meter:
     ) -> None:
         """Record a batch.
 
-        ``outcomes`` has an entry for each request. ``distances`` and ``unknown`` are those of the images with a
+        ``outcomes`` has an entry for each request. ``distances`` and ``unknown`` belong to the images with a
         prediction, ``stages_s`` the seconds of each stage. ``neighbors`` has an entry for each neighbor of a known
         image: whether its label is the predicted one.
         """

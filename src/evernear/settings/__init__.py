@@ -70,7 +70,7 @@ class RunSettings(Section):
 
 
 class Settings(RunSettings):
-    """All settings: those of a run and those of the triggers."""
+    """All settings: of a run, and of the triggers."""
 
     log_format: Literal["text", "json"] = Field(
         default="text",
@@ -129,7 +129,7 @@ def load_layers(
 def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
     """The settings of a pipeline run: the defaults, then ``preset``, then ``overrides``, then ``parameters``.
 
-    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``; ``parameters`` are those of `PARAMETERS`. An empty
+    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``; ``parameters`` are keyed by `PARAMETERS`. An empty
     preset or parameter changes nothing.
 
     Raises:

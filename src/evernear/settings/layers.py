@@ -75,7 +75,7 @@ class Layers(Generic[Model]):
         """A line for each setting of the command line that differs from what the directory remembers.
 
         Raises:
-            SettingsError: the remembered settings are invalid without those of the command line.
+            SettingsError: the remembered settings are invalid without the command line's.
         """
         before = self._before()
         for name, value in self._explicit().items():

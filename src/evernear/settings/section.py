@@ -12,7 +12,7 @@ MAX_PIXELS = 89_478_485
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest width times height of an image.")]
 Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
-"""A host name or an address; that of IPv6 with or without brackets."""
+"""A host name or an address; an IPv6 address with or without brackets."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 

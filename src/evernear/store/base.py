@@ -82,7 +82,7 @@ class Store(Protocol):
         return (name.removesuffix("/") for name in self.children("") if name.endswith("/"))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, those of folders with a slash at the end; the top folder is empty."""
+        """Yield the names in a folder, folders with a slash at the end; the top folder is empty."""
         ...
 
     def delete(self, key: str) -> None:

@@ -72,7 +72,7 @@ class FileStore(Store):
             yield from self._walk(self.root, "", prefix)
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, those of folders with a slash at the end."""
+        """Yield the names in a folder, folders with a slash at the end."""
         directory = self.path(folder) if folder else self.root
         with disk_errors(directory):
             if directory.is_dir():

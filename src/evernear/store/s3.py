@@ -99,7 +99,7 @@ class S3Store(Store):
                     yield ObjectInfo(key, listed.size_bytes, modified, partial(str, listed.etag))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, those of folders with a slash at the end, in pages of 1,000."""
+        """Yield the names in a folder, folders with a slash at the end, in pages of 1,000."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         with self._connection.errors("s3:ListBucket", self.bucket, prefix):
             for info in self._client.list_objects(self.bucket, prefix):

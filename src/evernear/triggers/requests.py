@@ -29,7 +29,7 @@ from evernear.store import Store
 
 REQUESTS = "triggers/requests/"
 RETENTION = timedelta(days=7)
-"""Age at which finished requests of people are removed. Slack's last retry of a delivery comes after an hour."""
+"""Age at which people's finished requests are removed. Slack's last retry of a delivery comes after an hour."""
 TEXT_MAX_CHARACTERS = 2000
 """Longest text of a command."""
 TRAINING = "continuous-training"
@@ -199,7 +199,7 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove finished requests of people after `RETENTION`; the watcher keeps its own, to propose nothing twice."""
+        """Remove people's finished requests after `RETENTION`; the watcher keeps its own, to propose nothing twice."""
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
                 self._store.delete(_key(request.id))

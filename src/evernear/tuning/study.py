@@ -38,7 +38,7 @@ class StudyResult(Frozen):
     """Accuracy of the unchanged settings on the query split."""
     best: Proportion
     settings: dict[str, int | float | str]
-    """Those of the best trial, by name; empty if no trial was better than the unchanged settings."""
+    """The best trial's settings, by name; empty if no trial was better than the unchanged settings."""
 
 
 def tune(
@@ -130,7 +130,7 @@ def _require_same(study: optuna.Study, expected: str, directory: Path) -> None:
 
 
 def _finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials with an outcome; those of a killed process have none."""
+    """Trials with an outcome. A killed process leaves trials without one."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
 
 

@@ -178,7 +178,7 @@ class Folder(_ClassFolders):
 
 
 class Bucket(_ClassFolders):
-    """The image files under a prefix of an S3 bucket. The etag of a file is that of S3."""
+    """The image files under a prefix of an S3 bucket. The etag of a file is S3's."""
 
     def __init__(self, uri: str, settings: DataSettings = DEFAULTS) -> None:
         super().__init__(uri.removeprefix("s3://"), settings)

@@ -228,7 +228,7 @@ def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mappin
 
 
 def named_like_splits(folders: Collection[str]) -> set[str]:
-    """Folders whose names are like those of splits, so that their contents decide."""
+    """Folders with names like a split's, so that their contents decide."""
     return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
 
 
@@ -267,7 +267,7 @@ def _alike(words: Mapping[str, str]) -> set[str]:
 
 
 def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
-    """Folders whose names and contents are those of splits.
+    """Folders with the names and contents of splits.
 
     A folder with one of the ``words`` contains class folders and no image, or shares class folders with others. A name
     that only begins like one has to share class folders.

@@ -134,7 +134,7 @@ def _errors(target: Target) -> Generator[None]:
 
 
 def _error(target: Target, error: Any) -> EvernearError:
-    """The error for a `grpc.RpcError`; those of both APIs have a code and details."""
+    """The error for a `grpc.RpcError`; both APIs' errors have a code and details."""
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -76,7 +76,7 @@ class ReleaseModel(Model):
 
     @abstractmethod
     async def recognize(self, prepared: Any, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize prepared images. ``headers`` are those of the request."""
+        """Recognize prepared images. ``headers`` are the request's."""
 
     async def can_predict(self) -> bool:
         """Whether a request would succeed now, for readiness probes."""

@@ -86,7 +86,7 @@ class SlackClient:
                 unfurl_links=False,
                 unfurl_media=False,
             )
-        return f"{response['channel']}/{response['ts']}"  # a user's id becomes that of the conversation with them
+        return f"{response['channel']}/{response['ts']}"  # a user's id becomes the id of their conversation
 
     def edit(self, address: str, message: Message) -> None:
         """Replace the message at ``address``; a deleted message is ignored."""
