@@ -65,7 +65,7 @@ def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str,
         task.set_caching_options(enable_caching=False)
         policy = POLICIES[task.name]
         kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
-        if policy.searches_gallery:  # which may be in Milvus
+        if policy.searches_gallery:  # the gallery may be in Milvus
             kubernetes.use_secret_as_env(task, MILVUS_SECRET, {key: key for key in MILVUS_KEYS}, optional=True)
         if task.name == "notify":
             kubernetes.use_secret_as_env(task, TRACKING_SECRET, {key: key for key in TRACKING_KEYS}, optional=True)

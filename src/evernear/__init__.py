@@ -2,8 +2,8 @@
 
 from evernear import masking, threads
 
-threads.configure()  # before a numerical library is loaded
-masking.configure()  # before a library reads a secret from the environment
+threads.configure()  # numerical libraries read the variables when they are loaded
+masking.configure()  # libraries read secrets from the environment
 
 
 def __getattr__(name: str) -> str:

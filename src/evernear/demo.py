@@ -92,7 +92,7 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
         f"\n[bold]4. Duration[/]: {result.wall_s:.1f} s for the pipeline; the steps took {steps_s:.1f} s of it"
     )
 
-    def print_unwrapped(line: str) -> None:  # so that paths and commands can be copied
+    def print_unwrapped(line: str) -> None:  # people copy paths and commands
         console.print(Text(printable(line)), soft_wrap=True)
 
     print_unwrapped(f"   artifacts and log  {Path(result.paths['log']).parent}")

@@ -27,7 +27,7 @@ def printable(text: str, limit: int | None = None) -> str:
 
     Text longer than ``limit`` characters is truncated and ends in "...". The function is idempotent.
     """
-    text = mask(text)  # before it is shortened, because the beginning of a secret would not be recognized
+    text = mask(text)  # the beginning of a secret would not be recognized in a shortened text
     shortened = text if limit is None else text[:limit]
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
     return f"{escaped}..." if len(shortened) < len(text) else escaped

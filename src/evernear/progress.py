@@ -102,7 +102,7 @@ class Step:
                 self._record = RunRecord(open_store(self._store_uri), self._run)
             if self._record is not None:
                 self._record.save_step(step)
-                if event.kind == "started":  # after it is recorded, so that either sees the other
+                if event.kind == "started":  # the event is recorded first, so that either sees the other
                     wait_for_release(self._record.store, self.report)
 
 
@@ -157,7 +157,7 @@ def _resources() -> dict[str, Any]:
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
-    torch: Any = sys.modules.get("torch")  # which a step without a network does not load
+    torch: Any = sys.modules.get("torch")  # a step without a network does not load it
     return {
         "peak_memory_bytes": unit_bytes * max(usage.ru_maxrss for usage in usages),
         "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages),

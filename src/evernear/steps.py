@@ -44,7 +44,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
 
         chosen = of_run(settings, **parameters, store=store)
         open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
-        open_target(chosen).require_deployable()  # before hours of training
+        open_target(chosen).require_deployable()  # an error here saves hours of training
         require_reachable(chosen.index)
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:

@@ -68,7 +68,7 @@ def serve(
     if not foreground:
         print_line(live)
         return
-    with stopped_by_signals(home):  # before the line, after which a script may send SIGTERM
+    with stopped_by_signals(home):  # a script may send SIGTERM once it sees the line
         print_line(live)
         follow(home)
 

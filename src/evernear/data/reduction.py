@@ -151,7 +151,7 @@ def _extrema(image: Image.Image) -> NDArray[np.int64]:
 
 def deep_color_type(file: EncodedImage) -> int | None:
     """The PNG color type of a 16-bit file; None for any other file."""
-    bits, color_type = file.data[24:26]  # of IHDR, the first chunk
+    bits, color_type = file.data[24:26]  # IHDR is the first chunk
     return color_type if file.format == "PNG" and bits == 16 and color_type in _RAW_MODES else None
 
 

@@ -126,7 +126,7 @@ class Snapshots:
             return None
         try:
             checkpoint = Checkpoint.from_json(stored[0], f"{self.store.uri}/{self._checkpoint_key}")
-        except IntegrityError:  # of another version
+        except IntegrityError:  # another version of evernear wrote it
             return None
         begun_with = checkpoint.manifest.parent, checkpoint.parent_ledger
         current = begun_with == ((parent.digest, _ledger_of(parent)) if parent else (None, ()))

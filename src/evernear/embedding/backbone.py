@@ -217,7 +217,7 @@ def read_weights(settings: TrainSettings) -> Weights:
         try:
             state = load_state_dict(str(path), device="cpu", weights_only=True)
             tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        except Exception as error:  # of torch.load, pickle, zipfile and safetensors
+        except Exception as error:  # torch.load, pickle, zipfile and safetensors raise many types
             reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
             raise TrainingError(
                 f"{printable(source)} (train.weights) is neither a safetensors file nor a torch file of tensors: "
@@ -336,7 +336,7 @@ def _download_from_hub(name: str) -> tuple[str, Path]:
     file = config.hf_hub_filename or "model.safetensors"
     try:
         return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))
-    except Exception as error:  # of the hub's client: HTTP errors, a missing repository, no network
+    except Exception as error:  # the hub's client raises HTTP and network errors of many types
         reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
         proxy = through_proxy("https://huggingface.co")
         raise StoreError(f"{config.hf_hub_id}/{file} cannot be downloaded from the hub{proxy}: {reason}.") from error

@@ -161,7 +161,7 @@ def choose_patch(height: int, width: int) -> int:
 
 def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1), *, color: bool) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
-    if color and inputs <= outputs:  # with fewer outputs, some inputs would have no effect
+    if color and inputs <= outputs:  # fewer outputs would ignore some inputs
         nn.init.dirac_(convolution.weight.data[:inputs])
     pooling = [nn.MaxPool2d(stride)] if stride != (1, 1) else []
     activation = nn.GELU() if color else nn.ReLU(inplace=True)

@@ -60,7 +60,7 @@ def _fault(cron: str) -> str:
         CronSim(_for_cronsim(cron), datetime(2000, 1, 1))
     except CronSimError as error:
         return f"{error}".lower()
-    if "L" in fields[3].upper() or re.search("7|L", fields[5].upper()):  # which cronsim accepts
+    if "L" in fields[3].upper() or re.search("7|L", fields[5].upper()):  # cronsim accepts them
         return "bad day-of-month or day-of-week"
     if not fields[0].isdecimal():
         return f"it starts several runs a minute, since its first field, {fields[0]!r}, is the seconds"

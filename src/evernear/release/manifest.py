@@ -17,7 +17,7 @@ QUOTED_MAX = 100
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
-NETWORK_FILE = "network.pt"  # as in the export module, which would import torch
+NETWORK_FILE = "network.pt"  # the export module has the same name, but imports torch
 NETWORK_DESCRIPTION_FILE = "network.json"
 HANDLER_FILE = "handler.py"
 MODEL_CONFIG_FILE = "model-config.yaml"

@@ -155,7 +155,7 @@ class RunReport:
     @property
     def costs(self) -> list[float | None]:
         """The cost of each step; None if it is unknown."""
-        nodes = self.settings.get("train.nodes", 1)  # of a TrainJob, whose pods are not the step's
+        nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
         return [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
 
     @property

@@ -27,7 +27,7 @@ _MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(TIMEOUT_S),
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # of 7, which would take minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # MLflow's default of 7 would take minutes
 }
 
 

@@ -99,7 +99,7 @@ class FolderTarget:
             DataError: the source is gone, or the file system does not take a name of this length.
             StoreError: permission denied, disk full, ...
         """
-        if not self._directory.is_dir():  # not created again on an empty mount point
+        if not self._directory.is_dir():  # creating it could hide an empty mount point
             raise DataError(f"The image directory {self._directory} does not exist.")
         path = self._directory / name
         try:
@@ -255,7 +255,7 @@ class Answers:
         refusal: EvernearError | None = None
         if labeled and labeled[-1] is history[-1]:
             content = self._store.get(PENDING + image)
-            if content or labeled[-1].files:  # if both are missing, it is an undo that was not recorded
+            if content or labeled[-1].files:  # without both, it is an undo that was not recorded
                 refusal = self._refusal(labeled[-1], content)
         if refusal:
             history.append(labeled[-1].model_copy(update={"action": "undo", "label": ""}))

@@ -141,7 +141,7 @@ def _sanitized_environment() -> dict[str, str]:
 
 
 def _is_withheld(name: str, value: str) -> bool:
-    needed = name.startswith(("EVERNEAR_MILVUS_", "OTEL_"))  # by the workers, which search Milvus and export traces
+    needed = name.startswith(("EVERNEAR_MILVUS_", "OTEL_"))  # the workers search Milvus and export traces
     return bool(_WITHHELD.match(name)) or (is_secret(name, value) and not needed)
 
 

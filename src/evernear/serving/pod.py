@@ -51,7 +51,7 @@ WORKER_SIZE_BYTES = 480 * 2**20
 """Memory of a worker before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
 """Memory of TorchServe's frontend besides its heap."""
-MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
+MEMORY_STEP_BYTES = 256 * 2**20  # small differences between releases do not change the pod
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 

@@ -45,7 +45,7 @@ QUERIES = "queries/"
 MAX_FILE_BYTES = 8 * 2**20
 SHIP_EVERY_S = 60.0
 _TIME = "%Y%m%dT%H%M%SZ"
-_IMAGE_BYTES = MAX_FILE_BYTES // 2  # of images in a file, before base64 makes them a third larger
+_IMAGE_BYTES = MAX_FILE_BYTES // 2  # images in a file; base64 makes them a third larger
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
 

@@ -253,7 +253,7 @@ def _require_free_ports(requested: Endpoints) -> None:
     for setting, port in ports.items():
         host = LOOPBACK if "management" in setting else requested.host
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does: TIME_WAIT does not matter
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Java does the same: TIME_WAIT does not matter
             try:
                 probe.bind((host, port))
             except OSError as error:

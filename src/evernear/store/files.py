@@ -83,7 +83,7 @@ class FileStore(Store):
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # the folder may have files
                 for folder in path.relative_to(self.root).parents[:-1]:
                     (self.root / folder).rmdir()
 

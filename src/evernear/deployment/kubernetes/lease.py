@@ -18,7 +18,7 @@ from evernear.deployment.kubernetes.objects import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import whoami
 
-OBSERVATIONS = 10  # of another holder's Lease during its duration
+OBSERVATIONS = 10  # how often another holder's Lease is read during its duration
 
 
 class LeaseLock:

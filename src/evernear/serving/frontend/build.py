@@ -15,7 +15,7 @@ from evernear.serving.java import FRONTEND_ARCHIVE, JAVA_MAJOR_VERSION, torchser
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.rglob("*.java"))
 HASH_FILE = "META-INF/sources.sha256"
-EPOCH = (1980, 1, 1, 0, 0, 0)  # for a reproducible archive
+EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time makes the archive reproducible
 
 
 def source_sha256() -> str:

@@ -28,7 +28,7 @@ from evernear.serving.responses import Metadata, Prediction
 from evernear.serving.tracing import span, tracer
 from evernear.settings import Settings
 
-MATCHING_ATTEMPTS = 3  # for releases that change while one request is answered
+MATCHING_ATTEMPTS = 3  # releases may change while one request is answered
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 Result = TypeVar("Result")
@@ -76,7 +76,7 @@ class Service:
         self._store_uri = settings.store_uri
         self._predictors = [AsyncClient(target) for target in targets_of(settings)]
         self._releases = Releases(settings.store_uri)
-        self._latest: ReleaseManifest | None = None  # of the latest prediction
+        self._latest: ReleaseManifest | None = None  # the latest prediction's
         self._max_pixels = settings.serving.max_pixels
         self._decoding = DecodePool(settings.prep.large_decodes)
         self._slots = asyncio.Semaphore(settings.prep.in_flight)

@@ -67,7 +67,7 @@ class Watcher:
         now = self._clock()
         removal, faults = self._maintain_logs(now) if act else ("", [])
         observation = self._observer.observe(now)
-        now = min(now, self._clock())  # not in the future if the clock was set right, or wrong, in the meantime
+        now = min(now, self._clock())  # the clock may have been set in the meantime
         decision = decide(observation, self._settings)
         outcome = Outcome()
         if act:
