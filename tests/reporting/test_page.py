@@ -163,7 +163,7 @@ def test_page_has_every_section_and_begins_with_verdict_and_next_command(
     assert "evernear registry rollback --why REASON --workdir &#39;my work&#39;" in words
     for text in ("None", "Undefined"):
         assert text not in html.replace(">None<", "")
-    for text in ("1 min 30 s", "512 MB", "0.0405", "target", "The training images are those of the champion.", REASON):
+    for text in ("1 min 30 s", "512 MB", "0.0405", "target", "The champion was trained on the same images.", REASON):
         assert text in html
 
 

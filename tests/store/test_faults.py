@@ -155,7 +155,7 @@ def test_clock_skew_is_named(faulty_proxy: FaultyProxy, store: S3Store) -> None:
     late = (datetime.now(UTC) + timedelta(hours=2)).strftime("%a, %d %b %Y %H:%M:%S GMT")
     faulty_proxy.inject("GET", refuse(403, "RequestTimeTooSkewed", Date=late))
     with pytest.raises(
-        StoreError, match=r"clock and that of http://.* differ by (7199|7200) s.*set this machine's clock"
+        StoreError, match=r"clocks of this machine and http://.* differ by (7199|7200) s.*set this machine's clock"
     ):
         store.get("x")
 

@@ -90,7 +90,7 @@ class Dataset:
         """
         if shape != self.shape:
             raise DataError(
-                f"{recognizer} takes images of {shape} and cannot be measured on those of {self.manifest.name}, "
+                f"{recognizer} takes images of {shape} and cannot be measured on the images of {self.manifest.name}, "
                 f"{self.shape}; start over with another --workdir or store."
             )
 
@@ -103,7 +103,7 @@ class Dataset:
         own = self.manifest.bit_depth
         if own != bit_depth:
             raise DataError(
-                f"{recognizer} reads 16-bit images as {bit_depth} bits, so it cannot be measured on those of"
+                f"{recognizer} reads 16-bit images as {bit_depth} bits, so it cannot be measured on the images of"
                 f" {self.manifest.name}, which were read as {own} bits; start over with another --workdir or store."
             )
 

@@ -59,7 +59,7 @@ def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
     measured = (verdict.candidate.network_sha256, verdict.candidate.index_digest)
     if measured != (manifest.network_sha256, describe_index(parts.directory).digest):
         raise IntegrityError(
-            f"The verdict {path} is about another network or index than those of release {manifest.version}; run again."
+            f"The verdict {path} is about another network or index than release {manifest.version}'s. Run again."
         )
     if (verdict.champion.name if verdict.champion else None) != manifest.parent:
         raise IntegrityError(

@@ -129,7 +129,7 @@ def choose_backbone(settings: TrainSettings) -> str:
     if name in MEMBERS:
         if settings.weights:
             raise TrainingError(
-                f"The {name} network has no pretrained weights; set train.backbone to that of train.weights."
+                f"The {name} network has no pretrained weights; set train.backbone to the network of train.weights."
             )
     elif not timm.is_model(name.partition(".")[0]):
         similar = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:3])

@@ -55,7 +55,7 @@ def embed(
         height, width, channels = dataset.shape
         raise IntegrityError(
             f"The network in {network_dir} takes images of {expected[0]}x{expected[1]}x{expected[2]}, "
-            f"but those of {dataset.manifest.name} are {height}x{width}x{channels}."
+            f"but the images of {dataset.manifest.name} are {height}x{width}x{channels}."
         )
     if network_description.frozen:
         untrained = frozenset(dataset.labels)

@@ -105,7 +105,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
     trained, uncentered = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
         raise IntegrityError(
-            f"The network in {trained_dir} takes images of {trained.architecture.shape}, but those of "
+            f"The network in {trained_dir} takes images of {trained.architecture.shape}, but the images of "
             f"{dataset.manifest.name} are {dataset.shape}; train again."
         )
     network = center(uncentered, dataset, trained.exclude_labels)

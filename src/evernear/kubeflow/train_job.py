@@ -211,7 +211,7 @@ def _nothing_created(cluster: Cluster, resource: Tree) -> str:
         reasons.append(f"its events cannot be read: {str(error).rstrip('.')}")
     else:
         events = [item for item in events if _is_about(item["involvedObject"].get("name", ""), name)]
-        events = [item for item in events if item["metadata"]["creationTimestamp"] >= created]  # earlier attempts have some too
+        events = [item for item in events if item["metadata"]["creationTimestamp"] >= created]  # no earlier attempt
         texts = dict.fromkeys(map(_text, sorted(events, key=event_time)))  # a warning may repeat
         reasons += [f"event {text}" for text in [*texts][-MAX_EVENTS:]]
     return (

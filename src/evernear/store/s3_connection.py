@@ -305,7 +305,7 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
     difference = (
         f" by {abs(local_time - parsedate_to_datetime(server_time)).total_seconds():.0f} s" if server_time else ""
     )
-    return f"This machine's clock and that of {endpoint} differ{difference}, too much for a signature"
+    return f"The clocks of this machine and {endpoint} differ{difference}, too much for a signature"
 
 
 def _reason(error: Exception | None) -> str:

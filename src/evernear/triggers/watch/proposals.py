@@ -1,7 +1,7 @@
 """Propose or start what was decided, once.
 
-The watcher's only memory is its requests in the store. The id of the next one is derived from them, so that of two
-concurrent watchers one creates it and the other gets a conflict.
+The watcher's only memory is its requests in the store. The id of the next one is derived from them. Of two
+concurrent watchers, one creates it and the other gets a conflict.
 """
 
 import re
