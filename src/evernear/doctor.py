@@ -64,7 +64,7 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
 
 
 def _store(settings: Settings) -> str:
-    """Write, read and list objects; the first conditional write tests whether the store supports them."""
+    """Write, read and list objects. The first conditional write tests whether the store supports them."""
     from evernear.release.registry import Registry
     from evernear.store import open_store
 

@@ -65,7 +65,7 @@ class MissingObjectError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The store is unreachable or overloaded, or the connection broke; the write may or may not have happened."""
+    """The store is unreachable or overloaded, or the connection broke. The write may or may not have happened."""
 
 
 class IntegrityError(EvernearError):
@@ -133,7 +133,7 @@ class SlackError(EvernearError):
 
 
 class UserInterruptError(EvernearError):
-    """Ctrl-C ended the command; the message says what was stopped, what remains and how to continue."""
+    """Ctrl-C ended the command. The message says what was stopped, what remains and how to continue."""
 
     exit_code = 130
 

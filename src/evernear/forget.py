@@ -77,7 +77,7 @@ class _DatasetState:
     current: Digests
     """Images of the newest snapshot, sorted."""
     clean: list[Manifest]
-    """Snapshots without a removed image; the newest is one of them."""
+    """Snapshots without a removed image. The newest is one of them."""
     affected: list[Manifest]
     shards: set[str]
     """The sha256 of stored shards that only affected snapshots contain."""

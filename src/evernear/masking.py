@@ -33,7 +33,7 @@ OWN_NAMES = frozenset({"evernear"})
 """Values that are not masked, because every line of output may contain them."""
 CHUNK_BYTES = 2**16
 LINE_MAX_BYTES = 2**16
-"""Longest line that `copy_masked` holds in memory; a longer one is written in parts."""
+"""Longest line that `copy_masked` holds in memory. A longer one is written in parts."""
 
 # Also of programs that evernear does not know. Names that end in _FILE, _PATH and so on are locations, and Kubernetes
 # makes variables such as TOKEN_SERVICE_HOST for a Service.
@@ -247,7 +247,7 @@ def _encode(text: str) -> bytes:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each secret in ``text``; they may overlap."""
+    """Start and end of each secret in ``text``. They may overlap."""
     for form in _forms:
         start = text.find(form)
         while start >= 0:

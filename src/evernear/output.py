@@ -61,7 +61,7 @@ def print_secret(secret: str) -> None:
 def print_json(value: object) -> None:
     """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
 
-    JSON has no bytes that are not UTF-8, as in file names; they are escaped as by `printable`.
+    JSON has no bytes that are not UTF-8, as in file names. They are escaped as by `printable`.
     """
     try:
         text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
@@ -96,7 +96,7 @@ class LogFormatter(logging.Formatter):
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
-        """A traceback; its last lines quote the exception, which is untrusted."""
+        """A traceback. Its last lines quote the exception, which is untrusted."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 

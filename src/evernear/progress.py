@@ -31,7 +31,7 @@ from evernear.store.lease import wait_for_release
 REPORT_INTERVAL_S = 5.0
 """Shortest time between two reports of the time left."""
 REPORTS = 50
-"""Maximum number of reports of the time left in a long step; each one is a line of the step's log."""
+"""Maximum number of reports of the time left in a long step. Each one is a line of the step's log."""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
 """The `RunCommand` that started a local run, as JSON; steps in a cluster do not have it."""

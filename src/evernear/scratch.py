@@ -18,7 +18,7 @@ def scratch_name(owner: Path) -> str:
 
 
 def make_private(directory: Path) -> None:
-    """Create ``directory`` empty, with access for this user only; an earlier one of this user is removed.
+    """Create ``directory`` empty, with access for this user only. An earlier one of this user is removed.
 
     The name is predictable, so another user may have created it first, as a directory or a link; then it is not used.
 

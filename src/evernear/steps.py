@@ -67,7 +67,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
 
 
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
-    """Report problems of the dataset; a problem of severity ``error`` stops the run."""
+    """Report problems of the dataset. A problem of severity ``error`` stops the run."""
     with _step("validate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.data.validate import require_valid

@@ -30,7 +30,7 @@ class ImageForm:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """``pixels`` is uint8 (H, W, C) in the shape of the dataset; the rest describes the original image."""
+    """``pixels`` is uint8 (H, W, C) in the shape of the dataset. The rest describes the original image."""
 
     entry: FileEntry
     digest: bytes

@@ -3,7 +3,7 @@
 A p-value shows that two samples differ, not that the difference matters: with enough queries any difference is
 significant. Drift is therefore reported if the effect is at least a bound *and* the p-value is at most its share of the
 false alarm rate (Bonferroni). If live queries are independent draws from the reference distribution, a measurement
-raises a false alarm at most at that rate; the bounds only lower it. Queries that come in bursts (one camera, one hour)
+raises a false alarm at most at that rate. The bounds only lower it. Queries that come in bursts (one camera, one hour)
 are not independent; then the bounds limit false alarms, not the p-values.
 """
 
@@ -20,7 +20,7 @@ Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
 Floats = NDArray[np.float32]
 
 SAMPLE = 500
-"""Points per side in the energy test; its distance matrix then takes 4 MB."""
+"""Points per side in the energy test. Its distance matrix then takes 4 MB."""
 
 
 @dataclass(frozen=True)

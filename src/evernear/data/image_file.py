@@ -32,7 +32,7 @@ MEAN_SEGMENT_SIZE_BYTES = 512
 """A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one per ``MEAN_SEGMENT_SIZE_BYTES``: each takes half a
 microsecond. libpng writes chunks of 8 KiB."""
 MAX_TABLES_SIZE_BYTES = 2**16
-"""Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8 KiB; each scan may add Huffman
+"""Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8 KiB. Each scan may add Huffman
 tables."""
 
 WEBP_PIXEL_COST = 20 / 12
@@ -114,7 +114,7 @@ class EncodedImage:
 
 
 def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:
-    """Inspect a PNG, JPEG or WebP file; the format is detected from the content.
+    """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
 
     Raises:
         DataError: the file is empty, broken or animated, has another format, more than ``max_pixels``, or an encoding
@@ -211,7 +211,7 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data; a truncated file ends in a truncated chunk."""
+    """Yield type, start and end of each chunk's data. A truncated file ends in a truncated chunk."""
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
         if at + 8 > len(data):
@@ -348,7 +348,7 @@ def _inspect_webp(data: bytes, name: str) -> EncodedImage:
 
 
 def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data; a truncated file ends in a truncated chunk."""
+    """Yield type, start and end of each chunk's data. A truncated file ends in a truncated chunk."""
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(max_segments(len(data))):
         if at + 8 > end:

@@ -41,7 +41,7 @@ class Problem(Frozen):
 
 
 class Manifest(Frozen):
-    """An immutable snapshot of a dataset; the next ingest makes another one with this one as ``parent``.
+    """An immutable snapshot of a dataset. The next ingest makes another one with this one as ``parent``.
 
     ``labels`` is append-only, so the number of a label is the same in every snapshot. ``problems`` lists some of each
     kind, ``problem_counts`` counts them all. ``created`` is UTC, ISO 8601.

@@ -124,7 +124,7 @@ class Picture(NamedTuple):
     clipped: bool = False
 
     def digest(self) -> bytes:
-        """The identity of what the file shows; images that differ only after the reduction to 8 bits differ."""
+        """The identity of what the file shows. Images that differ only after the reduction to 8 bits differ."""
         return self.identity or image_digest(self.image)
 
     def flaws(self) -> Flaw:
@@ -207,7 +207,7 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
-    """Convert an image of `decode` to uint8 (H, W, C); one of another size is resized (bilinear, antialiased)."""
+    """Convert an image of `decode` to uint8 (H, W, C). One of another size is resized (bilinear, antialiased)."""
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
     if image.size != target:

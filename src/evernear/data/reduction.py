@@ -165,7 +165,7 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
 
     The background is white, unless that hides more than a tenth of the drawing; then black, then gray. It depends on
     nothing but the image, so ingest and servers agree. The second value identifies the drawn pixels that have the color
-    of the background, in which images that become equal may differ; it is empty if there are none.
+    of the background, in which images that become equal may differ. It is empty if there are none.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):

@@ -131,7 +131,7 @@ class Dataset:
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[Block]:
-        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``; every rank gets the same number.
+        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank gets the same number.
 
         The shards are shuffled and divided into groups of 16, or of as many as fit into half of the cache, so that no
         shard is fetched twice in an epoch. Shards of a group are fetched concurrently. Chunks of 256 KiB are shuffled
@@ -139,7 +139,7 @@ class Dataset:
         group differs from epoch to epoch. A batch therefore mixes about 128 chunks from all shards of its group, or
         fewer of larger images. A group of one shard, in a cache below four shards, mixes only the images of that shard.
 
-        An incomplete last batch is dropped; a split smaller than one batch is one batch.
+        An incomplete last batch is dropped. A split smaller than one batch is one batch.
 
         The batches of all ranks, one after the other, are a batch of ``world_size * batch_size`` images of one rank.
         A rank reads only its own images, unless they are so small that reading whole chunks is faster.
@@ -318,7 +318,7 @@ class _ShardFiles:
                 pass
 
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
-        """The offset of the first row; the first call verifies the content."""
+        """The offset of the first row. The first call verifies the content."""
         if not self._is_intact(file, shard):
             raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256; {REPAIR}.")
         if shard.sha256 not in self._first_row:
@@ -350,7 +350,7 @@ class _ShardFiles:
         return self._cache / f"{shard.sha256}.npy"
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict the least recently used copies; a process that is reading one can continue until it closes the file."""
+        """Evict the least recently used copies. A process that is reading one can continue until it closes the file."""
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             copies: list[tuple[int, int, Path]] = []

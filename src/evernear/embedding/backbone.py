@@ -227,7 +227,7 @@ def read_weights(settings: TrainSettings) -> Weights:
 
 
 def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights: Weights) -> None:
-    """Copy pretrained ``weights`` into the backbone of each member; the classifier among them is ignored.
+    """Copy pretrained ``weights`` into the backbone of each member. The classifier among them is ignored.
 
     Raises:
         TrainingError: the weights belong to another architecture.

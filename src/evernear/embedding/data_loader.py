@@ -23,7 +23,7 @@ def to_tensor(images: NDArray[np.uint8]) -> Tensor:
 
 
 class TrainingImages:
-    """The train and gallery splits without the excluded labels; the other labels are renumbered from 0.
+    """The train and gallery splits without the excluded labels. The other labels are renumbered from 0.
 
     Raises:
         TrainingError: fewer than two labels or images to train on, or no gallery image to validate on.

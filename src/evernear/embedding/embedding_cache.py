@@ -5,7 +5,7 @@
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
 
 There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
-snapshots; if that image is removed from the dataset, the shard is embedded again. Within an object, images are
+snapshots. If that image is removed from the dataset, the shard is embedded again. Within an object, images are
 looked up by digest and not by position. Labels are not cached: they belong to the dataset and may be corrected.
 """
 
@@ -38,7 +38,7 @@ class EmbeddingCache:
 
     @contextmanager
     def open_shard(self, first_digest: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
-        """Open the shard whose first image has ``first_digest`` (32,); the body appends its ``count`` embeddings.
+        """Open the shard whose first image has ``first_digest`` (32,). The body appends its ``count`` embeddings.
 
         On exit, the object is replaced if any embedding is new.
 

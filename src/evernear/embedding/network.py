@@ -91,7 +91,7 @@ class _Member(nn.Module):
     """A convolutional network that maps normalized pixels to unit vectors.
 
     A stage is two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and Zisserman 2014, arXiv:1409.1556),
-    with batch normalization; the first stage, which has the most pixels, has one convolution. There are at least two
+    with batch normalization. The first stage, which has the most pixels, has one convolution. There are at least two
     stages, and as many as needed to reach `MAX_LAST_GRID`. Pooling precedes normalization and the activation, which
     then process a quarter of the values.
 
@@ -128,7 +128,7 @@ class _Member(nn.Module):
 
 
 MEMBERS: dict[str, type[nn.Module]] = {"compact": _Member}
-"""Networks by the name of their backbone; all other names are timm models."""
+"""Networks by the name of their backbone. All other names are timm models."""
 
 
 def _build_member(architecture: Architecture) -> nn.Module:

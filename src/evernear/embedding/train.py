@@ -1,4 +1,4 @@
-"""Train the embedding network: read `train_network` from top to bottom; the functions are in the order of their calls.
+"""Train the embedding network: read `train_network` from top to bottom. The functions are in the order of their calls.
 
 The same seed, data, settings and machine give bit-for-bit the same weights, whether training is uninterrupted or killed
 and resumed. The randomness of an epoch depends on (seed, epoch) alone, and the number of threads fixes the order of

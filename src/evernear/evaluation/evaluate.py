@@ -62,7 +62,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     unreadable: dict[Literal["training", "champion"], str] = {}
     """Why the snapshot that the candidate's network was trained on, or the champion's snapshot, cannot be read."""
     classes: ClassSettings = NO_CHANGES
-    """Classes of the champion that were removed or renamed on purpose; its measurement uses their current names."""
+    """Classes of the champion that were removed or renamed on purpose. Its measurement uses their current names."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By "candidate" and "champion"; stored in `OUTCOMES_FILE`."""
 
@@ -159,8 +159,8 @@ def evaluate(
 
     An earlier snapshot that cannot be read is no error, because the gate then holds the candidate.
 
-    The accuracy of a champion that was trained on test images is overstated; the gate reports this. A class of the
-    champion that was renamed counts under its new name; a retired one is left out. ``trained_on`` is the snapshot that
+    The accuracy of a champion that was trained on test images is overstated. The gate reports this. A class of the
+    champion that was renamed counts under its new name. A retired one is left out. ``trained_on`` is the snapshot that
     the candidate's network was trained on (None: ``dataset``). ``observe`` sees the candidate's results; see `measure`.
 
     Raises:

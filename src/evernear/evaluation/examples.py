@@ -1,7 +1,7 @@
 """Images and figures of one evaluation for the run page, bounded in number and bytes.
 
 `ExampleCollector` watches the candidate's measurement (`evernear.evaluation.measure`), so that no image is embedded
-twice. The result is recorded with the run; the page needs neither the dataset nor the network later.
+twice. The result is recorded with the run. The page needs neither the dataset nor the network later.
 """
 
 import base64
@@ -74,7 +74,7 @@ class Mistake(Frozen):
 
 
 class MapPoint(Frozen):
-    """A query on the map of embeddings; its image is the tile of the same number in ``map_images``."""
+    """A query on the map of embeddings. Its image is the tile of the same number in ``map_images``."""
 
     x: float
     y: float
@@ -362,7 +362,7 @@ def _new_images(dataset: Dataset, before: Dataset, tiles: _Tiles) -> tuple[Sampl
 
 
 def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: _Tiles) -> tuple[Sample, ...]:
-    """The first images of each class among the train shards ``shards``; a shard without them is not read."""
+    """The first images of each class among the train shards ``shards``. A shard without them is not read."""
     picked: dict[str, list[int]] = {label: [] for label in wanted}
     missing = {dataset.labels.index(label): count for label, count in wanted.items()}
     for shard in dataset.shards("train"):

@@ -6,7 +6,7 @@ class, and must be sound. The gate fails closed: a figure that is missing or NaN
 
 Paired test (`no_worse`)
     An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). The rule fails if
-    p <= 0.8 x ``gate.significance``; the rule for the classes spends the rest, so that both together hold an equally
+    p <= 0.8 x ``gate.significance``. The rule for the classes spends the rest, so that both together hold an equally
     good candidate at most as often as the setting says, for any size of the test split. The test is exact because
     mid-p keeps the level only approximately. Why the level is 0.10, and how often the rules err:
     docs/decisions/0007-the-gate-asks-not-worse.md. The reason states the smallest loss that the test would notice in
@@ -28,7 +28,7 @@ Test set (`same_test_set`)
 
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
     The candidate must know every class that the champion can predict, except those that ``classes.retired`` and
-    ``classes.renamed`` name; a renamed class is compared under its new name. A class fails the recall floor if even the
+    ``classes.renamed`` name. A renamed class is compared under its new name. A class fails the recall floor if even the
     upper end of its interval is below the floor. It fails the drop if its recall fell by more than
     ``gate.class_recall_drop`` *and* is significantly worse at 0.2 x ``gate.significance`` divided by the number of
     classes (Bonferroni): one image in a class of 18 is 5.6 points. A class without a test image cannot be measured,

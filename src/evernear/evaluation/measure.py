@@ -150,7 +150,7 @@ def measure(
 
 
 class _Tally:
-    """Counts over blocks. Predictions use the dataset's label indices; one past the end stands for any other label."""
+    """Counts over blocks. Predictions use the dataset's label indices. One past the end stands for any other label."""
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}

@@ -43,7 +43,7 @@ def probe(
 
     The candidate cannot be probed, because it was trained on every class. ``train_settings.seed`` chooses the held-out
     classes, which are excluded from training and gallery. Their query and gallery images, and the query images of the
-    other classes, determine the share of known images to reject; the test split determines the figures. The network is
+    other classes, determine the share of known images to reject. The test split determines the figures. The network is
     discarded afterwards: the result describes the recipe. If unseen classes are not significantly farther away than
     known ones, the release calls no image unknown. ``on_step`` is called after each training step.
     """

@@ -26,7 +26,7 @@ class Recognizer:
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "") -> "Recognizer":
-        """Open the outputs of the export and index steps; both may be the same directory.
+        """Open the outputs of the export and index steps. Both may be the same directory.
 
         Raises:
             IntegrityError: a file is missing or changed, or the index belongs to another network.

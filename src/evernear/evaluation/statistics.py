@@ -127,7 +127,7 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
     """Probability of at least this accuracy if predictions were assigned to the images at random.
 
     ``confusions`` are (label, prediction, count). The number of correct predictions has the exact mean and variance of
-    a permutation test; its distribution is approximated by a normal one, with continuity correction. Predictions that
+    a permutation test. Its distribution is approximated by a normal one, with continuity correction. Predictions that
     are all the same give 1.
     """
     labels: Counter[object] = Counter()

@@ -157,7 +157,7 @@ def read_part(archive: Path, name: str) -> bytes | None:
 
 
 def read_release_manifest(archive: Path) -> ReleaseManifest:
-    """The manifest of a ``.mar``; its parts are not checked.
+    """The manifest of a ``.mar``. Its parts are not checked.
 
     Raises:
         IntegrityError: the archive cannot be read or has no manifest.

@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class Decision(Frozen):
-    """Summary of the verdict; the archive contains the full one."""
+    """Summary of the verdict. The archive contains the full one."""
 
     promote: bool
     reasons: tuple[str, ...]
@@ -440,7 +440,7 @@ class Registry:
         return self._move_pointer(promotion, expected)
 
     def history(self) -> Iterator[Promotion]:
-        """All promotions and rollbacks that can be read, oldest first; the last one is the current state."""
+        """All promotions and rollbacks that can be read, oldest first. The last one is the current state."""
         champion = self.champion()
         if champion is None:
             return

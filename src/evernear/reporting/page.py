@@ -1,7 +1,7 @@
 """The run page: one self-contained HTML file with everything that a run recorded.
 
 It is a function of the run's record in the store (`evernear.run_record`), so it can also be rendered later and
-elsewhere. The templates escape every value; the page has neither scripts nor external resources.
+elsewhere. The templates escape every value. The page has neither scripts nor external resources.
 """
 
 from collections.abc import Mapping

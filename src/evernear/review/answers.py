@@ -71,7 +71,7 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image, and with ``prune`` its folders that are then empty; a missing image is not an error."""
+        """Remove an image, and with ``prune`` its folders that are then empty. A missing image is not an error."""
         ...
 
     def read(self, name: str) -> bytes | None:

@@ -12,4 +12,4 @@ TorchServe itself is run by `torchserve` (lifecycle), `java`, `configuration`, `
 from pathlib import Path
 
 HANDLER = Path(__file__).with_name("archived_handler.py")
-"""The module that TorchServe runs; the archive step copies it into every release."""
+"""The module that TorchServe runs. The archive step copies it into every release."""

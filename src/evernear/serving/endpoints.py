@@ -74,7 +74,7 @@ class ServerState(Frozen):
 
 
 def read_state(home: Path) -> ServerState | None:
-    """Read the record of the last server that was started in ``home`` and not stopped; it may have died since.
+    """Read the record of the last server that was started in ``home`` and not stopped. It may have died since.
 
     Raises:
         ServingError: the record belongs to another user.

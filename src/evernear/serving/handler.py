@@ -1,4 +1,4 @@
-"""TorchServe's entry point to `Predictor`; every archive names it in its own handler (`archived_handler`).
+"""TorchServe's entry point to `Predictor`. Every archive names it in its own handler (`archived_handler`).
 
 Accepted are PNG, JPEG and WebP, by their content, of any size: with a palette, transparency, CMYK, and 16 bits, decoded
 as by ingest (`evernear.data.reduction`). Rejected with 400 and a message, without affecting the rest of the
@@ -7,7 +7,7 @@ batch: a request without an image, an empty, truncated, broken or animated one, 
 form without a field ``data``, ``image`` or ``file``. The frontend rejects requests larger than
 `serving.max_request_size_bytes` (413) and unreadable forms (400) before they arrive here.
 
-A batch is answered as a whole. Decoding therefore ends after half of the response timeout, small images first; the
+A batch is answered as a whole. Decoding therefore ends after half of the response timeout, small images first. The
 remaining images get 503.
 """
 
@@ -118,7 +118,7 @@ def _meter(parts: ReleaseParts) -> Meter:
 
 
 def _torchserve_emit() -> Emit:
-    """Emit through the worker's output, which TorchServe parses; it drops metrics that its configuration lacks."""
+    """Emit through the worker's output, which TorchServe parses. It drops metrics that its configuration lacks."""
     from ts.metrics.caching_metric import CachingMetric
     from ts.metrics.metric_type_enum import MetricTypes
 

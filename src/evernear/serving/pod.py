@@ -11,7 +11,7 @@
     SIGTERM          drains, see decision 9
 
 All have EVERNEAR_WORKDIR, an emptyDir and the only writable directory besides /tmp. Only the init container has
-EVERNEAR_STORE and the keys of the object store; the others have EVERNEAR_TOKEN_FILE, a file of the Secret.
+EVERNEAR_STORE and the keys of the object store. The others have EVERNEAR_TOKEN_FILE, a file of the Secret.
 
 ::
 
@@ -72,7 +72,7 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
 
 
 def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
-    """Memory request and limit of a pod, as a quantity of Kubernetes; the sizes are as for `memory_size_bytes`.
+    """Memory request and limit of a pod, as a quantity of Kubernetes. The sizes are as for `memory_size_bytes`.
 
     Without the sizes, the least memory that any release needs.
 
@@ -99,7 +99,7 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
 def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
     """Download a release from the store of ``settings`` for `serve`.
 
-    ``sha256`` is the archive's according to the deployer; the registry's record and the archive must agree with it. The
+    ``sha256`` is the archive's according to the deployer. The registry's record and the archive must agree with it. The
     store is only read. Safe to repeat, also after a kill.
 
     Raises:

@@ -24,7 +24,7 @@ class AuditEvent(Frozen):
     """One action of a person."""
 
     request: str
-    """Id of the request; an action repeated after a crash writes the same object."""
+    """Id of the request. An action repeated after a crash writes the same object."""
     at: AwareDatetime
     who: str
     what: str
@@ -38,7 +38,7 @@ class AuditEvent(Frozen):
 
 
 def write(store: Store, event: AuditEvent) -> None:
-    """Log ``event`` and store it; an event that is already stored is not overwritten.
+    """Log ``event`` and store it. An event that is already stored is not overwritten.
 
     Raises:
         StoreError: the store is unavailable.

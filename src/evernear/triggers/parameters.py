@@ -1,7 +1,7 @@
 """The parameters of a run: from a person's ``key=value`` words, this process's settings, and the caller.
 
 Keys are names of settings, ``section.key``. The settings that are pipeline parameters themselves
-(`evernear.settings.PARAMETERS`) also go by the parameter's name. Only parameters that are set are sent; the others keep
+(`evernear.settings.PARAMETERS`) also go by the parameter's name. Only parameters that are set are sent. The others keep
 the defaults of the pipeline, which an upload may have pinned.
 """
 

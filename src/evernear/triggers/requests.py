@@ -9,7 +9,7 @@
        ├──────> expired         │
        └───────────┴────────────┴──────> failed
 
-A request to run a pipeline is pending until a person answers its prompt in Slack; the other kinds are accepted from the
+A request to run a pipeline is pending until a person answers its prompt in Slack. The other kinds are accepted from the
 beginning. The id of a request is derived from what is requested, so that copies of a delivery, double clicks and
 concurrent watchers compete for one conditional write. It is also the idempotency key of the run at KFP (`Request.key`):
 a process that stops between two states leaves a request that the next process continues.
@@ -94,7 +94,7 @@ class Request(Frozen):
     release: str = ""
     """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""
     move: int = 0
-    """Number of the promotion that the button showed; the request fails if there is a later one."""
+    """Number of the promotion that the button showed. The request fails if there is a later one."""
 
     trigger: str = ""
     """Slack's id of the click or command; copies of a delivery share it."""
@@ -199,7 +199,7 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove people's finished requests after `RETENTION`; the watcher keeps its own, to propose nothing twice."""
+        """Remove people's finished requests after `RETENTION`. The watcher keeps its own, to propose nothing twice."""
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
                 self._store.delete(_key(request.id))

@@ -8,7 +8,7 @@ from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry
 
 
 class Digits(ArraySource):
-    """scikit-learn's 1,797 handwritten digits, 8 x 8; values 0..16 are scaled to 0..255."""
+    """scikit-learn's 1,797 handwritten digits, 8 x 8. Values 0..16 are scaled to 0..255."""
 
     name = "digits"
 

@@ -106,7 +106,7 @@ class Layout:
     def class_folder(self, label: str, file: str = "") -> str:
         """The folder for an image of class ``label``: a new one, or a ``file`` of the source that changes its class.
 
-        A file stays in its split folder; a new image belongs to the training images.
+        A file stays in its split folder. A new image belongs to the training images.
         """
         split_folder = self.train_folder
         if file:
@@ -159,7 +159,7 @@ class NestedFolders:
             folders.add(place.class_folders[1])
 
     def names(self) -> Iterator[str]:
-        """The class folders whose folders may be classes or splits; a single folder in one class is neither."""
+        """The class folders whose folders may be classes or splits. A single folder in one class is neither."""
         single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
         for label, folders in self._folders.items():
             if len(folders) > 1 or (label in single and len(single) > 1) or _split_words(folders):
@@ -249,7 +249,7 @@ def _split_words(folders: Collection[str]) -> dict[str, str]:
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with ``words``; a validation folder is the gallery, or else the test split.
+    """The splits of folders with ``words``. A validation folder is the gallery, or else the test split.
 
     A dataset with nothing but train and validation reports its results on the latter.
     """

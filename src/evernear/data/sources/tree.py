@@ -44,7 +44,7 @@ class Tree:
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
         """All files below a folder, unsorted: sorting would hold the listing of a whole folder in memory.
 
-        A folder that `is_skipped` is yielded instead of the files in it; one without a ``group`` of its path is left
+        A folder that `is_skipped` is yielded instead of the files in it. One without a ``group`` of its path is left
         out. Links among folders would multiply their files, so a link to a folder that was listed for this group is
         skipped.
         """

@@ -1,6 +1,6 @@
 """gRPC transport: TorchServe's gRPC API.
 
-TorchServe 0.12 returns OK when the handler rejects a request with 400 or 503; the content is a `Rejection`. An unknown
+TorchServe 0.12 returns OK when the handler rejects a request with 400 or 503. The content is a `Rejection`. An unknown
 model or version is INTERNAL and recognizable by the Java exception in the second line of the details. A message larger
 than ``max_request_size`` ends the stream with CANCELLED.
 """
@@ -134,7 +134,7 @@ def _errors(target: Target) -> Generator[None]:
 
 
 def _error(target: Target, error: Any) -> EvernearError:
-    """The error for a `grpc.RpcError`; both APIs' errors have a code and details."""
+    """The error for a `grpc.RpcError`. Both APIs' errors have a code and details."""
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

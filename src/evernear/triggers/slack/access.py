@@ -25,7 +25,7 @@ _GROUP_CACHE_TIME = timedelta(minutes=1)
 
 
 class RequestRefusedError(EvernearError):
-    """The bot refuses a command or click; the message is shown to the person."""
+    """The bot refuses a command or click. The message is shown to the person."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Access:
         self._groups: dict[str, tuple[datetime, frozenset[str]]] = {}
 
     def is_granted(self, permission: Permission) -> bool:
-        """Whether anyone is authorized; the button is hidden otherwise."""
+        """Whether anyone is authorized. The button is hidden otherwise."""
         return bool(self._lists[permission])
 
     def require(self, permission: Permission, caller: Caller) -> None:

@@ -110,7 +110,7 @@ def join_lines(lines: Sequence[str]) -> str:
 
 
 def header(text: str) -> Block:
-    """A header; the text is plain except for emoji."""
+    """A header. The text is plain except for emoji."""
     return HeaderBlock(text=PlainTextObject(text=cut(printable(text), HEADER_MAX), emoji=True)).to_dict()
 
 

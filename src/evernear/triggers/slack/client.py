@@ -33,7 +33,7 @@ _UNAVAILABLE = frozenset({"fatal_error", "internal_error", "request_timeout", "s
 
 
 class RateLimitedError(SlackError):
-    """Slack limits the rate of calls; the next one may come after ``retry_after_s``."""
+    """Slack limits the rate of calls. The next one may come after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ class SlackClient:
         return f"{response['channel']}/{response['ts']}"  # a user's id becomes the id of their conversation
 
     def edit(self, address: str, message: Message) -> None:
-        """Replace the message at ``address``; a deleted message is ignored."""
+        """Replace the message at ``address``. A deleted message is ignored."""
         channel, _, ts = address.partition("/")
         try:
             with translated_errors("chat.update"):

@@ -69,7 +69,7 @@ def champion(call: Call) -> Message:
 
 @query("/evernear rollback", "rolls back to the previous release after confirmation", permission="roll_back")
 def rollback(call: Call) -> Message:
-    """Prompt for a rollback; only the caller sees the prompt."""
+    """Prompt for a rollback. Only the caller sees the prompt."""
     current = call.services.registry.champion()
     if current is None:
         raise StoreError("There is nothing to roll back to: no release has been promoted yet.")

@@ -1,7 +1,7 @@
 """Bolt handlers: resolve the caller, check the permission, run the registered command or button, acknowledge.
 
 An acknowledgement promises that the request is in the store. Copies of a delivery and second clicks lead to the same
-request; if the store is unavailable, the person is told that nothing was done.
+request. If the store is unavailable, the person is told that nothing was done.
 """
 
 import logging
@@ -41,7 +41,7 @@ class Handlers:
         app.error(self.error)
 
     def command(self, ack: Ack, command: Payload, body: Payload, context: BoltContext) -> BoltResponse:
-        """Run a command that changes something; a query is only acknowledged here."""
+        """Run a command that changes something. A query is only acknowledged here."""
         match = routes.find(str(command["command"]), str(command.get("text") or ""))
         if match is None:
             return _acknowledge(ack, help_message())

@@ -65,7 +65,7 @@ def prepare_run(services: Services, request: Request) -> Request | None:
 
 
 def move(services: Services, request: Request) -> None:
-    """Promote or roll back in this process; a promotion that a stopped process completed is not repeated."""
+    """Promote or roll back in this process. A promotion that a stopped process completed is not repeated."""
     before = services.registry.champion()  # raises if the store is unavailable, and is retried
     if (before.promotion.number if before else 0) == request.move:
         error = _try_move(services, request)

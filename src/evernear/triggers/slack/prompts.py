@@ -38,7 +38,7 @@ _VERBS = {TRAINING: "train", "reindex": "index the gallery"}
 
 
 def request_run(call: Call, pipeline: str) -> None:
-    """Record a request to run ``pipeline`` with the settings of ``call.text``; the worker prompts for confirmation."""
+    """Record a request to run ``pipeline`` with the settings of ``call.text``. The worker prompts for confirmation."""
     timeout = timedelta(seconds=call.services.settings.slack.prompt_timeout_s)
     call.record(
         "run",
@@ -70,7 +70,7 @@ def close(services: Services, request: Request) -> None:
 
 @on_click(ACCEPT, permission="start")
 def accept(call: Call) -> None:
-    """Accept the request; the worker starts the run."""
+    """Accept the request. The worker starts the run."""
     _answer(call, _find(call), "accepted")
 
 

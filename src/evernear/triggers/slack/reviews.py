@@ -47,7 +47,7 @@ def review(call: Call) -> Message | None:
 
 @on_button(LABEL, permission="label")
 def label(call: Call) -> None:
-    """Record an answer with a class; the option's value is the image and the class."""
+    """Record an answer with a class. The option's value is the image and the class."""
     call.record("label", request_id("label", call.trigger), text=f"label {call.text}")
 
 

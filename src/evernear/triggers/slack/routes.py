@@ -35,7 +35,7 @@ class Call:
     """Timestamp of the message to reply to."""
 
     def require(self, permission: Permission) -> None:
-        """Check that the caller has ``permission``; a refusal is audited.
+        """Check that the caller has ``permission``. A refusal is audited.
 
         Raises:
             RequestRefusedError: they do not.
@@ -132,7 +132,7 @@ def query(name: str, help: str, *, permission: Permission | None = None) -> Call
 def button(
     action: str, permission: Permission | None = None
 ) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
-    """Register the handler of the buttons with ``action`` as their id; it runs before the acknowledgement."""
+    """Register the handler of the buttons with ``action`` as their id. It runs before the acknowledgement."""
 
     def register(run: Callable[[Call], None]) -> Callable[[Call], None]:
         BUTTONS[action] = Button(permission, run)

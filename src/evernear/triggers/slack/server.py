@@ -45,7 +45,7 @@ PING_S = 5
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
 POLL_MAX_S = 300.0
-"""A longer poll is stuck; one that moves the champion may take a rollout longer."""
+"""A longer poll is stuck. One that moves the champion may take a rollout longer."""
 DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops, so that the orchestrator restarts the process."""
 SHUTDOWN_S = 25.0

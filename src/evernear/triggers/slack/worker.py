@@ -43,7 +43,7 @@ class Worker:
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
     def move(self) -> None:
-        """Carry out promotions and rollbacks; one may take as long as a rollout."""
+        """Carry out promotions and rollbacks. One may take as long as a rollout."""
         self._attempt("moves", lambda: self._advance_all(changes_champion=True))
 
     def _advance_all(self, changes_champion: bool) -> None:
@@ -61,7 +61,7 @@ class Worker:
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run ``step`` unless it is backing off; an error delays the next attempt and affects nothing else."""
+        """Run ``step`` unless it is backing off. An error delays the next attempt and affects nothing else."""
         if not self._backoff.is_due(name):
             return
         try:

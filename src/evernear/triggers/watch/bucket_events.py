@@ -22,7 +22,7 @@ EXPIRES_S = 60
 
 
 class NotificationsUnsupportedError(StoreError):
-    """The source has no notifications; a retry does not help."""
+    """The source has no notifications. A retry does not help."""
 
 
 def listen(source: str, on_change: Callable[[], None]) -> None:

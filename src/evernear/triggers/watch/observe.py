@@ -188,7 +188,7 @@ class Observer:
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
-    """The oldest ancestor of the champion with its network; the network was trained on its snapshot."""
+    """The oldest ancestor of the champion with its network. The network was trained on its snapshot."""
     release = champion
     while release.parent is not None:
         parent = registry.get(release.parent, include_pruned=True).manifest

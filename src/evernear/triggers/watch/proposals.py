@@ -144,7 +144,7 @@ class ProposalService:
         )
 
     def _start(self, request: Request) -> Request:
-        """Start the run that the policy accepted; its id is the key, so that a repeated start finds the first run."""
+        """Start the run that the policy accepted. Its id is the key, so that a repeated start finds the first run."""
         if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
         ours = from_settings(self._settings, self._runs.parameters(request.pipeline))

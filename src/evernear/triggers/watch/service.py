@@ -1,6 +1,6 @@
 """The watcher's process: checks on a schedule, and soon after the bucket reports a change.
 
-SIGTERM or Ctrl-C ends it after the current check; a check that is killed leaves nothing half done. A failure of the
+SIGTERM or Ctrl-C ends it after the current check. A check that is killed leaves nothing half done. A failure of the
 source, the store or the pipeline server is retried with backoff, sooner than the schedule.
 """
 
@@ -90,7 +90,7 @@ class Service:
                 self._scheduler.shutdown(wait=True)
 
     def check(self) -> None:
-        """Check unless the watcher is paused; a failure is reported and retried soon."""
+        """Check unless the watcher is paused. A failure is reported and retried soon."""
         with self._lock:
             self._changed_s = None
         try:
