@@ -71,9 +71,9 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
     """The projected embedding, see `evernear.release.drift_baseline`; empty if it is unknown."""
     image: str = ""
-    """The preprocessed image, PNG in base64, if the query `is_uncertain`. Only with ``serving.query_log=images``."""
+    """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
     candidates: tuple[str, ...] = ()
-    """The labels of the nearest neighbors, nearest first. Only with an image."""
+    """The labels of the nearest neighbors, nearest first, if the query has an image."""
 
 
 class _Sample(NamedTuple):
