@@ -65,7 +65,7 @@ notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run t
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
 # The torch lock is excluded, because vulnerability databases list those wheels under another version.
-LOCKS := requirements.lock requirements-kserve.lock $(wildcard tests/*/requirements-*.lock)
+LOCKS := requirements.lock requirements-kserve.lock $(wildcard tests/*/requirements-*.lock tests/*/*/requirements-*.lock)
 AUDIT ?=
 audit: .venv/.installed ## Look up known vulnerabilities of the locked packages
 	set -e; for lock in $(LOCKS); do \
@@ -93,7 +93,7 @@ lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements-kserve.lock
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock
-	$(COMPILE) --upgrade tests/reporting/requirements-mlflow.in -o tests/reporting/requirements-mlflow.lock
+	$(COMPILE) --upgrade tests/integrations/mlflow/requirements-mlflow.in -o tests/integrations/mlflow/requirements-mlflow.lock
 
 clean: ## Remove the environment and the working directories
 	rm -rf .venv site evernear-work*
@@ -144,7 +144,7 @@ $(UV):
 	@touch $@
 
 # MLflow's server, for the test of what a run logs there.
-.venv/mlflow/.installed: $(UV) tests/reporting/requirements-mlflow.lock
+.venv/mlflow/.installed: $(UV) tests/integrations/mlflow/requirements-mlflow.lock
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/mlflow
-	$(UV) pip install --quiet --python .venv/mlflow/bin/python --require-hashes --requirements tests/reporting/requirements-mlflow.lock
+	$(UV) pip install --quiet --python .venv/mlflow/bin/python --require-hashes --requirements tests/integrations/mlflow/requirements-mlflow.lock
 	@touch $@

@@ -22,8 +22,8 @@ import numpy as np
 from accuracy import ingest_dataset, run, settings_of, summarize
 from scipy.stats import ttest_rel
 
-from evernear.tuning.space import BUILT_IN, load_space
-from evernear.tuning.study import StudyResult, tune
+from evernear.integrations.tuning.space import BUILT_IN, load_space
+from evernear.integrations.tuning.study import StudyResult, tune
 
 IMAGES_PER_CLASS = {"train": 300, "gallery": 50, "query": 150}
 

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from evernear.errors import EvernearError, SettingsError
+from evernear.integrations.tuning.space import BUILT_IN, Parameter, Range, SearchSpace, load_space
 from evernear.output import print_line
-from evernear.tuning.space import BUILT_IN, Parameter, Range, SearchSpace, load_space
 
 METRIC = "accuracy"
 CONTAINER = "trial"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evernear.disk import write_atomically
 from evernear.output import printable, quantity
+from evernear.plugins import FAISS, index_backend, run_ended
 from evernear.progress import Countdown, RunCommand, Step, step
 from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
@@ -40,12 +41,13 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.data.manifest import SPLITS, save_manifest
         from evernear.data.sources import open_source
         from evernear.deployment import open_target
-        from evernear.index.milvus_client import require_reachable
 
         chosen = of_run(settings, **parameters, store=store)
         open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
         open_target(chosen).require_deployable()  # an error here saves hours of training
-        require_reachable(chosen.index)
+        if chosen.index.backend != FAISS:
+            with index_backend(chosen.index.backend) as backend:
+                backend.check(chosen.index)
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
@@ -191,7 +193,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
             Path(index),
             threshold=probed.threshold,
             reject_rate=probed.reject_rate,
-            owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend == "milvus" else "",
+            owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend != FAISS else "",
         )
         queries = data.manifest.label_counts("query")
         unqueried = sum(not queries[label] for label in result.known_labels)
@@ -224,7 +226,7 @@ def evaluate(
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_champion
-        from evernear.triggers.watch.queries import live_distances
+        from evernear.serving.live_queries import live_distances
 
         data, candidate = Dataset.open(Path(dataset)), Recognizer.open(Path(network), Path(index))
         probed = OpenSet.load(Path(open_set))
@@ -357,7 +359,6 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
     with step("notify", run, store) as running:
         from evernear.reporting.notify import finalize
         from evernear.reporting.page import run_page
-        from evernear.reporting.tracking import track
 
         record, command = RunRecord(open_store(store), run), RunCommand.of_environment()
         # From then on, the working directory remembers the settings.
@@ -368,7 +369,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         html = run_page(record)
         write_atomically(Path(page), html)
         record.put("run.html", html.encode())
-        warnings = "".join(f"; WARNING: {warning}" for warning in track(record, html))
+        warnings = "".join(f"; WARNING: {warning}" for warning in run_ended(record, html))
         running.summary = result.headline() + warnings
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 

@@ -2,6 +2,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 from limits import largest_file
 
 from evernear.disk import sha256_file
@@ -10,7 +11,7 @@ from evernear.index.build import build
 from evernear.index.description import describe_index
 from evernear.settings import IndexSettings
 
-from .conftest import NETWORK, MakeEmbeddings, MakeSettings, blobs
+from .conftest import MakeSettings
 
 LABELS = ("zero", "one", "two", "three", "four", "never seen")
 

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from gallery_vectors import MakeEmbeddings, blobs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +10,7 @@ from evernear.index.calibrate import EQUAL, MARGIN, threshold_at, threshold_reje
 from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
 
-from .conftest import MakeEmbeddings, MakeSettings, blobs
+from .conftest import MakeSettings
 
 LABELS = tuple("abcde")
 # Few distinct values make ties common.

@@ -2,6 +2,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from gallery_vectors import MakeEmbeddings, blobs
 from scipy.stats import binomtest
 
 from evernear.embedding.embeddings import Embeddings
@@ -9,8 +10,6 @@ from evernear.index import exact
 from evernear.index.build import build
 from evernear.index.exact import SAMPLE_SIZE, exact_neighbors, sample_queries
 from evernear.settings import IndexSettings
-
-from .conftest import MakeEmbeddings, blobs
 
 
 @pytest.mark.parametrize("classes", [2, 5, 90])

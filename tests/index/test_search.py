@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -18,7 +19,7 @@ from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import MAX_DISTANCE, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
 
-from .conftest import NETWORK, MakeEmbeddings, MakeSettings, blobs
+from .conftest import MakeSettings
 
 LABELS = ("a", "b", "c", "d", "e", "never seen")
 

@@ -10,7 +10,7 @@ from loopback.kubernetes import webhooks
 from typer.testing import CliRunner
 
 from evernear.cli import app
-from evernear.tuning.space import load_space
+from evernear.integrations.tuning.space import load_space
 from pipelines.tune import METRIC, main
 
 IMAGE = "registry.example/evernear-train@sha256:" + "0" * 64

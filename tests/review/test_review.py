@@ -1,19 +1,15 @@
 """Labeling live queries: the queue, the answers in the source and the audit log, and the page."""
 
-import base64
 import os
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
-from PIL import Image
+from review_queue import NOW, log_queries, png
 from starlette.testclient import TestClient
 
 from evernear.data.sources import open_source
@@ -29,29 +25,7 @@ from evernear.review.answers import (
 )
 from evernear.review.page import create_app
 from evernear.review.queue import Item, Queue
-from evernear.serving.query_log import LoggedQuery, Period
 from evernear.store import Store, open_store
-
-NOW = datetime.now(UTC)
-
-
-def png(value: int) -> bytes:
-    buffer = BytesIO()
-    Image.fromarray(np.full((8, 8), value, np.uint8)).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def log_queries(store: Store, *images: bytes, candidates: tuple[str, ...] = ("cat", "dog"), day: int = 0) -> None:
-    at = NOW - timedelta(days=day)
-    period = Period(version="v", since=at, until=at, queries=len(images), unknown=1)
-    rows = [
-        LoggedQuery(
-            at=at, pred="cat", dist=0.5, unknown=True, image=base64.b64encode(image).decode(), candidates=candidates
-        )
-        for image in images
-    ]
-    lines = "".join(row.model_dump_json() + "\n" for row in [period, *rows])
-    store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-v-host-1-{day}.jsonl", lines.encode())
 
 
 def answer(item: Item, action: str = "label", label: str = "") -> Answer:

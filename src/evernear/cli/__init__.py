@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from evernear import __version__
+from evernear import __version__, plugins
 from evernear.cli import (
     cluster,
     doctor,
@@ -24,7 +24,6 @@ from evernear.cli import (
     server,
     slack,
     store,
-    tune,
     watch,
 )
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
@@ -32,7 +31,7 @@ from evernear.masking import mask_streams
 from evernear.output import print_line, printable
 
 OWN_PACKAGES = ("evernear",)
-EXTRAS = "train,serve,prep,pipeline,triggers,tune"  # no command needs all of them
+EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,8 +44,6 @@ for command in (
     run.reindex,
     run.demo,
     report.report,
-    tune.tune,
-    tune.trial,
     predict.predict,
     server.prep,
     labels.review,
@@ -59,15 +56,21 @@ for command in (
     doctor.doctor,
 ):
     app.command()(command)
-app.add_typer(releases.app, name="registry")
-app.add_typer(store.app, name="store")
-app.add_typer(inspect.app, name="inspect")
-app.add_typer(labels.app, name="labels")
-app.add_typer(cluster.app, name="deployment")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(pod.app, name="pod")
-app.add_typer(watch.app, name="watch")
-app.add_typer(slack.app, name="slack")
+GROUPS = {
+    "registry": releases.app,
+    "store": store.app,
+    "inspect": inspect.app,
+    "labels": labels.app,
+    "deployment": cluster.app,
+    "pipeline": pipeline.app,
+    "pod": pod.app,
+    "watch": watch.app,
+    "slack": slack.app,
+}
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
+for added in plugins.commands():
+    (GROUPS[added.group] if added.group else app).command(added.name)(added.run)
 
 
 def _print_version(requested: bool) -> None:

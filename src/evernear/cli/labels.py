@@ -1,10 +1,7 @@
-"""``evernear labels``: look for wrong labels, and exchange with Label Studio; ``evernear review``: the local page."""
+"""``evernear labels``: look for wrong labels; ``evernear review``: the local page."""
 
-import json
 import secrets
-import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,13 +18,11 @@ from evernear.cli.options import (
     WorkdirOption,
     run_settings,
 )
-from evernear.disk import disk_errors, write_atomically
-from evernear.errors import DataError
 from evernear.output import print_json, print_line, print_secret, print_table, quantity
 from evernear.settings.layers import command_for
 
 app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels; exchange with Label Studio."
+    rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels, and exchange them with other tools."
 )
 _PRINTED = 10
 
@@ -69,73 +64,6 @@ def check(
     if rows:
         print_table(["file", "label", "looks like", ""], rows)
         print_line(f"Next: {command_for(settings.workdir, 'review')}    a person relabels or keeps them")
-
-
-FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of Label Studio.")]
-_EXPORTED = 1000
-
-
-@app.command()
-def export(
-    file: FileArgument,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-) -> None:
-    """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
-    from evernear.review.answers import Answers, open_target
-    from evernear.review.label_studio import labeling_config, to_tasks
-    from evernear.review.queue import Queue
-    from evernear.review.suspects import load_suspects, picture
-    from evernear.store import open_store
-
-    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
-    answered = Answers(store, target).latest()
-    suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
-    pictures = ((each, picture(target.read, each.files[0])) for each in suspects)
-    items = Queue(store).pending(answered.keys(), _EXPORTED)
-    tasks = to_tasks(items, [(each, png) for each, png in pictures if png])
-    write_atomically(file, json.dumps(tasks).encode())
-    config = file.with_suffix(".xml")
-    write_atomically(config, labeling_config(target.labels).encode())
-    print_line(f"{quantity(len(tasks), 'task')} in {file}, the labeling config of the project in {config}.")
-
-
-@app.command(name="import")
-def import_(
-    file: FileArgument,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-) -> None:
-    """Record the annotations of a JSON export of Label Studio as answers of the review."""
-    from evernear.review.answers import Answers, open_target
-    from evernear.review.label_studio import import_tasks
-    from evernear.review.queue import Queue
-    from evernear.review.suspects import load_suspects
-    from evernear.store import open_store
-
-    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
-    with disk_errors(file):
-        data = file.read_bytes()
-    suspects = load_suspects(store, settings.data.source)
-    answers = Answers(store, target)
-    outcomes, refusals = import_tasks(data, answers, Queue(store), suspects, datetime.now(UTC))
-    for sentence in (*answers.set_aside.values(), *refusals):
-        print_line(sentence, sys.stderr)
-    print_line(f"Tasks: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}.")
-    if refusals:
-        raise typer.Exit(DataError.exit_code)
 
 
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one.")]

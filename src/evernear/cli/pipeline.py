@@ -182,7 +182,7 @@ def run(
 ) -> None:
     """Start the newest version of a pipeline. Unset parameters keep the defaults of that version."""
     from evernear.kubeflow.client import KfpRuns
-    from evernear.triggers.parameters import caller, combine, from_words
+    from evernear.kubeflow.parameters import caller, combine, from_words
 
     assigned = run_assignments(source, preset, target, serving_image, parameters)
     server = server_settings(endpoint, namespace, config)
@@ -236,7 +236,7 @@ def schedule(
         else:
             print_line(f"{pipeline}: {removed or 'no'} schedule removed.")
         return
-    from evernear.triggers.parameters import caller, combine, from_words
+    from evernear.kubeflow.parameters import caller, combine, from_words
 
     arguments = from_words(assigned, publisher.runs.parameters(pipeline))
     started_by = f"the schedule {cron} of {caller()}"
@@ -291,7 +291,7 @@ def stop(
 ) -> None:
     """Stop a run. Its exit step still runs and records who stopped it."""
     from evernear.kubeflow.client import KfpRuns
-    from evernear.triggers.parameters import caller
+    from evernear.kubeflow.parameters import caller
 
     server = server_settings(endpoint, namespace, config)
     runs = KfpRuns(server)
@@ -328,7 +328,7 @@ def _compile_all(pipelines: list[str] | None, image: str, defaults: list[str]) -
     """Compile pipelines by name. A default applies to every pipeline that has the parameter."""
     from evernear.kubeflow import NAMES
     from evernear.kubeflow.compiled import for_cluster, parameters_of, with_defaults
-    from evernear.triggers.parameters import from_words
+    from evernear.kubeflow.parameters import from_words
 
     compiled = {name: for_cluster(name, image) for name in pipelines or NAMES}
     declared = {name: parameters_of(content) for name, content in compiled.items()}

@@ -188,7 +188,6 @@ def promote(
 
     settings = registry_settings(store, config, overrides, workdir)
     _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
-    _update_model_registry(settings)
 
 
 @app.command()
@@ -225,7 +224,6 @@ def rollback(
 
     settings = registry_settings(store, config, overrides, workdir)
     _print(roll_back(settings, cause=Cause.of_this_process(why)), settings, as_json)
-    _update_model_registry(settings)
 
 
 @app.command()
@@ -251,20 +249,6 @@ def restore(
 
 
 @app.command()
-def alias(
-    store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
-) -> None:
-    """Point the alias in Milvus at the champion's collection, if a promotion or a rollback could not."""
-    from evernear.deployment.alias import point_alias
-
-    registry = registry_of(store, config, overrides, workdir)
-    collection = point_alias(registry)
-    if collection is None:
-        raise StoreError("The champion has no collection in Milvus.")
-    print_line(f"{collection.alias} points at {collection.name}.")
-
-
-@app.command()
 def prune(
     keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases to keep.")],
     as_json: JsonOption = False,
@@ -283,14 +267,6 @@ def prune(
         print_json({"removed": removed})
     else:
         print_line(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
-
-
-def _update_model_registry(settings: Settings) -> None:
-    from evernear.reporting.model_registry import follow_champion
-    from evernear.store import open_store
-
-    for warning in follow_champion(open_store(settings.store_uri)):
-        print_line(f"WARNING: {warning}", sys.stderr)
 
 
 def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:

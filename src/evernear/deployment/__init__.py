@@ -8,11 +8,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evernear.deployment.alias import follow_alias
 from evernear.deployment.local import LocalTarget, at_running_server, serve
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, SettingsError, StoreError
+from evernear.plugins import champion_moved
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
@@ -45,7 +45,7 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
             if current is None or current.version != version:
                 current = registry.set_champion(version, champion, cause=cause)
             deployed = Deployment.of(current, rollout)
-    follow_alias(registry, champion)
+    champion_moved(registry, champion)
     return deployed
 
 
@@ -73,7 +73,7 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
         with target.rollout(archive, parts) as rollout:
             promoted = registry.set_champion(version, champion, "force" if force else "promote", cause)
             deployed = Deployment.of(promoted, rollout)
-    follow_alias(registry, champion)
+    champion_moved(registry, champion)
     return deployed
 
 
@@ -122,7 +122,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         target.rollout(archive, parts) as rollout,
     ):
         deployed = Deployment.of(registry.roll_back(champion, cause), rollout)
-    follow_alias(registry, champion)
+    champion_moved(registry, champion)
     return deployed
 
 

@@ -27,8 +27,9 @@ from evernear.index.description import (
 from evernear.index.exact import ExactNeighbors, exact_neighbors, sample_queries, select_labels
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
-from evernear.index.vectors import GalleryVectors, VectorIndex
+from evernear.index.vectors import GalleryVectors
 from evernear.output import quantity
+from evernear.plugins import FAISS, index_backend
 from evernear.settings import IndexSettings
 
 
@@ -45,7 +46,7 @@ def build(
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
     ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` and
-    ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection in Milvus
+    ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection
     belongs to the store ``owner``. The description is written last, so a directory without ``index.json`` is an
     unfinished index.
 
@@ -112,24 +113,21 @@ def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
 
 def _create(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
     """An index of ``gallery`` in the backend of ``settings``."""
-    if settings.backend == "milvus":
-        from evernear.index import milvus
-
-        if settings.type == AUTO:
-            return milvus.choose(gallery, settings, queries, exact)
-        index: VectorIndex = milvus.fill(gallery, settings, settings.type)
+    if settings.backend != FAISS:
+        with index_backend(settings.backend) as backend:
+            chosen = backend.create(gallery, settings, queries, exact)
+    elif settings.type == AUTO:
+        chosen = choose(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
     else:
-        if settings.type == AUTO:
-            return choose(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
-        index = _make(gallery, settings.type)
+        chosen = Choice(_make(gallery, settings.type), settings.type, settings.search, "")
     if settings.search:
         try:
-            index.set_search(settings.search)
+            chosen.index.set_search(settings.search)
         except RuntimeError:
             raise SettingsError(
                 f"index.search = {settings.search!r} is not a parameter of a {settings.type} index."
             ) from None
-    return Choice(index, settings.type, settings.search, "")
+    return chosen
 
 
 def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -33,10 +33,12 @@ def index_parts(collection: "Collection | None") -> tuple[str, ...]:
 
 
 class Collection(Frozen):
-    """A collection in Milvus."""
+    """A collection with the vectors of an index, in a backend such as Milvus."""
 
+    backend: str = "milvus"
+    """The value of ``index.backend`` (`evernear.plugins.index_backend`)."""
     uri: str = Field(max_length=1000)
-    """Address of the server, or absolute path of a file of Milvus Lite."""
+    """Address of the server, or absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
     """An alias, the store that it belongs to (`evernear.store.identity.owner_of`), and the hash of the content."""
 
@@ -156,7 +158,11 @@ class IndexDescription(Frozen):
     @property
     def digest(self) -> str:
         """sha256 that identifies the index and its settings. Descriptions that predate a field keep their hash."""
-        later = {"reason"} if self.collection else {"reason", "collection"}
+        later: dict[str, Any] = {"reason": True}
+        if self.collection is None:
+            later["collection"] = True
+        elif self.collection.backend == "milvus":
+            later["collection"] = {"backend"}
         return sha256_bytes(self.model_dump_json(exclude=later).encode())
 
 

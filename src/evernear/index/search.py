@@ -1,4 +1,4 @@
-"""Embeddings to labels: neighbors from FAISS or Milvus, a label by vote or by centroid, "unknown" by distance."""
+"""Embeddings to labels: neighbors from the index, a label by vote or by centroid, "unknown" by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from evernear.index.description import (
     describe_index,
 )
 from evernear.index.vectors import VectorIndex
+from evernear.plugins import index_backend
 
 NO_LABEL = -1
 """Label number in place of a neighbor that an approximate index did not find."""
@@ -84,8 +85,8 @@ class Gallery:
         Raises:
             IntegrityError: its vectors are of another network, a file is missing or changed, or the files do not match
                 each other. Hashes are compared before any file is parsed.
-            StoreError: the vectors are in Milvus, which cannot be reached or rejects the request.
-            SettingsError: they are in Milvus, and its client is not installed.
+            StoreError: the vectors are in a collection whose server cannot be reached or rejects the request.
+            SettingsError: the backend of the collection is unknown or not installed.
         """
         described = describe_index(directory)
         if described.network_sha256 != network_sha256:
@@ -216,9 +217,8 @@ def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:
         from evernear.index.faiss_compat import FaissIndex
 
         return FaissIndex.open(directory / VECTORS_FILE)
-    from evernear.index.milvus import MilvusIndex
-
-    return MilvusIndex.open(described.collection, (described.size, described.dim), described.search)
+    with index_backend(described.collection.backend) as backend:
+        return backend.open(described.collection, (described.size, described.dim), described.search)
 
 
 def _read_array(path: Path) -> NDArray[Any]:

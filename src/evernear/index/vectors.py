@@ -1,4 +1,4 @@
-"""The protocol of a gallery backend: vectors numbered by row, in FAISS or in Milvus."""
+"""The protocol of a gallery backend: vectors numbered by row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

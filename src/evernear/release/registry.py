@@ -30,8 +30,8 @@ from evernear.disk import sha256_file
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.frozen import Frozen
-from evernear.index import milvus_client
-from evernear.index.description import Collection as MilvusCollection
+from evernear.index.description import Collection as VectorCollection
+from evernear.plugins import index_backend
 from evernear.release.archive_reader import read_release, read_release_manifest
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
 from evernear.store import Store
@@ -265,7 +265,7 @@ class Registry:
                             return
         raise IntegrityError(f"No archive in {self._store.uri} is intact and of the version {version}.")
 
-    def owns(self, collection: MilvusCollection) -> bool:
+    def owns(self, collection: VectorCollection) -> bool:
         """Whether a collection belongs to this store, or may: collections of earlier versions do not say."""
         return collection.owner in (None, owner_of(self._store))
 
@@ -519,15 +519,17 @@ class Registry:
             self._write(champion.pointer.model_copy(update=changes), champion)
         return tuple(sorted(pruning))
 
-    def _drop(self, collection: MilvusCollection) -> None:
+    def _drop(self, collection: VectorCollection) -> None:
         """Delete a collection, unless it may belong to the store that this one was copied or moved from."""
         if self.owns(collection):
-            milvus_client.drop(collection)
+            with index_backend(collection.backend) as backend:
+                backend.drop(collection)
         else:
             _log.warning(
-                "The collection %s in Milvus is left, because the store was copied or moved since it was filled; drop "
-                "it there if no other store needs it.",
+                "The collection %s in %s is left, because the store was copied or moved since it was filled; drop it "
+                "there if no other store needs it.",
                 collection.name,
+                collection.backend,
             )
 
     def _remove(self, version: str, archive_sha256: str | None) -> None:

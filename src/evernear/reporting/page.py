@@ -109,6 +109,11 @@ class RunReport:
             lineage=_lineage(record.store, outcome, evaluation),
         )
 
+    def facts(self) -> dict[str, str]:
+        """The outcome and the lineage, by names without spaces."""
+        facts = {"state": self.outcome.state, "summary": self.outcome.summary()} | dict(self.lineage)
+        return {key.replace(" (sha256)", "_sha256").replace(" ", "_"): value for key, value in facts.items()}
+
     @property
     def title(self) -> str:
         """The state and what it means, in a few words."""

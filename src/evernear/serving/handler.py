@@ -15,7 +15,7 @@ import logging
 import time
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evernear.masking import mask_streams
 from evernear.release.archive_reader import ReleaseParts, open_parts
@@ -27,9 +27,6 @@ from evernear.serving.query_log import QueryLog
 from evernear.serving.request_parsing import image_from_fields
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Tracer
 
 DECODE_SHARE = 0.5
 """Share of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
@@ -65,13 +62,10 @@ class EmbeddingHandler:
             if isinstance(response, Rejection):
                 context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
         self._record(result)
-        if self._tracer:
-            self._trace(self._tracer, data, context, result, started_ns)
+        self._trace(data, context, result, started_ns)
         return [response.model_dump_json().encode() for response in result.responses]
 
-    def _trace(
-        self, tracer: "Tracer", data: list[dict[str, bytes]], context: Any, result: BatchResult, started_ns: int
-    ) -> None:
+    def _trace(self, data: list[dict[str, bytes]], context: Any, result: BatchResult, started_ns: int) -> None:
         for position, (fields, response) in enumerate(zip(data, result.responses, strict=True)):
             field = fields.get(TRACE_FIELD)
             parent = bytes(field).decode("latin-1") if field else context.get_request_header(position, TRACE_FIELD)
@@ -80,7 +74,7 @@ class EmbeddingHandler:
                 "evernear.batch_size": len(data),
                 "evernear.outcome": _outcome(response),
             }
-            record_prediction(tracer, parent or "", started_ns, _stages_s(result), **attributes)
+            record_prediction(self._tracer, parent or "", started_ns, _stages_s(result), **attributes)
 
     def _record(self, result: BatchResult) -> None:
         predictions = [response for response in result.responses if isinstance(response, Prediction)]

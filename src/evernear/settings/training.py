@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from evernear import plugins
 from evernear.class_names import class_name
 from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
@@ -396,8 +397,8 @@ class TrainJobSettings(Section):
 class IndexSettings(Section):
     """The index of the gallery, and the rule that turns neighbors into a label."""
 
-    backend: Literal["faiss", "milvus"] = Field(
-        default="faiss",
+    backend: str = Field(
+        default=plugins.FAISS,
         description="faiss: vectors in the archive; milvus: in a collection, for more than one machine.",
     )
     uri: str = Field(
@@ -444,6 +445,13 @@ class IndexSettings(Section):
         description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
     )
 
+    @field_validator("backend")
+    @classmethod
+    def _known(cls, backend: str) -> str:
+        if backend not in plugins.backend_names():
+            raise ValueError(f"should be one of {', '.join(plugins.backend_names())}")
+        return backend
+
     @field_validator("uri")
     @classmethod
     def _absolute(cls, uri: str) -> str:
@@ -453,9 +461,9 @@ class IndexSettings(Section):
     @property
     def temporary(self) -> "IndexSettings":
         """Settings of an index that only one process uses: a FAISS index."""
-        if self.backend == "faiss":
+        if self.backend == plugins.FAISS:
             return self
-        return self.model_copy(update={"backend": "faiss", "type": "auto", "search": ""})
+        return self.model_copy(update={"backend": plugins.FAISS, "type": "auto", "search": ""})
 
 
 class EvaluationSettings(Section):

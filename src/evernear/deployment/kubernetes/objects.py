@@ -16,11 +16,11 @@ from evernear.errors import SettingsError
 from evernear.index.description import VECTORS_FILE
 from evernear.release.registry import Record
 from evernear.serving.pod import grace_period_s, pod_memory
-from evernear.serving.tracing import ENDPOINT_VARIABLE
 from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 
 Tree = dict[str, Any]
 
+OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 PREFIX = "evernear.dev"
 RELEASE = f"{PREFIX}/release"
 MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
@@ -240,7 +240,7 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         container["env"].append({"name": "EVERNEAR_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"})
         container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_DIR, "readOnly": True})
     if kubernetes.otlp_endpoint:
-        container["env"].append({"name": ENDPOINT_VARIABLE, "value": kubernetes.otlp_endpoint})
+        container["env"].append({"name": OTLP_ENDPOINT_VARIABLE, "value": kubernetes.otlp_endpoint})
     if kubernetes.milvus_secret:
         container["envFrom"] = [{"secretRef": {"name": kubernetes.milvus_secret}}]
     if kubernetes.gpus:

@@ -11,7 +11,6 @@ from pydantic import Field, ValidationError
 from evernear.errors import EvernearError
 from evernear.frozen import Frozen
 from evernear.release.registry import Cause, Champion, Promotion
-from evernear.store import open_store
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import danger_button, escape, mention, section
@@ -126,7 +125,6 @@ def _try_move(services: Services, request: Request) -> str:
     cause = Cause(by=str(request.by), why=_reason(request))
     try:  # the bot's image lacks the serving packages; there, a pipeline does this
         from evernear.deployment import promote, roll_back
-        from evernear.reporting.model_registry import follow_champion
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed where the bot runs; run `evernear registry` next to a server."
     try:
@@ -137,8 +135,6 @@ def _try_move(services: Services, request: Request) -> str:
     except EvernearError as error:
         _log.warning("%s: %s", request.id, error)
         return str(error)
-    for warning in follow_champion(open_store(services.settings.store_uri)):
-        _log.warning("%s: %s", request.id, warning)
     return ""
 
 

@@ -5,11 +5,11 @@ from datetime import timedelta
 from typing import Any
 
 from evernear.errors import ConflictError, SettingsError
+from evernear.kubeflow.parameters import combine, from_settings, from_words, split_words
 from evernear.kubeflow.runs import Run
 from evernear.kubeflow.runs import State as RunState
 from evernear.settings import DataSettings
 from evernear.settings.sources import flat
-from evernear.triggers.parameters import combine, from_settings, from_words, split_words
 from evernear.triggers.requests import TEXT_MAX_CHARACTERS, TRAINING, Request, State, request_id
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import (

@@ -24,9 +24,9 @@ from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
+from evernear.serving.live_queries import live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
 from evernear.store import Store
-from evernear.triggers.watch.queries import live_queries, reference_queries
 
 _T = TypeVar("_T")
 

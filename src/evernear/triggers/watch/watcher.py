@@ -9,13 +9,13 @@ from evernear.errors import EvernearError, SettingsError
 from evernear.output import quantity
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
+from evernear.serving.live_queries import remove_before
 from evernear.serving.query_log import ship
 from evernear.settings import Settings
 from evernear.store import Store
 from evernear.triggers.watch.decide import decide
 from evernear.triggers.watch.observe import Observer
 from evernear.triggers.watch.proposals import Outcome, ProposalService
-from evernear.triggers.watch.queries import remove_before
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The review queue and suspect labels as tasks of Label Studio."""

@@ -1,0 +1,87 @@
+"""``evernear labels export`` and ``evernear labels import``: exchange with Label Studio."""
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evernear.cli.options import (
+    ConfigOption,
+    PresetOption,
+    RenameOption,
+    RetireOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    run_settings,
+)
+from evernear.disk import disk_errors, write_atomically
+from evernear.errors import DataError
+from evernear.output import print_line, quantity
+
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of Label Studio.")]
+_EXPORTED = 1000
+
+
+def export(
+    file: FileArgument,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
+    """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
+    from evernear.integrations.label_studio.tasks import labeling_config, to_tasks
+    from evernear.review.answers import Answers, open_target
+    from evernear.review.queue import Queue
+    from evernear.review.suspects import load_suspects, picture
+    from evernear.store import open_store
+
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
+    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
+    answered = Answers(store, target).latest()
+    suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
+    pictures = ((each, picture(target.read, each.files[0])) for each in suspects)
+    items = Queue(store).pending(answered.keys(), _EXPORTED)
+    tasks = to_tasks(items, [(each, png) for each, png in pictures if png])
+    write_atomically(file, json.dumps(tasks).encode())
+    config = file.with_suffix(".xml")
+    write_atomically(config, labeling_config(target.labels).encode())
+    print_line(f"{quantity(len(tasks), 'task')} in {file}, the labeling config of the project in {config}.")
+
+
+def import_(
+    file: FileArgument,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
+    """Record the annotations of a JSON export of Label Studio as answers of the review."""
+    from evernear.integrations.label_studio.tasks import import_tasks
+    from evernear.review.answers import Answers, open_target
+    from evernear.review.queue import Queue
+    from evernear.review.suspects import load_suspects
+    from evernear.store import open_store
+
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
+    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
+    with disk_errors(file):
+        data = file.read_bytes()
+    suspects = load_suspects(store, settings.data.source)
+    answers = Answers(store, target)
+    outcomes, refusals = import_tasks(data, answers, Queue(store), suspects, datetime.now(UTC))
+    for sentence in (*answers.set_aside.values(), *refusals):
+        print_line(sentence, sys.stderr)
+    print_line(f"Tasks: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}.")
+    if refusals:
+        raise typer.Exit(DataError.exit_code)

@@ -1,0 +1,1 @@
+"""Galleries in Milvus, and an alias there that follows the champion."""

@@ -1,0 +1,69 @@
+"""The alias in Milvus that follows the champion, for readers other than evernear."""
+
+from evernear.errors import EvernearError, IntegrityError, StoreError, TransientStoreError
+from evernear.index.description import Collection
+from evernear.integrations.milvus import client as milvus_client
+from evernear.release.registry import Champion, Registry
+
+
+def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
+    """Point the alias at the champion's collection, after the champion moved from ``before``.
+
+    The release does not use the alias, so a failure is a warning. Repeating it changes nothing.
+    """
+    try:
+        point_alias(registry, before, take_over=False)
+    except EvernearError as error:
+        return [f"The alias in Milvus does not follow the champion yet: {error} Run `evernear registry alias`."]
+    return []
+
+
+def point_alias(registry: Registry, before: Champion | None = None, *, take_over: bool = True) -> Collection | None:
+    """Point the alias at the champion's collection, and return that; None if its vectors are in its archive.
+
+    The alias of ``before`` is removed if it is another one. Without ``take_over``, an alias that points at the
+    collection of another store stays, because this one may be a copy.
+
+    Raises:
+        StoreError: the alias belongs to another store, or the registry or Milvus cannot be reached or rejects the
+            request.
+        SettingsError: pymilvus is not installed, or the token cannot be used.
+    """
+    while True:
+        champion = registry.champion()
+        collection = _collection(registry, champion)
+        left = _collection(registry, before)
+        if (
+            left is not None
+            and registry.owns(left)
+            and (collection is None or (left.uri, left.alias) != (collection.uri, collection.alias))
+        ):
+            milvus_client.drop_alias(left)
+        if collection is not None:
+            if not take_over:
+                _require_own_alias(registry, collection)
+            milvus_client.point_alias(collection)
+        if registry.champion() == champion:  # of two concurrent promotions, the later one wins
+            return collection
+
+
+def _require_own_alias(registry: Registry, collection: Collection) -> None:
+    client = milvus_client.connect(collection.uri)
+    with milvus_client.milvus_errors(collection.uri):
+        target = milvus_client.alias_target(client, collection)
+    if target not in (None, collection.name) and not registry.owns(Collection(uri=collection.uri, name=target)):
+        raise StoreError(
+            f"{collection.alias} points at {target}, which belongs to another store, or to this one before it moved."
+        )
+
+
+def _collection(registry: Registry, champion: Champion | None) -> Collection | None:
+    """The collection of a champion; None without one, or if the record that would name it is lost."""
+    if champion is None:
+        return None
+    try:
+        return registry.get(champion.version, include_pruned=True).manifest.collection
+    except TransientStoreError:
+        raise
+    except (IntegrityError, StoreError):
+        return None

@@ -1,0 +1,162 @@
+"""Connections to Milvus, and the alias of the champion's collection."""
+
+import logging
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from evernear.errors import SettingsError, StoreError, TransientStoreError
+from evernear.index.description import Collection
+from evernear.masking import remember, usable
+from evernear.output import printable
+from evernear.settings import IndexSettings
+from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
+
+Client = Any
+"""``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and asynchronous."""
+CONNECT_TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
+GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
+"""Milvus Lite closes idle connections on which pymilvus sends a ping every 10 s."""
+UNCONNECTED = 2
+"""The code of pymilvus for a server to which it cannot connect."""
+MAX_MESSAGE = 300
+
+
+def connect(uri: str) -> Client:
+    """A client of the Milvus at ``uri``, or at the address that the environment sets instead."""
+    os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # pymilvus would read .env files into the environment
+    from pymilvus import MilvusClient
+
+    for logger in ("pymilvus", "milvus_lite", "grpc._server"):  # they log the traceback of each error that is raised
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    with milvus_errors(uri):
+        return MilvusClient(address(uri), token=_token(), timeout=CONNECT_TIMEOUT_S, grpc_options=GRPC_OPTIONS)
+
+
+def uri_of(settings: IndexSettings) -> str:
+    """The URI of Milvus for a new collection; a path is absolute."""
+    uri = address(settings.uri)
+    if not uri:
+        raise SettingsError(
+            "index.backend = milvus needs index.uri, the address of Milvus: http://HOST:19530, or a path that ends "
+            "with .db for Milvus Lite."
+        )
+    return uri if urlsplit(uri).scheme else str(Path(uri).resolve())
+
+
+def require_reachable(settings: IndexSettings) -> None:
+    """Check before a run starts that its gallery could be written.
+
+    Raises:
+        SettingsError: ``index.uri`` is missing, or the token cannot be used.
+        TransientStoreError: Milvus cannot be reached.
+        StoreError: Milvus rejects the connection.
+    """
+    connect(uri_of(settings))
+
+
+def address(uri: str) -> str:
+    """The address that the environment sets instead of ``uri``, otherwise ``uri``."""
+    return os.environ.get(MILVUS_URI_VARIABLE) or uri
+
+
+def _token() -> str:
+    """The token of the environment; empty without one.
+
+    It is sent to the address of the environment only, because a release could name someone else's server.
+    """
+    token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
+    if file and not token:
+        try:
+            token = Path(file).read_text().strip()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"{MILVUS_TOKEN_FILE_VARIABLE}={file} cannot be read: {error}.") from None
+        remember(token)
+    if token and not os.environ.get(MILVUS_URI_VARIABLE):
+        raise SettingsError(
+            f"A token for Milvus is set, but not {MILVUS_URI_VARIABLE}, the server that it is for; set it as well."
+        )
+    return token
+
+
+@contextmanager
+def milvus_errors(uri: str) -> Generator[None]:
+    """Turn the errors of pymilvus into one sentence."""
+    import grpc
+    from pymilvus import MilvusException
+
+    try:
+        yield
+    except (MilvusException, grpc.RpcError, grpc.FutureTimeoutError) as error:
+        if is_transient(error):
+            raise TransientStoreError(f"Milvus at {address(uri)} cannot be reached: {sentence(error)}.") from error
+        raise StoreError(f"Milvus at {address(uri)} rejects the request: {sentence(error)}.") from error
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether pymilvus raised ``error`` because the server cannot be reached or is overloaded."""
+    import grpc
+    from pymilvus.exceptions import ErrorCode, MilvusException
+
+    if isinstance(error, grpc.Call):
+        code = error.code()
+    else:
+        code = error.code if isinstance(error, MilvusException) else grpc.StatusCode.DEADLINE_EXCEEDED
+    return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, ErrorCode.RATE_LIMIT, UNCONNECTED)
+
+
+def sentence(error: Exception) -> str:
+    """The message of a pymilvus error, on one line and without its code."""
+    text = str(getattr(error, "message", "") or getattr(error, "details", lambda: "")() or error)
+    return printable(" ".join(text.split()).rstrip("."), MAX_MESSAGE)
+
+
+def point_alias(collection: Collection) -> None:
+    """Point the alias of ``collection`` at it. Repeating it changes nothing.
+
+    Raises:
+        TransientStoreError: Milvus cannot be reached.
+        StoreError: Milvus rejects the request, or the collection does not exist.
+    """
+    client = connect(collection.uri)
+    with milvus_errors(collection.uri):
+        if alias_target(client, collection) is None:
+            client.create_alias(collection.name, collection.alias, timeout=TIMEOUT_S)
+        else:
+            client.alter_alias(collection.name, collection.alias, timeout=TIMEOUT_S)
+
+
+def drop_alias(collection: Collection) -> None:
+    """Remove the alias of ``collection``, if it exists.
+
+    Raises:
+        TransientStoreError, StoreError: as `point_alias`.
+    """
+    client = connect(collection.uri)
+    with milvus_errors(collection.uri):
+        if alias_target(client, collection) is not None:
+            client.drop_alias(collection.alias, timeout=TIMEOUT_S)
+
+
+def drop(collection: Collection) -> None:
+    """Delete a collection with its vectors, if it exists.
+
+    Raises:
+        TransientStoreError, StoreError: as `point_alias`.
+    """
+    client = connect(collection.uri)
+    with milvus_errors(collection.uri):
+        client.drop_collection(collection.name, timeout=TIMEOUT_S)
+
+
+def alias_target(client: Client, collection: Collection) -> str | None:
+    """The name of the collection at which the alias of ``collection`` points; None without an alias."""
+    for name in client.list_collections(timeout=TIMEOUT_S):
+        is_ours = name.startswith(f"{collection.alias}_")
+        if is_ours and collection.alias in client.list_aliases(name, timeout=TIMEOUT_S)["aliases"]:
+            return str(name)
+    return None

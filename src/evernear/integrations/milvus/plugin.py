@@ -1,0 +1,34 @@
+"""What Milvus offers: an index backend, an alias for the champion's collection, and a command that repeats it."""
+
+from typing import TYPE_CHECKING
+
+from evernear.plugins import Command, IndexBackend, Plugin
+
+if TYPE_CHECKING:
+    from evernear.release.registry import Champion, Registry
+
+
+def _backend() -> IndexBackend:
+    from evernear.integrations.milvus.index import MilvusBackend
+
+    return MilvusBackend()
+
+
+def _champion_moved(registry: "Registry", before: "Champion | None") -> list[str]:
+    from evernear.integrations.milvus.alias import follow_alias
+
+    return follow_alias(registry, before)
+
+
+def _commands() -> list[Command]:
+    from evernear.integrations.milvus.commands import alias
+
+    return [Command("alias", alias, group="registry")]
+
+
+PLUGIN = Plugin(
+    install="evernear[milvus]",
+    backends={"milvus": _backend},
+    champion_moved=_champion_moved,
+    commands=_commands,
+)

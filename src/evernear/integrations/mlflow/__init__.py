@@ -1,0 +1,1 @@
+"""Runs in MLflow, for teams that compare them there."""

@@ -1,0 +1,91 @@
+"""Runs in MLflow. The run's record in the store remains the truth: a failure here is a warning."""
+
+import os
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from evernear.integrations.mlflow.plugin import ADDRESS
+from evernear.plugins import rejection
+from evernear.reporting.page import RunReport
+from evernear.run_record import RunRecord
+
+TIMEOUT_S = 10
+EXPERIMENT = "evernear"
+"""The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
+STATES = {"failed": "FAILED", "stopped": "KILLED"}
+"""The MLflow status of a run's state; FINISHED for all others."""
+PARAMETERS_MAX, METRICS_MAX = 100, 1000
+"""Maximum number of entries in one request to MLflow."""
+PARAMETER_MAX_CHARACTERS = 6000
+_MLFLOW_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": str(TIMEOUT_S),
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # MLflow's default of 7 would take minutes
+}
+
+
+def track(record: RunRecord, page: str) -> list[str]:
+    """Log a run that has ended, unless it has no settings; return a warning if that failed.
+
+    ``page`` is the HTML of the run page.
+    """
+    report = RunReport.load(record)
+    if not report.settings:
+        return []
+    try:
+        _log_to_mlflow(report, page)
+    except ImportError:
+        return [f"{ADDRESS} is set, but the client is missing: install evernear[mlflow]."]
+    except Exception as error:  # whatever the client raises
+        return [rejection("MLflow", ADDRESS, error, "run")]
+    return []
+
+
+def _log_to_mlflow(report: RunReport, page: str) -> None:
+    """Log parameters, metrics and the run page. A step that is retried logs to the same run."""
+    for variable, value in _MLFLOW_DEFAULTS.items():
+        os.environ.setdefault(variable, value)
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+
+    client, outcome = MlflowClient(), report.outcome
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+    experiment = client.get_experiment_by_name(name)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(name, _artifact_location())
+    started_ms, ended_ms = (_milliseconds(time) for time in (report.started, report.ended or report.started))
+    logged = client.search_runs([experiment_id], f"attributes.run_name = '{outcome.run}'", max_results=1)
+    run = logged[0] if logged else client.create_run(experiment_id, started_ms, run_name=outcome.run)
+    parameters = [Param(key, str(value)[:PARAMETER_MAX_CHARACTERS]) for key, value in report.settings.items()]
+    metrics = [Metric(key, value, ended_ms, 0) for key, value in outcome.metrics.items()]
+    metrics += [Metric(key, value, ended_ms, epoch) for key, value, epoch in _curves(report)]
+    tags = [RunTag(f"evernear.{key}", value) for key, value in report.facts().items()]
+    for first in range(0, len(parameters), PARAMETERS_MAX):
+        client.log_batch(run.info.run_id, params=parameters[first : first + PARAMETERS_MAX])
+    for first in range(0, len(metrics), METRICS_MAX):
+        client.log_batch(run.info.run_id, metrics=metrics[first : first + METRICS_MAX])
+    client.log_batch(run.info.run_id, tags=tags)
+    client.log_text(run.info.run_id, page, "run.html")
+    client.set_terminated(run.info.run_id, STATES.get(outcome.state, "FINISHED"), ended_ms)
+
+
+def _artifact_location() -> str | None:
+    """The directory ``mlruns`` beside a SQLite database.
+
+    MLflow's default is ``mlruns`` in the current directory, which is temporary in a step.
+    """
+    database = re.fullmatch(r"sqlite(?:\+\w+)?:///([^:?][^?]*).*", os.environ[ADDRESS])
+    return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None
+
+
+def _curves(report: RunReport) -> Iterator[tuple[str, float, int]]:
+    """Name, value and epoch of each point of the training curves."""
+    for epoch in report.training.get("epochs", ()):
+        for key in ("train_loss", "gallery_loss", "gallery_accuracy", "learning_rate"):
+            yield key, epoch[key], epoch["epoch"]
+
+
+def _milliseconds(time: datetime) -> int:
+    return round(time.timestamp() * 1000)

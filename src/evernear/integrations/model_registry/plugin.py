@@ -1,0 +1,34 @@
+"""What Kubeflow's model registry offers: an entry for each release, and a mark on the champion's.
+
+It is used if ``MODEL_REGISTRY_BASE_URL`` is set, as for KServe's storage initializer of the model registry.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from evernear.plugins import Plugin
+
+if TYPE_CHECKING:
+    from evernear.release.registry import Champion, Registry
+    from evernear.run_record import RunRecord
+
+ADDRESS = "MODEL_REGISTRY_BASE_URL"
+
+
+def _champion_moved(registry: "Registry", before: "Champion | None") -> list[str]:
+    if not os.environ.get(ADDRESS):
+        return []
+    from evernear.integrations.model_registry.entries import follow_champion
+
+    return follow_champion(registry)
+
+
+def _run_ended(record: "RunRecord", page: str) -> list[str]:
+    if not os.environ.get(ADDRESS):
+        return []
+    from evernear.integrations.model_registry.entries import register
+
+    return register(record)
+
+
+PLUGIN = Plugin(install="evernear", champion_moved=_champion_moved, run_ended=_run_ended)

@@ -1,0 +1,105 @@
+"""``evernear tune`` and ``evernear trial``."""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evernear.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PresetOption,
+    RenameOption,
+    RetireOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    run_layers,
+    run_settings,
+)
+from evernear.masking import mask
+from evernear.output import print_json, print_line
+from evernear.settings import Settings
+from evernear.settings.layers import command_for
+
+if TYPE_CHECKING:
+    from evernear.data.shards import Dataset
+
+SpaceOption = Annotated[
+    Path | None, typer.Option("--space", help="Search space (TOML). [the one that comes with evernear]")
+]
+
+
+def tune(
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Total number of trials in the study.")] = 20,
+    space: SpaceOption = None,
+    study: Annotated[Path | None, typer.Option("--study", help="Directory of the study. [WORKDIR/study]")] = None,
+    as_json: JsonOption = False,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
+    """Search for better settings of the training on this machine; a killed study continues where it stopped."""
+    from evernear.integrations.tuning.space import BUILT_IN, load_space
+    from evernear.integrations.tuning.study import BEST_FILE
+    from evernear.integrations.tuning.study import tune as run_study
+
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
+    settings = layers.settings()
+    searched = load_space(space or BUILT_IN)
+    directory = study or settings.workdir / "study"
+    result = run_study(_ingest_source(settings, directory), settings, searched, trials, directory, _report)
+    if as_json:
+        print_json(result)
+        return
+    failed = f", and {result.failed} that failed to train" if result.failed else ""
+    print_line(f"{result.trials} trials{failed}. Accuracy on the query split, which chose the settings:")
+    print_line(f"  unchanged settings  {result.baseline}")
+    if not result.settings:
+        print_line("No trial was better; the settings stay as they are.")
+        return
+    print_line(f"  best trial          {result.best}")
+    remembered = (layers.remembered or {}).get("data", {}).get("source")
+    from_source = [] if settings.data.source == remembered else ["--source", mask(settings.data.source)]
+    again = command_for(settings.workdir, "run", *from_source, "--config", str(directory / BEST_FILE))
+    print_line(f"Next: {again}    the gate compares it with the champion")
+
+
+def trial(
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
+    """Train once and print the accuracy on the query split as ``accuracy=0.97``, which Katib reads."""
+    from evernear.integrations.tuning.trial import measure_trial
+
+    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
+
+    with TemporaryDirectory() as work:
+        accuracy = measure_trial(_ingest_source(settings, Path(work)), settings, Path(work), _report)
+    print_line(f"accuracy={accuracy.value:.6f}")
+
+
+def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
+    """The dataset of the source, with its manifest in ``directory``."""
+    from evernear.data.ingest import ingest
+    from evernear.data.manifest import save_manifest
+    from evernear.data.shards import Dataset
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_manifest(ingest(settings.data, settings.store_uri, _report), directory)
+    return Dataset.open(directory)
+
+
+def _report(text: str) -> None:
+    print_line(text, sys.stderr)

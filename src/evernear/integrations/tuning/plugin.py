@@ -1,0 +1,12 @@
+"""What tuning offers: two commands."""
+
+from evernear.plugins import Command, Plugin
+
+
+def _commands() -> list[Command]:
+    from evernear.integrations.tuning.commands import trial, tune
+
+    return [Command("tune", tune), Command("trial", trial)]
+
+
+PLUGIN = Plugin(install="evernear[tune]", commands=_commands)

@@ -1,0 +1,163 @@
+"""A study on one machine: Optuna chooses the settings of each trial from the results of the earlier ones.
+
+The study is a journal file in its directory. A killed study continues with the next trial.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from evernear.data.shards import Dataset
+from evernear.disk import sha256_bytes, write_atomically
+from evernear.errors import SettingsError, TrainingError
+from evernear.evaluation.statistics import Proportion
+from evernear.frozen import Frozen
+from evernear.integrations.tuning.space import Parameter, Range, SearchSpace
+from evernear.integrations.tuning.trial import measure_trial
+from evernear.settings import RunSettings, merge, of_run
+
+JOURNAL_FILE = "study.log"
+BEST_FILE = "best.toml"
+Report = Callable[[str], None]
+
+
+class StudyResult(Frozen):
+    """The best trial of a study, compared with the unchanged settings."""
+
+    trials: int
+    """Trials with a result, except the one of the unchanged settings."""
+    failed: int
+    """Trials that failed to train."""
+    baseline: Proportion
+    """Accuracy of the unchanged settings on the query split."""
+    best: Proportion
+    settings: dict[str, int | float | str]
+    """The best trial's settings, by name; empty if no trial was better than the unchanged settings."""
+
+
+def tune(
+    dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
+) -> StudyResult:
+    """Run trials until ``directory`` contains ``trials`` of them; write the best settings to `BEST_FILE`.
+
+    The unchanged settings are measured first, as trial 0.
+
+    Raises:
+        SettingsError: ``directory`` contains a study of other images, settings or parameters.
+        TrainingError: training fails with the unchanged settings.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend(str(directory / JOURNAL_FILE)))
+    study = optuna.create_study(storage=storage, study_name="evernear", direction="maximize", load_if_exists=True)
+    _require_same(study, identity(dataset, settings, space), directory)
+
+    while _baseline(study) is None or len(_finished(study)) <= trials:
+        # A continued study would repeat its random choices with the same seed.
+        study.sampler = optuna.samplers.TPESampler(seed=settings.train.seed + len(study.trials))
+        _run_trial(study, dataset, settings, space, directory, report)
+    return _conclude(study, directory)
+
+
+def _run_trial(
+    study: optuna.Study, dataset: Dataset, settings: RunSettings, space: SearchSpace, directory: Path, report: Report
+) -> None:
+    trial, is_first = study.ask(), _baseline(study) is None
+    changes = {} if is_first else suggest(trial, space)
+    name = f"trial {trial.number}"
+    report(f"{name}: " + (", ".join(f"{key}={value}" for key, value in changes.items()) or "unchanged settings"))
+    try:
+        with TemporaryDirectory(dir=directory, prefix="trial-") as work:
+            chosen = with_changes(settings, changes)
+            accuracy = measure_trial(dataset, chosen, Path(work), lambda text: report(f"{name}: {text}"))
+    except TrainingError as error:
+        if is_first:
+            raise
+        study.tell(trial, state=TrialState.FAIL)
+        report(f"{name}: {error}")
+        return
+    trial.set_user_attr("accuracy", accuracy.model_dump())
+    study.tell(trial, accuracy.value)
+    report(f"{name}: accuracy {accuracy} on the query split")
+
+
+def suggest(trial: Trial, space: SearchSpace) -> dict[str, int | float | str]:
+    """The settings of ``trial``, by name."""
+    return {name: _suggest(trial, name, parameter) for name, parameter in space.parameters.items()}
+
+
+def _suggest(trial: Trial, name: str, parameter: Parameter) -> int | float | str:
+    if not isinstance(parameter, Range):
+        return cast("int | float | str", trial.suggest_categorical(name, parameter.choices))
+    if parameter.is_whole:
+        return trial.suggest_int(name, int(parameter.low), int(parameter.high), log=parameter.log)
+    return trial.suggest_float(name, parameter.low, parameter.high, log=parameter.log)
+
+
+def with_changes(settings: RunSettings, changes: dict[str, int | float | str]) -> RunSettings:
+    """``settings`` with the values of ``changes``, such as ``{"train.margin": 0.2}``."""
+    tree: dict[str, Any] = settings.model_dump(mode="json", include=set(RunSettings.model_fields))
+    for name, value in changes.items():
+        section, key = name.split(".")
+        merge(tree, {section: {key: value}})
+    return of_run(tree)
+
+
+def identity(dataset: Dataset, settings: RunSettings, space: SearchSpace) -> str:
+    """A hash of everything that trials of one study have in common."""
+    parts = [
+        dataset.digest,
+        settings.train.model_dump_json(),
+        settings.index.model_dump_json(),
+        space.model_dump_json(),
+    ]
+    return sha256_bytes("\n".join(parts).encode())
+
+
+def _require_same(study: optuna.Study, expected: str, directory: Path) -> None:
+    actual = study.user_attrs.setdefault("identity", expected)
+    if actual != expected:
+        raise SettingsError(
+            f"{directory} has a study of other images, settings or parameters; choose another directory with --study."
+        )
+    study.set_user_attr("identity", expected)
+
+
+def _finished(study: optuna.Study) -> list[FrozenTrial]:
+    """Trials with an outcome. A killed process leaves trials without one."""
+    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
+
+
+def _baseline(study: optuna.Study) -> FrozenTrial | None:
+    """The trial of the unchanged settings, if it has a result."""
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return next((trial for trial in complete if not trial.params), None)
+
+
+def _conclude(study: optuna.Study, directory: Path) -> StudyResult:
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    baseline, best = _baseline(study) or complete[0], study.best_trial
+    lines = [f"[{section}]\n{assignments}" for section, assignments in _tables(best.params).items()]
+    write_atomically(directory / BEST_FILE, "# The best trial of a study by `evernear tune`.\n" + "".join(lines))
+    return StudyResult(
+        trials=len(complete) - 1,
+        failed=len(_finished(study)) - len(complete),
+        baseline=Proportion(**baseline.user_attrs["accuracy"]),
+        best=Proportion(**best.user_attrs["accuracy"]),
+        settings=best.params,
+    )
+
+
+def _tables(settings: dict[str, Any]) -> dict[str, str]:
+    tables: dict[str, str] = {}
+    for name, value in settings.items():
+        section, key = name.split(".")
+        text = f'"{value}"' if isinstance(value, str) else repr(value)
+        tables[section] = tables.get(section, "") + f"{key} = {text}\n"
+    return tables

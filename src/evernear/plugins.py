@@ -1,0 +1,217 @@
+"""Optional integrations: what each may offer, and how the core finds and calls them.
+
+An integration is a `Plugin`: ``PLUGIN`` of ``evernear/integrations/NAME/plugin.py``, or of another package that names
+it as an entry point of the group `GROUP`. Every command imports that module, so it imports heavy libraries, and those
+that it needs itself, inside of functions. The core never imports an integration by name.
+"""
+
+import logging
+import pkgutil
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from evernear.errors import EvernearError, SettingsError
+from evernear.output import printable
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
+    from evernear.embedding.embeddings import EmbeddingBlock
+    from evernear.index.choose import Choice
+    from evernear.index.description import Collection
+    from evernear.index.exact import ExactNeighbors
+    from evernear.index.vectors import GalleryVectors, VectorIndex
+    from evernear.release.registry import Champion, Registry
+    from evernear.run_record import RunRecord
+    from evernear.settings import IndexSettings
+
+GROUP = "evernear.plugins"
+PACKAGE = "evernear.integrations"
+FAISS = "faiss"
+"""The backend of an index whose vectors are in the archive of the release. It is no plug-in."""
+REASON_MAX_CHARACTERS = 300
+_PASSWORD = re.compile(r"//[^/@\s]+@")
+_log = logging.getLogger(__name__)
+
+
+class IndexBackend(Protocol):
+    """Where the vectors of a gallery are, other than in the archive of the release."""
+
+    def check(self, settings: "IndexSettings") -> None:
+        """Check before a run starts that its gallery could be written."""
+        ...
+
+    def create(
+        self, gallery: "GalleryVectors", settings: "IndexSettings", queries: "EmbeddingBlock", exact: "ExactNeighbors"
+    ) -> "Choice":
+        """Fill a collection with ``gallery``; choose its type on ``queries`` if ``settings.type`` is ``auto``."""
+        ...
+
+    def open(self, collection: "Collection", shape: tuple[int, int], search: str) -> "VectorIndex":
+        """Open a collection of ``shape`` (vectors, dimensions) with the search parameters ``search``."""
+        ...
+
+    def drop(self, collection: "Collection") -> None:
+        """Delete a collection, if it exists."""
+        ...
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function with options of typer, which becomes ``evernear GROUP NAME``."""
+
+    name: str
+    run: Callable[..., None]
+    group: str = ""
+    """A group of the command line, such as ``registry``; empty for ``evernear NAME``."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """What an integration offers. Everything is optional, except what to install."""
+
+    install: str
+    """The requirement with its libraries, such as ``evernear[milvus]``."""
+    backends: Mapping[str, Callable[[], IndexBackend]] = field(default_factory=dict)
+    """Functions that return a backend, by the value of ``index.backend`` that selects it."""
+    champion_moved: "Callable[[Registry, Champion | None], list[str]] | None" = None
+    """Called after each move of the champion with the champion before. It may repeat. Returns warnings."""
+    run_ended: "Callable[[RunRecord, str], list[str]] | None" = None
+    """Called at the end of a run with its record and the HTML of its run page. It may repeat. Returns warnings."""
+    commands: Callable[[], list[Command]] | None = None
+    """Returns commands to add."""
+    tracer_provider: "Callable[[str], TracerProvider | None] | None" = None
+    """Returns what exports the traces of the server of that name; None if the environment does not configure it."""
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """Say what to install if a library is missing.
+
+        Raises:
+            SettingsError: a library is missing.
+        """
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if (error.name or "evernear").partition(".")[0] == "evernear":  # a mistake in the code
+                raise
+            raise SettingsError(f"{error.name} is not installed; install {self.install}.") from None
+
+
+@cache
+def plugins() -> tuple[Plugin, ...]:
+    """All integrations: first evernear's in the order of their names, then those of other packages."""
+    own = import_module(PACKAGE)
+    names = sorted(module.name for module in pkgutil.iter_modules(own.__path__))
+    return (*(import_module(f"{PACKAGE}.{name}.plugin").PLUGIN for name in names), *_of_other_packages())
+
+
+def _of_other_packages() -> Iterator[Plugin]:
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        try:
+            plugin = entry.load()
+        except Exception as error:  # whatever a module of somebody else raises
+            plugin = error
+        if isinstance(plugin, Plugin):
+            yield plugin
+            continue
+        fault = sentence(plugin) if isinstance(plugin, Exception) else "it is no evernear.plugins.Plugin."
+        _log.warning("The plug-in %s (%s) is left out: %s", entry.name, entry.value, fault)
+
+
+def backend_names() -> tuple[str, ...]:
+    """The values of ``index.backend``."""
+    return (FAISS, *(name for plugin in plugins() for name in plugin.backends))
+
+
+@contextmanager
+def index_backend(name: str) -> Generator[IndexBackend]:
+    """The backend that ``index.backend`` or a release names, for calls within the context.
+
+    Raises:
+        SettingsError: it is unknown, or a library of it is missing.
+    """
+    for plugin in plugins():
+        if make := plugin.backends.get(name):
+            with plugin.installed():
+                yield make()
+            return
+    raise SettingsError(f"The index backend {name} is unknown here; known: {', '.join(backend_names())}.")
+
+
+def champion_moved(registry: "Registry", before: "Champion | None") -> None:
+    """Tell the integrations that the champion is another one than ``before``.
+
+    The release is live already and does not depend on them, so a failure is a warning.
+    """
+    for plugin in plugins():
+        if plugin.champion_moved:
+            for warning in _warnings(plugin, plugin.champion_moved, registry, before):
+                _log.warning("%s", warning)
+
+
+def run_ended(record: "RunRecord", page: str) -> list[str]:
+    """Tell the integrations that a run has ended; ``page`` is the HTML of its run page. Returns their warnings.
+
+    The record of the run in the store remains the truth, so a failure is a warning and never fails a run.
+    """
+    return [
+        warning
+        for plugin in plugins()
+        if plugin.run_ended
+        for warning in _warnings(plugin, plugin.run_ended, record, page)
+    ]
+
+
+def commands() -> Iterator[Command]:
+    """The commands of all integrations. One whose library is missing says what to install."""
+    for plugin in plugins():
+        for command in plugin.commands() if plugin.commands else ():
+            yield Command(command.name, plugin.installed()(command.run), command.group)
+
+
+def tracer_provider(service: str) -> "TracerProvider | None":
+    """What exports the traces of a server; None if nothing does."""
+    for plugin in plugins():
+        if plugin.tracer_provider:
+            try:
+                with plugin.installed():
+                    provider = plugin.tracer_provider(service)
+            except EvernearError as error:
+                _log.warning("Traces are not exported: %s", error)
+                continue
+            if provider is not None:
+                return provider
+    return None
+
+
+def rejection(system: str, variable: str, error: BaseException, item: str) -> str:
+    """A warning about a system that rejected ``item``, such as ``run``, or could not be reached.
+
+    ``variable`` is the environment variable with its address.
+    """
+    return f"{system} of {variable} rejected the {item}: {sentence(error)}"
+
+
+def sentence(error: BaseException) -> str:
+    """The reason for ``error`` on one line, without a password."""
+    while error.__context__:  # the first error is the most specific: connection refused, name not known, timed out
+        error = error.__context__
+    reason = _PASSWORD.sub("//", printable(" ".join(str(error).split())) or type(error).__name__)
+    return f"{reason[:REASON_MAX_CHARACTERS].rstrip('.')}."
+
+
+def _warnings(plugin: Plugin, offer: Callable[..., list[str]], *arguments: Any) -> list[str]:
+    try:
+        with plugin.installed():
+            return offer(*arguments)
+    except EvernearError as error:
+        return [str(error)]
+    except Exception as error:
+        return [f"The plug-in of {plugin.install} failed: {sentence(error)}"]

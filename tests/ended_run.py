@@ -1,0 +1,39 @@
+"""The record of a run whose release is held."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from releases import MakeRelease
+
+from evernear.release.registry import Registry
+from evernear.reporting.notify import finalize
+from evernear.run_record import RunRecord, StepRecord
+from evernear.settings import RunSettings
+from evernear.store import open_store
+
+STARTED = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
+EPOCHS = [
+    {"epoch": n, "train_loss": 1 / n, "gallery_loss": 2 / n, "gallery_accuracy": 0.9, "learning_rate": 0.1}
+    for n in (1, 2)
+]
+
+
+@pytest.fixture
+def record(tmp_path: Path, make_release: MakeRelease) -> RunRecord:
+    """The record of a run whose release is held."""
+    store = open_store((tmp_path / "store").as_uri())
+    release = make_release(promote=False)
+    Registry(store).publish(release.archive)
+    record = RunRecord(store, "run-1")
+    record.save_step(StepRecord(step="ingest", state="finished", started=STARTED, ended=STARTED))
+    record.save(
+        settings=RunSettings(store=store.uri).model_dump(mode="json"),
+        training={"epochs": EPOCHS, "best_epoch": 2},
+        metrics={"accuracy": 0.875},
+        archived={"version": release.version},
+        verdict=json.loads(release.verdict.read_text()),
+    )
+    finalize(record, "continuous-training", "SUCCEEDED", "")
+    return record

@@ -1,0 +1,5 @@
+"""The record of a run that has ended."""
+
+from ended_run import record
+
+__all__ = ["record"]

@@ -1,0 +1,242 @@
+"""Releases whose vectors are in Milvus: network, vectors and labels change together."""
+
+import dataclasses
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pymilvus import MilvusClient
+from releases import MakeRelease, PackedRelease, System, release_maker
+
+from evernear.deployment import deploy, promote, roll_back
+from evernear.embedding.embeddings import Embeddings
+from evernear.errors import IntegrityError, TransientStoreError
+from evernear.index.build import build
+from evernear.index.description import Collection
+from evernear.integrations.milvus import client as milvus_client
+from evernear.integrations.milvus.alias import point_alias
+from evernear.release.archive_reader import open_release
+from evernear.release.champion import open_champion
+from evernear.release.manifest import ReleaseManifest
+from evernear.release.registry import Cause, Registry
+from evernear.serving.core import Predictor
+from evernear.serving.java import java_environment
+from evernear.serving.responses import Prediction, Rejection
+from evernear.settings import IndexSettings, RunSettings, ServingSettings
+from evernear.store import open_store
+from evernear.store.identity import owner_of
+
+Make = Callable[..., PackedRelease]
+
+
+@pytest.fixture
+def make(
+    system: System, milvus_uri: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Make:
+    """Pack a release with a collection of the index type ``kind``; the alias is that of the test."""
+
+    def make(kind: str = "FLAT", parent: str | None = None) -> PackedRelease:
+        index_dir = tmp_path_factory.mktemp("index")
+        alias = request.node.originalname
+        settings = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type=kind)
+        embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
+        build(embeddings, system.dataset.labels, settings, index_dir)
+        in_milvus = dataclasses.replace(system, index_dir=index_dir)
+        made = release_maker(in_milvus, lambda: tmp_path_factory.mktemp("release"))
+        return made(parent=parent)
+
+    return make
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> RunSettings:
+    return RunSettings(workdir=tmp_path / "work", target="registry")
+
+
+def registry(settings: RunSettings) -> Registry:
+    return Registry(open_store(settings.store_uri))
+
+
+def collection_of(release: PackedRelease) -> Collection:
+    assert release.manifest.collection
+    return release.manifest.collection
+
+
+def alias_target(release: PackedRelease) -> str | None:
+    collection = collection_of(release)
+    return milvus_client.alias_target(milvus_client.connect(collection.uri), collection)
+
+
+def test_release_has_no_vectors_but_names_their_collection(make: Make, settings, tmp_path, make_release: MakeRelease):
+    release = make()
+    parts = open_release(release.archive, tmp_path / "parts")
+    assert "index.faiss" not in parts.manifest.parts
+    assert {"labels.npy", "centroids.npy", "network.pt"} < set(parts.manifest.parts)
+    predictor, in_archive = Predictor.open(parts), make_release()
+    reference = Predictor.open(open_release(in_archive.archive, tmp_path / "reference"))
+    for image, query in parts.smoke_queries():
+        (answer,), (expected,) = predictor.predict([image]), reference.predict([image])
+        assert isinstance(answer, Prediction)
+        assert isinstance(expected, Prediction)
+        assert (answer.pred, answer.unknown) == (query.pred, query.unknown) == (expected.pred, expected.unknown)
+        assert answer.dist == pytest.approx(expected.dist, abs=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"collection": None}, {"parts": "without labels"}])
+def test_manifest_must_name_either_the_collection_or_the_vectors(make: Make, change):
+    tree = make().manifest.model_dump(mode="json")
+    if change == {"collection": None}:
+        tree |= change
+    else:
+        tree["parts"].pop("labels.npy")
+    with pytest.raises(ValueError, match="parts are missing or unknown"):
+        ReleaseManifest.model_validate(tree)
+
+
+def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRelease, settings):
+    first = make()
+    deploy(first.archive, first.verdict, settings)
+    assert alias_target(first) == collection_of(first).name
+    second = make("IVF_FLAT,nlist=4", parent=first.version)
+    deploy(second.archive, second.verdict, settings)
+    assert alias_target(first) == collection_of(second).name != collection_of(first).name
+
+    roll_back(settings)
+    assert alias_target(first) == collection_of(first).name
+    promote(second.version, settings, cause=Cause(by="test"))
+    assert alias_target(first) == collection_of(second).name
+
+    in_archive = make_release(parent=second.version)
+    deploy(in_archive.archive, in_archive.verdict, settings)
+    assert alias_target(first) is None
+    roll_back(settings)
+    assert alias_target(first) == collection_of(second).name
+
+
+def test_champion_is_opened_for_comparison(make: Make, settings):
+    release = make()
+    deploy(release.archive, release.verdict, settings)
+    with open_champion(open_store(settings.store_uri)) as champion:
+        assert champion is not None
+        assert champion.recognizer.gallery.description.collection == collection_of(release)
+
+
+def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make_release, settings, milvus_uri):
+    releases = [make()]
+    releases += [make(parent=releases[0].version)]  # the same collection
+    releases += [make("IVF_FLAT,nlist=4", parent=releases[1].version)]
+    other = make("HNSW,M=8,efConstruction=40")
+    assert collection_of(releases[0]) == collection_of(releases[1])
+    registry(settings).publish(other.archive)
+    for release in releases:
+        deploy(release.archive, release.verdict, settings)
+    champion = make_release(parent=releases[2].version)
+    deploy(champion.archive, champion.verdict, settings)
+    client = MilvusClient(milvus_uri)
+
+    def remaining() -> set[str]:
+        alias = collection_of(other).alias
+        return {name for name in client.list_collections() if name.startswith(alias)}
+
+    assert registry(settings).prune(keep=1) == tuple(sorted([releases[0].version, releases[1].version, other.version]))
+    assert remaining() == {collection_of(releases[2]).name}
+
+
+def test_unreachable_milvus_does_not_undo_a_promotion(make: Make, settings, monkeypatch, caplog):
+    release = make()
+    unreachable = TransientStoreError("Milvus at somewhere cannot be reached: no answer.")
+
+    def fail(collection: Collection) -> None:
+        raise unreachable
+
+    with monkeypatch.context() as patch:
+        patch.setattr(milvus_client, "point_alias", fail)
+        assert deploy(release.archive, release.verdict, settings).version == release.version
+    assert "cannot be reached: no answer. Run `evernear registry alias`." in caplog.text
+    assert registry(settings).champion().version == release.version  # pyright: ignore[reportOptionalMemberAccess]
+    assert alias_target(release) is None
+    assert point_alias(registry(settings)) == collection_of(release)
+    assert alias_target(release) == collection_of(release).name
+
+
+def test_release_with_a_missing_collection_does_not_load(make: Make, tmp_path):
+    release = make()
+    milvus_client.drop(collection_of(release))
+    with pytest.raises(IntegrityError, match="does not exist"):
+        Predictor.open(open_release(release.archive, tmp_path / "parts"))
+
+
+def test_images_are_rejected_while_milvus_is_unreachable(make: Make, tmp_path, monkeypatch):
+    parts = open_release(make().archive, tmp_path / "parts")
+    predictor = Predictor.open(parts)
+    image, _ = parts.smoke_queries()[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("pymilvus.MilvusClient.search", _unavailable)
+        bad, good = predictor.predict([b"text", image])
+    assert isinstance(bad, Rejection)
+    assert isinstance(good, Rejection)
+    assert (bad.code, good.code, good.type) == (400, 503, "GalleryUnavailable")
+    assert isinstance(predictor.predict([image])[0], Prediction)
+
+
+def _unavailable(*_: object, **__: object) -> None:
+    from pymilvus import MilvusException
+
+    raise MilvusException(2, "no connection")
+
+
+def test_workers_of_torchserve_get_the_address_and_the_token_but_no_other_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("EVERNEAR_MILVUS_URI", "http://milvus:19530")
+    monkeypatch.setenv("EVERNEAR_MILVUS_TOKEN", "secret")
+    monkeypatch.setenv("EVERNEAR_TOKEN", "another secret")
+    environment = java_environment(ServingSettings(), tmp_path)
+    assert environment["EVERNEAR_MILVUS_URI"] == "http://milvus:19530"
+    assert environment["EVERNEAR_MILVUS_TOKEN"] == "secret"
+    assert "EVERNEAR_TOKEN" not in environment
+
+
+def test_copied_store_leaves_the_collections_of_the_original(
+    system: System, make_release: MakeRelease, settings, milvus_uri, tmp_path, tmp_path_factory, caplog
+):
+    """Collections belong to a store at a place: a copy has the same id, but prunes only what it filled itself."""
+    store = open_store(settings.store_uri)
+    alias, index_dir = f"test_{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("index")
+    index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type="FLAT")
+    embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
+    build(embeddings, system.dataset.labels, index, index_dir, owner=owner_of(store))
+    made = release_maker(dataclasses.replace(system, index_dir=index_dir), lambda: tmp_path_factory.mktemp("release"))
+    first = made()
+    deploy(first.archive, first.verdict, settings)
+    assert (collection_of(first).alias, collection_of(first).owner) == (alias, owner_of(store))
+
+    copied = RunSettings(workdir=tmp_path / "copy", target="registry")
+    shutil.copytree(settings.workdir / "store", tmp_path / "copy" / "store")
+    champion = first.version
+    for _ in range(2):
+        release = make_release(parent=champion)
+        deploy(release.archive, release.verdict, copied)
+        champion = release.version
+    assert first.version in registry(copied).prune(keep=1)
+    assert alias_target(first) == collection_of(first).name
+    client = MilvusClient(milvus_uri)
+    assert collection_of(first).name in client.list_collections()
+    assert f"The collection {collection_of(first).name} in milvus is left" in caplog.text
+
+    champion = first.version
+    for _ in range(2):
+        release = make_release(parent=champion)
+        deploy(release.archive, release.verdict, settings)
+        champion = release.version
+    assert first.version in registry(settings).prune(keep=1)
+    assert collection_of(first).name not in client.list_collections()
+
+
+def test_lost_record_of_the_champion_before_is_no_fault_of_milvus(make_release: MakeRelease, settings, caplog):
+    first = make_release()
+    deploy(first.archive, first.verdict, settings)
+    second = make_release(parent=first.version)
+    open_store(settings.store_uri).put(f"releases/manifests/{first.version}.json", b"")
+    deploy(second.archive, second.verdict, settings)
+    assert "Milvus" not in caplog.text

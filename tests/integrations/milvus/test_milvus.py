@@ -1,0 +1,190 @@
+"""Collections and aliases in Milvus. Tests of both backends are in the other files, with ``index_settings``."""
+
+import sys
+from itertools import islice
+
+import numpy as np
+import pytest
+from gallery_vectors import NETWORK, MakeEmbeddings, blobs
+from pymilvus import MilvusClient
+
+from evernear.errors import IntegrityError, SettingsError, TransientStoreError
+from evernear.index import choose
+from evernear.index.build import build
+from evernear.index.description import Collection, IndexDescription
+from evernear.index.search import Gallery
+from evernear.integrations.milvus import client as milvus_client
+from evernear.integrations.milvus import index as milvus
+from evernear.settings import IndexSettings
+
+LABELS = tuple("abcde")
+GALLERY, QUERIES = blobs(1, 2500, spread=0.2), blobs(2, 600, spread=0.2)
+
+
+@pytest.fixture(scope="module")
+def embeddings(make_embeddings: MakeEmbeddings):
+    return make_embeddings({"gallery": GALLERY, "query": QUERIES}, rows_per_shard=1200)
+
+
+@pytest.fixture
+def settings(milvus_uri: str, request: pytest.FixtureRequest) -> IndexSettings:
+    """Settings with an alias that only this test uses."""
+    return IndexSettings(backend="milvus", uri=milvus_uri, collection=request.node.originalname)
+
+
+def client(settings: IndexSettings) -> MilvusClient:
+    return MilvusClient(settings.uri)
+
+
+def collection_of(described: IndexDescription) -> Collection:
+    assert described.collection
+    return described.collection
+
+
+def test_collection_has_vectors_labels_and_hashes_for_other_readers(embeddings, settings, tmp_path):
+    described = build(embeddings, LABELS, settings, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["centroids.npy", "index.json", "labels.npy"]
+    collection = collection_of(described)
+    assert (collection.uri, collection.alias) == (settings.uri, settings.collection)
+    row, last = client(settings).query(
+        collection.name, filter="row in [7, 2499]", output_fields=["label", "image", "embedding"]
+    )
+    assert (row["label"], row["image"]) == (LABELS[GALLERY[1][7]], "00" * 32)
+    np.testing.assert_array_equal(np.array([row["embedding"], last["embedding"]], np.float32), GALLERY[0][[7, 2499]])
+
+
+def test_content_names_the_collection_and_the_same_content_is_written_once(embeddings, settings, tmp_path, monkeypatch):
+    first = collection_of(build(embeddings, LABELS, settings, tmp_path / "a"))
+    other = collection_of(build(embeddings, ("A", *LABELS[1:]), settings, tmp_path / "b"))
+    graph = collection_of(build(embeddings, LABELS, settings.model_copy(update={"type": "HNSW"}), tmp_path / "c"))
+    assert len({first.name, other.name, graph.name}) == 3
+    monkeypatch.setattr(milvus, "_rows", lambda gallery: pytest.fail("written again"))
+    assert collection_of(build(embeddings, LABELS, settings, tmp_path / "a")) == first
+
+
+def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatch):
+    def killed(gallery, rows=milvus._rows):
+        yield from islice(rows(gallery), 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(milvus, "_rows", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build(embeddings, LABELS, settings, tmp_path)
+    build(embeddings, LABELS, settings, tmp_path)
+    nearest = Gallery.open(tmp_path, NETWORK).search(GALLERY[0], 1)
+    np.testing.assert_array_equal(nearest.rows[:, 0], np.arange(2500))
+
+
+def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(choose, "FLAT_BYTES", 1)
+    described = build(embeddings, LABELS, settings, tmp_path)
+    assert described.factory == milvus.GRAPH
+    assert described.search in milvus.BEAMS
+    assert described.calibration.nearest_found >= 0.99 * 600
+    assert f"finds {described.calibration.nearest_found:,} of 600" in described.reason
+    found = Gallery.open(tmp_path, NETWORK).search(QUERIES[0], 50)
+    assert (found.rows >= 0).all()  # the beam is at least as wide as the result
+
+
+def test_gallery_is_searched_exactly_if_no_graph_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(milvus, "exact_search_reason", lambda *figures: "")
+    described = build(embeddings, LABELS, settings.model_copy(update={"recall": 1.0}), tmp_path)
+    assert (described.factory, described.search) == ("FLAT", "")
+    assert described.reason.endswith("exact search remains")
+    collections = [name for name in client(settings).list_collections() if name.startswith(settings.collection)]
+    assert collections == [collection_of(described).name]
+
+
+def test_changed_collection_is_rejected(embeddings, settings, tmp_path):
+    name = collection_of(build(embeddings, LABELS, settings, tmp_path)).name
+    client(settings).delete(name, filter="row in [3]")
+    with pytest.raises(IntegrityError, match=f"{name} in Milvus at .* has 2,499 vectors of 16 dimensions, not 2,500"):
+        Gallery.open(tmp_path, NETWORK)
+    client(settings).drop_collection(name)
+    with pytest.raises(IntegrityError, match=f"{name} in Milvus at .* does not exist; `evernear reindex` fills it"):
+        Gallery.open(tmp_path, NETWORK)
+
+
+def test_collection_that_the_server_released_is_loaded_again(embeddings, settings, tmp_path):
+    name = collection_of(build(embeddings, LABELS, settings, tmp_path)).name
+    gallery = Gallery.open(tmp_path, NETWORK)
+    client(settings).release_collection(name)
+    assert gallery.search(GALLERY[0][:2], 1).rows.tolist() == [[0], [1]]
+
+
+def test_alias_moves_between_collections(embeddings, settings, tmp_path):
+    first = collection_of(build(embeddings, LABELS, settings, tmp_path / "a"))
+    second = collection_of(build(embeddings, tuple("ABCDE"), settings, tmp_path / "b"))
+    targets = lambda: {milvus_client.alias_target(client(settings), each) for each in (first, second)}  # noqa: E731
+    assert targets() == {None}
+    for collection in (first, first, second):
+        milvus_client.point_alias(collection)
+        assert targets() == {collection.name}
+    milvus_client.drop(first)
+    milvus_client.drop(first)
+    assert not client(settings).has_collection(first.name)
+    for _ in range(2):
+        milvus_client.drop_alias(second)
+        assert targets() == {None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"type": "HNSV"}, "index.type = 'HNSV' does not work in Milvus"),
+        ({"type": "HNSW,M"}, "index.type = 'HNSW,M' does not work in Milvus"),
+        ({"type": "HNSW", "search": "ef"}, "index.search = 'ef'"),
+        ({"search": "ef=3"}, "index.search = 'ef=3' needs an index.type"),
+        ({"uri": ""}, "index.backend = milvus needs index.uri"),
+    ],
+)
+def test_invalid_setting_is_named(embeddings, settings, tmp_path, changes, named):
+    with pytest.raises(SettingsError) as raised:
+        build(embeddings, LABELS, settings.model_copy(update=changes), tmp_path)
+    assert named in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_unreachable_server_is_named(embeddings, tmp_path):
+    settings = IndexSettings(backend="milvus", uri="http://127.0.0.1:1")
+    with pytest.raises(TransientStoreError, match=r"Milvus at http://127\.0\.0\.1:1 cannot be reached: "):
+        build(embeddings, LABELS, settings, tmp_path)
+
+
+def test_missing_client_is_named(embeddings, settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    with pytest.raises(SettingsError, match=r"^pymilvus is not installed; install evernear\[milvus\]\.$"):
+        build(embeddings, LABELS, settings, tmp_path)
+
+
+def test_environment_names_another_address_than_the_release(embeddings, settings, tmp_path, monkeypatch):
+    build(embeddings, LABELS, settings, tmp_path)
+    description = tmp_path / "index.json"
+    description.write_text(description.read_text().replace(settings.uri, "http://127.0.0.1:1"))
+    with pytest.raises(TransientStoreError):
+        Gallery.open(tmp_path, NETWORK)
+    monkeypatch.setenv("EVERNEAR_MILVUS_URI", settings.uri)
+    assert Gallery.open(tmp_path, NETWORK).search(GALLERY[0][:1], 1).rows.tolist() == [[0]]
+
+
+def test_token_is_sent_only_to_the_address_of_the_environment(settings, tmp_path, monkeypatch):
+    (tmp_path / "token").write_text("user:password\n")
+    monkeypatch.setenv("EVERNEAR_MILVUS_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(SettingsError, match="but not EVERNEAR_MILVUS_URI"):
+        milvus_client.connect(settings.uri)
+    monkeypatch.setenv("EVERNEAR_MILVUS_URI", settings.uri)
+    assert milvus_client._token() == "user:password"
+    monkeypatch.setenv("EVERNEAR_MILVUS_TOKEN", "direct")
+    assert milvus_client._token() == "direct"
+    monkeypatch.delenv("EVERNEAR_MILVUS_TOKEN")
+    (tmp_path / "token").unlink()
+    with pytest.raises(SettingsError, match="cannot be read"):
+        milvus_client._token()
+
+
+@pytest.mark.parametrize("uri", ["http://user:password@host:19530", "not-a-database", "ftp://host/a.db"])
+def test_invalid_address_is_rejected(uri):
+    with pytest.raises(ValueError, match="uri"):
+        IndexSettings(backend="milvus", uri=uri)
