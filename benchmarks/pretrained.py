@@ -26,7 +26,6 @@ from sklearn.preprocessing import StandardScaler
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.backbone import TimmMember
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.train import train_network
 

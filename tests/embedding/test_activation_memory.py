@@ -13,7 +13,8 @@ from torch import Tensor
 
 from evernear.data.shards import Dataset
 from evernear.embedding import memory
-from evernear.embedding.network import Architecture, EmbeddingNetwork, build
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.network import EmbeddingNetwork, build
 from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 

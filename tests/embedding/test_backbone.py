@@ -19,13 +19,14 @@ from evernear.data.shards import Dataset
 from evernear.data.validate import require_valid, validate
 from evernear.disk import sha256_file
 from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
 from evernear.embedding.freeze import choose_architecture
-from evernear.embedding.network import Architecture, build
+from evernear.embedding.network import build
 from evernear.embedding.recipe import choose_optimizer
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
@@ -34,7 +35,7 @@ from evernear.store import open_store
 
 # timm takes seconds to import, also in workers that only collect this module: tests import it themselves.
 if TYPE_CHECKING:
-    from evernear.embedding.backbone import TimmMember
+    from evernear.embedding.timm_member import TimmMember
 
 TINY = "test_resnet"
 """The smallest convolutional network of timm."""
@@ -57,7 +58,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def member(directory: Path) -> "TimmMember":
-    from evernear.embedding.backbone import TimmMember
+    from evernear.embedding.timm_member import TimmMember
 
     _, network = load_trained(directory)
     (timm_member,) = network.members

@@ -9,12 +9,13 @@ import torch
 
 from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed, embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import center, describe_network, export, load_network, load_torchscript, to_torchscript
-from evernear.embedding.network import Architecture, build
+from evernear.embedding.network import build
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
 

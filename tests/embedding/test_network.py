@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from evernear.embedding.network import Architecture, EmbeddingNetwork, build, choose_patch
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.network import EmbeddingNetwork, build, choose_patch
 
 
 def network(

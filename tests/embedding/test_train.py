@@ -22,11 +22,11 @@ from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import Epoch, TrainingResult, load_trained
 from evernear.embedding.checkpoint import TrainingState, checkpoint_key
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, require_learned
-from evernear.embedding.network import Architecture
 from evernear.embedding.recipe import TOTAL_DECAY, choose_optimizer, learning_rate, with_defaults
 from evernear.embedding.train import Steps, train_network
 from evernear.errors import IntegrityError, StoreError, TrainingError

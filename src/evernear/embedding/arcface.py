@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evernear.embedding.network import Architecture, build
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.network import build
 from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7

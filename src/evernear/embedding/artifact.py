@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from evernear.disk import sha256_bytes, write_atomically
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
-from evernear.embedding.network import Architecture, EmbeddingNetwork, build
+from evernear.embedding.network import EmbeddingNetwork, build
 from evernear.errors import IntegrityError
 from evernear.frozen import Frozen
 from evernear.settings import TrainSettings

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import timm
@@ -18,13 +18,14 @@ import torch
 from huggingface_hub import hf_hub_download
 from numpy.typing import NDArray
 from timm.data.config import resolve_data_config
-from timm.models import PretrainedCfg, get_pretrained_cfg, load_state_dict
+from timm.models import load_state_dict
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from evernear.data.preprocess import NetworkInput
 from evernear.disk import sha256_file
-from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.network import MEMBERS, EmbeddingNetwork
+from evernear.embedding.timm_member import Backbone, TimmMember, Whitening, config_of, create_backbone
 from evernear.errors import StoreError, TrainingError
 from evernear.output import printable
 from evernear.proxies import through_proxy
@@ -47,12 +48,6 @@ _REASON_MAX_CHARACTERS = 200
 Floats = NDArray[np.float64]
 
 
-class _Backbone(Protocol):
-    """The part of a timm model that evernear uses."""
-
-    head_hidden_size: int
-
-
 @dataclass(frozen=True)
 class Weights:
     """Pretrained weights of a backbone; ``sha256`` is the hash of their file."""
@@ -60,58 +55,6 @@ class Weights:
     source: str
     sha256: str
     state: dict[str, Tensor]
-
-
-class TimmMember(nn.Module):
-    """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
-
-    Pooled features are projected to the embedding, as in the compact network. A frozen backbone's features are only
-    whitened.
-    """
-
-    def __init__(self, architecture: Architecture) -> None:
-        super().__init__()
-        dim = architecture.embedding_dim // architecture.members
-        self.resize = _Resize(architecture.shape, architecture.input) if architecture.input else nn.Identity()
-        self.backbone = _create(architecture)
-        features = cast(_Backbone, self.backbone).head_hidden_size
-        self.project = nn.Identity() if architecture.frozen else nn.Linear(features, dim, bias=False)
-        self.standardize = Whitening(dim) if architecture.frozen else nn.BatchNorm1d(dim)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Embed normalized pixels (N, C, H, W)."""
-        features = self.backbone(self.resize(pixels))
-        return F.normalize(self.standardize(self.project(features).to(torch.float32)))
-
-
-class Whitening(nn.Module):
-    """An affine map of features, fitted by `whiten` and initially the identity."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(dim))
-        self.register_buffer("matrix", torch.eye(dim))
-        self.mean: Tensor
-        self.matrix: Tensor
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Whiten features (N, F)."""
-        return (features - self.mean) @ self.matrix
-
-
-class _Resize(nn.Module):
-    """Crops the center of an image and resizes it to the size that the backbone was pretrained with."""
-
-    def __init__(self, shape: tuple[int, int, int], size: NetworkInput) -> None:
-        super().__init__()
-        self.height, self.width = size.crop_height_px, size.crop_width_px
-        self.top, self.left = (shape[0] - self.height) // 2, (shape[1] - self.width) // 2
-        self.size = [size.height_px, size.width_px]
-        self.mode = str(size.interpolation)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        center = pixels[:, :, self.top : self.top + self.height, self.left : self.left + self.width]
-        return F.interpolate(center, self.size, mode=self.mode, align_corners=False, antialias=True)
 
 
 def choose_backbone(settings: TrainSettings) -> str:
@@ -150,7 +93,7 @@ def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings
     height, width, _ = shape
     side = settings.backbone_size_px or int(config["input_size"][-1])
     crop = float(config["crop_pct"]) if settings.weights else 1.0
-    box = (min(height, width),) * 2 if _config(name).fixed_input_size else (height, width)
+    box = (min(height, width),) * 2 if config_of(name).fixed_input_size else (height, width)
     scale = side / min(box)
     return NetworkInput(
         crop_height_px=max(1, round(box[0] * crop)),
@@ -172,28 +115,11 @@ def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tu
 
 def feature_dim(name: str) -> int:
     """Number of pooled features of a timm model."""
-    return cast(_Backbone, timm.create_model(name, num_classes=0)).head_hidden_size
-
-
-def _config(name: str) -> PretrainedCfg:
-    config = get_pretrained_cfg(name)
-    if config is None:
-        raise TrainingError(f"timm defines no input size for {name} (train.backbone); choose another backbone.")
-    return config
+    return cast(Backbone, timm.create_model(name, num_classes=0)).head_hidden_size
 
 
 def _data_config(name: str) -> dict[str, Any]:
-    return resolve_data_config(pretrained_cfg=_config(name).to_dict())
-
-
-def _create(architecture: Architecture, **options: Any) -> nn.Module:
-    """Create the timm model of ``architecture``, without a classifier."""
-    height, width, channels = architecture.shape
-    if architecture.input is not None:
-        height, width = architecture.input.height_px, architecture.input.width_px
-    if _config(architecture.backbone).fixed_input_size:
-        options["img_size"] = (height, width)
-    return timm.create_model(architecture.backbone, num_classes=0, in_chans=channels, scriptable=True, **options)
+    return resolve_data_config(pretrained_cfg=config_of(name).to_dict())
 
 
 def read_weights(settings: TrainSettings) -> Weights:
@@ -304,7 +230,7 @@ def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
         if key.startswith(_EVERNEAR_PREFIX)
     }
     state = trained or dict(weights.state)
-    config = _config(architecture.backbone)
+    config = config_of(architecture.backbone)
     classifiers = (config.classifier,) if isinstance(config.classifier, str) else config.classifier or ()
     for classifier in classifiers:
         for parameter in ("weight", "bias"):
@@ -314,7 +240,7 @@ def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
     if first is not None:
         overlay["input_size"] = (first.shape[1], *config.input_size[1:])
     try:
-        return _create(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
+        return create_backbone(architecture, pretrained=True, pretrained_cfg_overlay=overlay)
     except (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise TrainingError(
             f"{printable(weights.source)} (train.weights) does not fit {architecture.backbone}: {_mismatch(error)}; "
@@ -330,7 +256,7 @@ def _mismatch(error: Exception) -> str:
 
 
 def _download_from_hub(name: str) -> tuple[str, Path]:
-    config = _config(name)
+    config = config_of(name)
     if not config.hf_hub_id:
         raise TrainingError(f"The Hugging Face Hub has no weights for {name}; set train.weights to a file.")
     file = config.hf_hub_filename or "model.safetensors"

@@ -19,9 +19,10 @@ from evernear.data.manifest import Manifest
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
 from evernear.disk import sha256_bytes, sha256_file, write_atomically
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
-from evernear.embedding.network import Architecture, EmbeddingNetwork
+from evernear.embedding.network import EmbeddingNetwork
 from evernear.errors import IntegrityError, TrainingError
 from evernear.frozen import Frozen
 from evernear.store import Store

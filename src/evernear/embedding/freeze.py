@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from evernear.data.shards import Dataset
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.network import MEMBERS, Architecture, EmbeddingNetwork, build, choose_patch
+from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build, choose_patch
 from evernear.settings import TrainSettings
 
 

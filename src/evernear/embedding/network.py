@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evernear.data.preprocess import NetworkInput
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import inference_batch_size
-from evernear.frozen import Frozen
 
 MAX_LAST_GRID = 3
 """Stages are added until no side of the feature map exceeds this, which preserves the positions of features."""
@@ -17,30 +16,6 @@ MAX_FIRST_GRID = 96
 """Larger images are split into patches until the grid of patches is smaller, so that the cost is bounded."""
 MAX_WIDTH_FACTOR = 8
 """Channels double from stage to stage, up to this multiple of the first stage's."""
-
-
-class Architecture(Frozen):
-    """Everything that is needed to build a network, except its weights."""
-
-    shape: tuple[int, int, int]
-    """Height, width and channels of an image."""
-    mean: tuple[float, ...]
-    """Mean of each channel over the training images, with pixels scaled to 0..1."""
-    std: tuple[float, ...]
-    patch_px: int
-    """Side of the patches whose pixels become channels before the first convolution."""
-    width: int
-    """Channels of the first convolution."""
-    embedding_dim: int
-    """Dimensions of the whole embedding, of which each ensemble member computes an equal part."""
-    members: int = 1
-    backbone: str = "compact"
-    """A name in `MEMBERS`, or a timm model (`evernear.embedding.backbone`), to which ``input`` and ``frozen`` apply."""
-    input: NetworkInput | None = None
-    frozen: bool = False
-    """Whether the backbone's features are the embedding, without a projection."""
-    test_time_flip: bool = False
-    """Whether to average the embeddings of an image and its mirror image."""
 
 
 class EmbeddingNetwork(nn.Module):
@@ -134,7 +109,7 @@ MEMBERS: dict[str, type[nn.Module]] = {"compact": _Member}
 def _build_member(architecture: Architecture) -> nn.Module:
     if architecture.backbone in MEMBERS:
         return MEMBERS[architecture.backbone](architecture)
-    from evernear.embedding.backbone import TimmMember  # timm is not installed where releases are served
+    from evernear.embedding.timm_member import TimmMember  # timm is not installed where releases are served
 
     return TimmMember(architecture)
 

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import training_batch_size
 from evernear.embedding.muon import Muon
-from evernear.embedding.network import MEMBERS, Architecture
+from evernear.embedding.network import MEMBERS
 from evernear.errors import TrainingError
 from evernear.output import quantity
 from evernear.settings import TrainSettings

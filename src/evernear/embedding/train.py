@@ -29,6 +29,7 @@ from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, Epoch, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.augmentation import Draws, Flip, augment, random_flips
 from evernear.embedding.batch_norm import GlobalBatchNorm
@@ -36,7 +37,6 @@ from evernear.embedding.checkpoint import TrainingState, checkpoint_key, load_ch
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, freeze, initialize
 from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery
-from evernear.embedding.network import Architecture
 from evernear.embedding.recipe import (
     choose_device,
     choose_micro_batches,

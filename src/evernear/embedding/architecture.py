@@ -1,0 +1,29 @@
+"""What a network is built from, apart from its weights."""
+
+from evernear.data.preprocess import NetworkInput
+from evernear.frozen import Frozen
+
+
+class Architecture(Frozen):
+    """Everything that is needed to build a network, except its weights."""
+
+    shape: tuple[int, int, int]
+    """Height, width and channels of an image."""
+    mean: tuple[float, ...]
+    """Mean of each channel over the training images, with pixels scaled to 0..1."""
+    std: tuple[float, ...]
+    patch_px: int
+    """Side of the patches whose pixels become channels before the first convolution."""
+    width: int
+    """Channels of the first convolution."""
+    embedding_dim: int
+    """Dimensions of the whole embedding, of which each ensemble member computes an equal part."""
+    members: int = 1
+    backbone: str = "compact"
+    """A name in `evernear.embedding.network.MEMBERS`, or a timm model (`evernear.embedding.timm_member`), to which
+    ``input`` and ``frozen`` apply."""
+    input: NetworkInput | None = None
+    frozen: bool = False
+    """Whether the backbone's features are the embedding, without a projection."""
+    test_time_flip: bool = False
+    """Whether to average the embeddings of an image and its mirror image."""

@@ -1,0 +1,93 @@
+"""A timm model as a member of the embedding network."""
+
+from typing import Any, Protocol, cast
+
+import timm
+import torch
+from timm.models import PretrainedCfg, get_pretrained_cfg
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evernear.data.preprocess import NetworkInput
+from evernear.embedding.architecture import Architecture
+from evernear.errors import TrainingError
+
+
+class Backbone(Protocol):
+    """The part of a timm model that evernear uses."""
+
+    head_hidden_size: int
+
+
+class TimmMember(nn.Module):
+    """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
+
+    Pooled features are projected to the embedding, as in the compact network. Those of a frozen backbone are only
+    whitened.
+    """
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        dim = architecture.embedding_dim // architecture.members
+        self.resize = _Resize(architecture.shape, architecture.input) if architecture.input else nn.Identity()
+        self.backbone = create_backbone(architecture)
+        features = cast(Backbone, self.backbone).head_hidden_size
+        self.project = nn.Identity() if architecture.frozen else nn.Linear(features, dim, bias=False)
+        self.standardize = Whitening(dim) if architecture.frozen else nn.BatchNorm1d(dim)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Embed normalized pixels (N, C, H, W)."""
+        features = self.backbone(self.resize(pixels))
+        return F.normalize(self.standardize(self.project(features).to(torch.float32)))
+
+
+class Whitening(nn.Module):
+    """An affine map of features, fitted by `evernear.embedding.backbone.whiten` and initially the identity."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("matrix", torch.eye(dim))
+        self.mean: Tensor
+        self.matrix: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Whiten features (N, F)."""
+        return (features - self.mean) @ self.matrix
+
+
+class _Resize(nn.Module):
+    """Crops the center of an image and resizes it to the size that the backbone was pretrained with."""
+
+    def __init__(self, shape: tuple[int, int, int], size: NetworkInput) -> None:
+        super().__init__()
+        self.height, self.width = size.crop_height_px, size.crop_width_px
+        self.top, self.left = (shape[0] - self.height) // 2, (shape[1] - self.width) // 2
+        self.size = [size.height_px, size.width_px]
+        self.mode = str(size.interpolation)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        center = pixels[:, :, self.top : self.top + self.height, self.left : self.left + self.width]
+        return F.interpolate(center, self.size, mode=self.mode, align_corners=False, antialias=True)
+
+
+def config_of(name: str) -> PretrainedCfg:
+    """The configuration of a timm model.
+
+    Raises:
+        TrainingError: timm defines none.
+    """
+    config = get_pretrained_cfg(name)
+    if config is None:
+        raise TrainingError(f"timm defines no input size for {name} (train.backbone); choose another backbone.")
+    return config
+
+
+def create_backbone(architecture: Architecture, **options: Any) -> nn.Module:
+    """Create the timm model of ``architecture``, without a classifier."""
+    height, width, channels = architecture.shape
+    if architecture.input is not None:
+        height, width = architecture.input.height_px, architecture.input.width_px
+    if config_of(architecture.backbone).fixed_input_size:
+        options["img_size"] = (height, width)
+    return timm.create_model(architecture.backbone, num_classes=0, in_chans=channels, scriptable=True, **options)
