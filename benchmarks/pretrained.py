@@ -27,6 +27,7 @@ from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.timm_member import TimmMember
 from evernear.embedding.train import train_network
 
 BACKBONE = ("train.backbone=resnet18", "train.backbone_size_px=64")
