@@ -40,7 +40,7 @@ class Collection(Frozen):
     uri: str = Field(max_length=1000)
     """Address of the server, or absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
-    """An alias, the store that it belongs to (`evernear.store.identity.owner_of`), and the hash of the content."""
+    """An alias, the store that it belongs to (`owner_of`), and the hash of the content."""
 
     @property
     def alias(self) -> str:
