@@ -16,22 +16,24 @@ from pydantic import Field
 
 from evernear.errors import SettingsError
 from evernear.settings import sources
+from evernear.settings.classes import ClassSettings
+from evernear.settings.cost import CostSettings
+from evernear.settings.data import DataSettings
+from evernear.settings.evaluation import EvaluationSettings
+from evernear.settings.gate import GateSettings
+from evernear.settings.index import IndexSettings
+from evernear.settings.kubernetes import KubernetesSettings
 from evernear.settings.layers import DEFAULT_WORKDIR, PRESET, Layers, read_layers
+from evernear.settings.pipeline import PipelineSettings
+from evernear.settings.prep import PrepSettings
 from evernear.settings.section import LocalPath, Section
-from evernear.settings.serving import KubernetesSettings, PrepSettings, ServingSettings
+from evernear.settings.serving import ServingSettings
+from evernear.settings.slack import SlackSettings
 from evernear.settings.sources import Tree, merge, parse
-from evernear.settings.training import (
-    ClassSettings,
-    CostSettings,
-    DataSettings,
-    EvaluationSettings,
-    GateSettings,
-    IndexSettings,
-    TrainJobSettings,
-    TrainSettings,
-    ValidationSettings,
-)
-from evernear.settings.triggers import PipelineSettings, SlackSettings, WatchSettings
+from evernear.settings.train import TrainSettings
+from evernear.settings.train_job import TrainJobSettings
+from evernear.settings.validation import ValidationSettings
+from evernear.settings.watch import WatchSettings
 
 PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
 """The settings that are pipeline parameters in their own right, by the parameter's name."""

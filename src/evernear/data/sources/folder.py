@@ -18,7 +18,7 @@ from evernear.data.sources.names import is_litter, is_skipped, names_other_kind,
 from evernear.data.sources.tree import Tree
 from evernear.disk import disk_errors
 from evernear.errors import DataError, StoreError
-from evernear.settings.training import DataSettings
+from evernear.settings.data import DataSettings
 from evernear.store import open_store
 
 DEFAULTS = DataSettings()

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from evernear.data.manifest import SPLITS, Split
 from evernear.errors import DataError
 from evernear.output import quantity
-from evernear.settings.training import DataSettings
+from evernear.settings.data import DataSettings
 
 _VALIDATION = frozenset({"val", "valid", "validation", "dev"})
 SPLIT_WORDS: Final[dict[str, Split]] = {

@@ -1,0 +1,91 @@
+"""The settings of the section ``data``."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from evernear.settings.section import Fraction, PixelLimit, Section, absolute
+
+BUILT_IN_SOURCES = ("digits", "mnist")
+"""Sources that are names, not locations."""
+
+
+class DataSettings(Section):
+    """Where images come from, and how they are divided into splits and shards."""
+
+    source: str = Field(
+        default="digits",
+        description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix",
+    )
+    dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
+    moved_from: str = Field(
+        default="",
+        description="The earlier location of the source, as data.source named it, if its images have moved. Images "
+        "that are gone since are removed, and new labels count.",
+    )
+    size_px: int = Field(
+        default=0, ge=0, le=1024, description="Height and width of resized images; 0: from the images' median size."
+    )
+    max_size_px: int = Field(
+        default=0, ge=0, le=1024, description="Largest automatic size; 0: 128, or 224 with train.weights."
+    )
+    resize: Literal["auto", "crop", "letterbox", "stretch"] = Field(
+        default="auto",
+        description="Images of another aspect ratio: crop to the center, pad with gray bars, or stretch; auto: crop, "
+        "or letterbox if more than half would be lost.",
+    )
+    bit_depth: int = Field(
+        default=0,
+        description="Bits that the values of 16-bit images use: 8, 10, 12, 14 or 16; larger values are clipped. "
+        "0: from a sample of the first ingest.",
+    )
+    channels: Literal["auto", "gray", "color"] = Field(default="auto", description="auto: those of most images.")
+    layout: Literal["auto", "classes", "innermost"] = Field(
+        default="auto",
+        description="Folders of a source; auto: splits by their names, and classes in them or above them; classes: "
+        "the top-level folders are the classes, whatever their names; innermost: as auto, but each innermost folder "
+        "is a class.",
+    )
+    split_folders: dict[str, Literal["train", "test", "gallery", "query", "none"]] = Field(
+        default={}, description="The split of folders whose names do not say it; none: leave the folder out."
+    )
+    test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
+    gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
+    query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
+    shard_size_bytes: int = Field(default=32 * 2**20, ge=2**16, description="Largest size of a shard.")
+    max_pixels: PixelLimit = Field(
+        default=25_000_000, description="Largest width times height of an image; larger images are rejected."
+    )
+    reread: bool = Field(
+        default=False,
+        description="Read all files again and compare their contents, as --checksum of rsync does, instead of trusting "
+        "sizes, times and ETags; for one run: --reread.",
+    )
+    requests_in_flight: int = Field(
+        default=32, ge=1, le=64, description="Files to read concurrently, from a bucket or a folder."
+    )
+    decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
+
+    @field_validator("bit_depth")
+    @classmethod
+    def _known_bit_depth(cls, bit_depth: int) -> int:
+        if bit_depth not in (0, 8, 10, 12, 14, 16):
+            raise ValueError("it is 8, 10, 12, 14 or 16, or 0 for the bits that the images use")
+        return bit_depth
+
+    @field_validator("source", "moved_from")
+    @classmethod
+    def _absolute(cls, source: str) -> str:
+        """Make a directory absolute, also one below ``~``: the steps of a run have another working directory."""
+        if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
+            raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
+        kind, _, directory = source.partition(":")
+        return f"{kind}:{absolute(directory)}" if kind in ("folder", "mnist") and directory else source
+
+    @model_validator(mode="after")
+    def _has_splits(self) -> Self:
+        splits = [folder for folder, split in self.split_folders.items() if split != "none"]
+        if self.layout == "classes" and splits:
+            raise ValueError(f"layout=classes says that no folder is a split, but split_folders names {splits[0]!r}")
+        return self

@@ -1,0 +1,18 @@
+"""The settings of the section ``evaluation``."""
+
+from pydantic import Field
+
+from evernear.settings.section import Section
+
+
+class EvaluationSettings(Section):
+    """How candidate and champion are measured."""
+
+    confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
+    held_out_classes: int = Field(default=2, ge=1, description="Classes left out of the open-set probe's training.")
+    probe_epochs: int = Field(
+        default=0,
+        ge=0,
+        description="Epochs of the open-set probe; 0: a quarter of those of training, 60% with Muon.",
+    )
+    batch_size: int = Field(default=512, ge=1, description="Images per forward pass.")

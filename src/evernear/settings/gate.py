@@ -1,0 +1,35 @@
+"""The settings of the section ``gate``."""
+
+from pydantic import Field
+
+from evernear.settings.section import Fraction, Section
+
+
+class GateSettings(Section):
+    """Conditions that a candidate must meet to replace the champion."""
+
+    accuracy_floor: Fraction = Field(default=0.0, description="Smallest accuracy to promote; 0: any.")
+    beat_baseline: bool = Field(
+        default=True,
+        description="Whether a first release must be significantly more accurate than trivial baselines.",
+    )
+    test_overlap_floor: Fraction = Field(
+        default=0.9,
+        description="Smallest share of the champion's test images that the test split must still contain.",
+    )
+    significance: float = Field(
+        default=0.10, gt=0.0, lt=0.5, description="Largest probability of holding an equally good candidate."
+    )
+    class_recall_drop: Fraction = Field(
+        default=0.05, description="Largest loss of recall in any class, compared with the champion."
+    )
+    class_recall_floor: Fraction = Field(default=0.5, description="Smallest recall of any class.")
+    false_reject_ceiling: Fraction = Field(
+        default=0.10, description="Largest share of known test images that may be called unknown."
+    )
+    index_recall_floor: Fraction = Field(
+        default=0.99, description="Smallest recall of the approximate index, compared with exact search."
+    )
+    parity_tolerance: float = Field(
+        default=1e-4, gt=0.0, description="As train.parity_tolerance, checked again by the gate."
+    )

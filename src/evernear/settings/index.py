@@ -1,0 +1,80 @@
+"""The settings of the section ``index``."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from evernear import plugins
+from evernear.settings.section import Fraction, Section, absolute
+
+
+class IndexSettings(Section):
+    """The index of the gallery, and the rule that turns neighbors into a label."""
+
+    backend: str = Field(
+        default=plugins.FAISS,
+        description="faiss: vectors in the archive; milvus: in a collection, for more than one machine.",
+    )
+    uri: str = Field(
+        default="",
+        pattern=r"^(https?://[^@\s]+|/.+\.db|[^:]+\.db)?$",
+        description="Milvus: http://HOST:19530, https://..., or a path that ends with .db for Milvus Lite. The token "
+        "is in EVERNEAR_MILVUS_TOKEN or EVERNEAR_MILVUS_TOKEN_FILE.",
+    )
+    collection: str = Field(
+        default="evernear",
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$",
+        description="Milvus: alias of the champion's collection, and prefix of all names; use one per store.",
+    )
+    type: str = Field(
+        default="auto",
+        description="auto: chosen by size, recall and memory (Flat up to 8 MiB of vectors); or a faiss.index_factory "
+        "string: Flat, HNSW32, IVF256,Flat ...; or an index type of Milvus: FLAT, HNSW,M=32,efConstruction=360 ...",
+    )
+    search: str = Field(
+        default="", description="Search parameters of that type: efSearch=64, nprobe=16 ...; of Milvus: ef=64 ..."
+    )
+    recall: Fraction = Field(
+        default=0.99, description="Recall@1 against exact search that auto must reach, with 95% confidence."
+    )
+    memory_mb: int = Field(
+        default=2000, ge=1, description="Size of the largest approximate index that auto may choose; FAISS only."
+    )
+    label_by: Literal["auto", "vote", "centroid"] = Field(
+        default="auto",
+        description="vote: the majority of the k nearest neighbors; centroid: the nearest class centroid; "
+        "auto: vote, unless the centroids label clearly more images of the query split correctly.",
+    )
+    k: int = Field(default=5, ge=1, le=1000, description="Number of neighbors in the vote.")
+    false_accept_rate: float = Field(
+        default=0.05,
+        gt=0.0,
+        lt=1.0,
+        description="Share of images of unseen classes to accept. A lower value also rejects more known images.",
+    )
+    false_reject_rate: float = Field(
+        default=0.05,
+        gt=0.0,
+        lt=1.0,
+        description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
+    )
+
+    @field_validator("backend")
+    @classmethod
+    def _known(cls, backend: str) -> str:
+        if backend not in plugins.backend_names():
+            raise ValueError(f"should be one of {', '.join(plugins.backend_names())}")
+        return backend
+
+    @field_validator("uri")
+    @classmethod
+    def _absolute(cls, uri: str) -> str:
+        """Make a relative path absolute: the steps of a run have another working directory."""
+        return uri if not uri or "://" in uri else str(absolute(uri))
+
+    @property
+    def temporary(self) -> "IndexSettings":
+        """Settings of an index that only one process uses: a FAISS index."""
+        if self.backend == plugins.FAISS:
+            return self
+        return self.model_copy(update={"backend": plugins.FAISS, "type": "auto", "search": ""})

@@ -1,0 +1,165 @@
+"""The settings of the section ``train``."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from evernear.settings.section import Section, absolute
+
+
+class TrainSettings(Section):
+    """The embedding network, its ArcFace head and the training loop."""
+
+    epochs: int = Field(
+        default=0,
+        ge=0,
+        description="Passes over the training images; 0: 12 if gray, 10 if color with Muon, 24 if color otherwise.",
+    )
+    min_steps: int = Field(
+        default=-1,
+        ge=-1,
+        description="Smallest number of training steps; small datasets are repeated within an epoch. "
+        "-1: 300 if gray, 400 if color with Muon, 600 if color otherwise.",
+    )
+    batch_size: int = Field(default=256, ge=2, description="Images per step, over all processes.")
+    optimizer: Literal["auto", "muon", "adamw", "sgd"] = Field(
+        default="auto",
+        description="Muon, AdamW, or SGD with Nesterov momentum; auto: muon for color images in the compact backbone "
+        "without pretrained weights, otherwise adamw.",
+    )
+    learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
+    weight_decay: float = Field(
+        default=-1.0,
+        ge=-1.0,
+        description="Decoupled for Muon and AdamW, an L2 penalty for SGD; -1: 0.01, but 1.8 / (learning rate x steps) "
+        "for color images with Muon or AdamW.",
+    )
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="Momentum of Muon and SGD.")
+    schedule: Literal["triangular", "cosine", "constant"] = Field(
+        default="triangular", description="Learning rate schedule."
+    )
+    label_smoothing: float = Field(
+        default=-1.0,
+        ge=-1.0,
+        lt=1.0,
+        description="Share of the target that is spread over all classes; -1: 0.1 if the images are color and "
+        "train.scale is 0, otherwise 0.",
+    )
+    margin: float = Field(
+        default=0.3, ge=0.0, lt=1.6, description="ArcFace margin m, in radians, reached halfway through training."
+    )
+    scale: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="ArcFace scale s; 0: from the number of classes (16.5 for 10, 20.5 for 100; with label smoothing, "
+        "8.2 and 11.4).",
+    )
+    members: int = Field(
+        default=1,
+        ge=1,
+        le=16,
+        description="Networks in a deep ensemble. They train together, and their embeddings are concatenated.",
+    )
+    embedding_dim: int = Field(
+        default=128, ge=2, le=2048, description="Dimensions of the embedding; a multiple of train.members."
+    )
+    backbone: str = Field(
+        default="auto",
+        min_length=1,
+        description="compact: a small convolutional network; any timm model: resnet18, mobilenetv3_small_100 ...; "
+        "auto: compact, or resnet18 if train.weights is set.",
+    )
+    weights: str = Field(
+        default="",
+        description="Initial weights of the backbone: a file (safetensors or torch), file:///path, "
+        "s3://bucket/key, or hub to download timm's; if empty, random weights.",
+    )
+    backbone_size_px: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Side of the input images of a timm backbone; 0: as in its pretraining with train.weights, "
+        "otherwise as in the dataset.",
+    )
+    backbone_learning_rate_factor: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Learning rate of the backbone, relative to that of the other layers; 0: 0.1 with train.weights, "
+        "otherwise 1.",
+    )
+    frozen: bool = Field(default=False, description="Use the features of a pretrained backbone, without training.")
+    width: int = Field(
+        default=0,
+        ge=0,
+        le=512,
+        description="Channels of the first convolution; each stage doubles them. "
+        "0: 16 if gray, 48 if color with Muon, 32 if color otherwise.",
+    )
+    patch_px: int = Field(
+        default=0, ge=0, le=32, description="Side of the patches whose pixels become channels; 0: from the image size."
+    )
+    augment: Literal["auto", "none", "shift", "affine", "elastic"] = Field(
+        default="auto",
+        description="Random augmentation of training images; auto: affine if they are gray, shift if they are color.",
+    )
+    flip: Literal["auto", "none", "horizontal", "vertical", "both"] = Field(
+        default="auto",
+        description="Random flips of the training images; auto: measured during training, so that photographs are "
+        "flipped and digits are not.",
+    )
+    test_time_flip: bool = Field(
+        default=True,
+        description="Average the embeddings of an image and its mirror image if training uses horizontal flips; "
+        "doubles the time of an embedding.",
+    )
+    seed: int = Field(default=0, description="Seed of the initial weights, the order of images and augmentation.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if PyTorch detects one.")
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Data type of activations; auto: half precision if the device supports it."
+    )
+    processes: int = Field(default=1, ge=1, description="Training processes per node, one per GPU.")
+    nodes: int = Field(
+        default=1, ge=1, description="Nodes that train together, as a TrainJob of Kubeflow Trainer if more than 1."
+    )
+    checkpoint_every_epochs: int = Field(
+        default=1, ge=1, description="Epochs between checkpoints, from which interrupted training resumes."
+    )
+    patience_epochs: int = Field(
+        default=5,
+        ge=1,
+        description="Epochs without improvement in gallery accuracy, beyond noise, before training stops early.",
+    )
+    parity_tolerance: float = Field(
+        default=1e-4,
+        gt=0.0,
+        description="Largest difference between the eager and the TorchScript embedding of an image.",
+    )
+
+    @field_validator("weight_decay", "label_smoothing")
+    @classmethod
+    def _not_between(cls, value: float) -> float:
+        if -1 < value < 0:
+            raise ValueError(f"{value:g} is negative; use 0 or more, or -1 to choose by the images")
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _absolute(cls, weights: str) -> str:
+        """Make a relative path absolute: the steps of a run have another working directory."""
+        return weights if weights in ("", "hub") or "://" in weights else str(absolute(weights))
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.embedding_dim % self.members:
+            nearest = math.ceil(self.embedding_dim / self.members) * self.members
+            raise ValueError(
+                f"embedding_dim is {self.embedding_dim}, not a multiple of the {self.members} members; try {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.nodes > 1 and self.weights not in ("", "hub") and not self.weights.startswith("s3://"):
+            raise ValueError(f"weights is {self.weights}, which other nodes cannot read; use s3://bucket/key or hub")
+        return self
