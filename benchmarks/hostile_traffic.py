@@ -37,10 +37,10 @@ from prep_server import make_champion
 from releases import PackedRelease, build_system, release_maker, settings_on_free_ports
 from served import Served, serving
 
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.endpoints import read_key
 from evernear.serving.torchserve import processes
-from evernear.store import open_store
 
 VALID_REQUESTS = 8
 BLOCK = 25

@@ -21,11 +21,11 @@ import numpy as np
 from PIL import Image
 
 from evernear import steps
+from evernear.common.run_record import RUNS, RunRecord
+from evernear.common.store import Store, open_store
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.references import NEWEST, references
 from evernear.release.registry import Registry
-from evernear.run_record import RUNS, RunRecord
-from evernear.store import Store, open_store
 from evernear.store_check import check
 from evernear.store_prune import prune
 

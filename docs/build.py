@@ -26,8 +26,8 @@ from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from docs.settings_reference import settings_page
 from docs.wrapping import damage
+from evernear.common.output import print_line
 from evernear.errors import DataError
-from evernear.output import print_line
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

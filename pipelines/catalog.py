@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evernear.disk import write_atomically
+from evernear.common.disk import write_atomically
+from evernear.common.output import print_line
 from evernear.errors import DataError, EvernearError
 from evernear.kubeflow import PLACEHOLDER_IMAGE
-from evernear.output import print_line
 
 ROOT = Path(__file__).parent.parent
 NAME = "evernear"

@@ -9,9 +9,9 @@ import tempfile
 from importlib import import_module
 from pathlib import Path
 
-from evernear.disk import write_atomically
+from evernear.common.disk import write_atomically
+from evernear.common.output import print_line
 from evernear.kubeflow import GOLDEN, PIPELINES
-from evernear.output import print_line
 
 
 def main(arguments: list[str] | None = None) -> int:

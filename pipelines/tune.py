@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from evernear.common.output import print_line
 from evernear.errors import EvernearError, SettingsError
 from evernear.integrations.tuning.space import BUILT_IN, Parameter, Range, SearchSpace, load_space
-from evernear.output import print_line
 
 METRIC = "accuracy"
 CONTAINER = "trial"

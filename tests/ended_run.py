@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from releases import MakeRelease
 
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
-from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import RunSettings
-from evernear.store import open_store
 
 STARTED = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 EPOCHS = [

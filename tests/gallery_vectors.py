@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from evernear.common.disk import sha256_file
 from evernear.data.manifest import Split
-from evernear.disk import sha256_file
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
 
 NETWORK = "n" * 64

@@ -10,10 +10,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
+from evernear.common.disk import sha256_bytes
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.disk import sha256_bytes
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.store import Store, open_store
 from evernear.serving.query_log import LoggedQuery, Period
-from evernear.store import Store, open_store
 
 NOW = datetime.now(UTC)
 

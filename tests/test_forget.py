@@ -16,6 +16,8 @@ from pymilvus import MilvusClient
 from releases import System, decided
 from sklearn.datasets import load_digits
 
+from evernear.common.run_record import RunRecord
+from evernear.common.store import FileStore, open_store
 from evernear.data.ingest import ingest
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, save_manifest
@@ -31,11 +33,9 @@ from evernear.index.build import build
 from evernear.release.archive import Candidate, archive
 from evernear.release.registry import Registry
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
-from evernear.run_record import RunRecord
 from evernear.serving import HANDLER
 from evernear.serving.query_log import LoggedQuery, Period, parse_file
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
-from evernear.store import FileStore, open_store
 
 TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32, patience_epochs=1)
 LOG = "queries/20260101/20260101T000000Z-20260101.000000.00000000-host-1-00000000.jsonl"

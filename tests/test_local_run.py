@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from evernear import local_run
+from evernear.common.progress import Event
 from evernear.errors import SettingsError
 from evernear.local_run import DIRECTORY_FORMAT, progress, run_directories
-from evernear.progress import Event
 from evernear.settings import load
 
 STARTED = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)

@@ -7,13 +7,13 @@ import pytest
 from PIL import Image
 from releases import MakeRelease, PackedRelease, System
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
-from evernear.disk import sha256_bytes
 from evernear.references import Reference, Unreadable, references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
-from evernear.store import Store, open_store
 
 
 def write_images(directory: Path, count: int, seed: int) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from evernear import masking, settings
+from evernear import settings
+from evernear.common import masking
 from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import FILE, Layers

@@ -15,15 +15,16 @@ import pytest
 from PIL import Image
 from releases import MakeRelease
 
-from evernear import progress, steps
+from evernear import steps
+from evernear.common import progress
+from evernear.common.progress import step
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.errors import TrainingError
-from evernear.progress import step
 from evernear.release.registry import Registry
-from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, RunSettings, of_run, parse
-from evernear.store import open_store
 
 
 def ingest_noise(directory: Path, labels: str) -> None:

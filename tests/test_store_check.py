@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from releases import MakeRelease, PackedRelease, System
 
+from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
@@ -16,7 +17,6 @@ from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.release.registry import CHAMPION, Registry
 from evernear.settings import DataSettings
-from evernear.store import Store, open_store
 from evernear.store_check import Damage, check, repair
 
 SPLITS = ("train", "test", "gallery", "query")

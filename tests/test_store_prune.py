@@ -16,23 +16,23 @@ from PIL import Image
 from releases import MakeRelease, PackedRelease, System
 
 from evernear import store_prune
+from evernear.common.progress import step
+from evernear.common.run_record import RunRecord, StepRecord, this_host
+from evernear.common.store import FileStore, Store, files, lease, open_store
+from evernear.common.store.lease import KEY, Lease
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.errors import BusyError, ConflictError
-from evernear.progress import step
 from evernear.references import references
 from evernear.release.registry import Registry
-from evernear.run_record import RunRecord, StepRecord, this_host
 from evernear.settings import DataSettings
-from evernear.store import FileStore, Store, files, lease, open_store
-from evernear.store.lease import KEY, Lease
 from evernear.store_check import check
 from evernear.store_prune import prune, surplus
 
 KILLED_AT_DELETION = """
 import os, signal, sys
-from evernear.store import FileStore, open_store
+from evernear.common.store import FileStore, open_store
 from evernear.store_prune import prune
 
 delete, left = FileStore.delete, [int(sys.argv[2])]

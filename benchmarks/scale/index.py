@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.scale.vectors import embed_variations
+from evernear.common.disk import sha256_file
 from evernear.data.manifest import Split, load_manifest
-from evernear.disk import sha256_file
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.index.build import build
 from evernear.index.calibrate import is_nearest

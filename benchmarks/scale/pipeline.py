@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from benchmarks import machine
 from benchmarks.scale.vectors import vary
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.data.sources.mnist import Mnist
-from evernear.run_record import RunRecord
-from evernear.store import open_store
 
 SETTINGS = ("train.epochs=1", "train.min_steps=0", "evaluation.probe_epochs=1", "target=registry")
 TEST_FRACTION = 1 / 7

@@ -353,10 +353,10 @@ def images_of(case: Case) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def write_evernear(case: Case, path: Path) -> None:
+    from evernear.common.store import FileStore
     from evernear.data.ledger import Ledger
     from evernear.data.manifest import Manifest, save_manifest
     from evernear.data.writer import ShardWriter
-    from evernear.store import FileStore
 
     with tempfile.TemporaryDirectory() as scratch:
         ledger = Ledger(Path(scratch, "ledger.sqlite"), "benchmark")
@@ -419,10 +419,10 @@ class Evernear:
     """Our shards, as the training step reads them; epochs are functions of the seed and their number."""
 
     def __init__(self, job: dict[str, Any], case: Case, uri: str) -> None:
+        from evernear.common.store import open_store
         from evernear.data.manifest import load_manifest
         from evernear.data.shards import Dataset
         from evernear.embedding.data_loader import TrainingImages
-        from evernear.store import open_store
 
         manifest = load_manifest(Path(job["directory"]))
         self._images = TrainingImages(Dataset(manifest, open_store(uri), Path(job["cache"])), frozenset())

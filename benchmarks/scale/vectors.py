@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Block, Dataset
-from evernear.disk import sha256_bytes, write_atomically
 from evernear.embedding.augmentation import Draws, random_affine
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed_images

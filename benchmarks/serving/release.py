@@ -12,6 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
@@ -28,7 +29,6 @@ from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.settings import Settings
-from evernear.store import open_store
 
 QUERIES = 512
 GALLERY = ("train", "gallery", "query")

@@ -1,6 +1,6 @@
 """evernear keeps an image recognizer up to date: from new labeled images to a gated release that is live."""
 
-from evernear import masking, threads
+from evernear.common import masking, threads
 
 threads.configure()  # numerical libraries read the variables when they are loaded
 masking.configure()  # libraries read secrets from the environment

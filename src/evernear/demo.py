@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from evernear.common.disk import disk_errors
+from evernear.common.output import printable
+from evernear.common.progress import Event, RunCommand
 from evernear.data.shards import Dataset
-from evernear.disk import disk_errors
 from evernear.local_run import RunResult, run
-from evernear.output import printable
-from evernear.progress import Event, RunCommand
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.serving.torchserve import stop

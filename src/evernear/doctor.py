@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
+from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.errors import EvernearError, SlackError
-from evernear.frozen import Frozen
-from evernear.output import quantity
 from evernear.settings import Settings
 
 Part = Literal["store", "cluster", "pipelines", "slack"]
@@ -65,8 +65,8 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
 
 def _store(settings: Settings) -> str:
     """Write, read and list objects. The first conditional write tests whether the store supports them."""
+    from evernear.common.store import open_store
     from evernear.release.registry import Registry
-    from evernear.store import open_store
 
     store = open_store(settings.store_uri)
     before, data = store.find(PROBE), f'{{"checked": "{datetime.now(UTC).isoformat()}"}}'.encode()

@@ -23,6 +23,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.frozen import Frozen
+from evernear.common.run_record import RUNS, RunRecord
+from evernear.common.store import Store
+from evernear.common.store.lease import Lease
 from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, default_cache
 from evernear.data.snapshots import DATASETS, Snapshots
@@ -30,14 +34,10 @@ from evernear.data.writer import shard_key
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
-from evernear.frozen import Frozen
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.registry import Registry
 from evernear.review.suspects import SUSPECTS, Suspects
-from evernear.run_record import RUNS, RunRecord
 from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
-from evernear.store import Store
-from evernear.store.lease import Lease
 
 CHECKPOINTS = "checkpoints/"
 PAGES = ("examples.json", "run.html")

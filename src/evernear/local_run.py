@@ -19,16 +19,16 @@ import psutil
 from filelock import FileLock, Timeout
 from pydantic import AwareDatetime
 
-from evernear.disk import disk_errors, write_atomically
-from evernear.endings import describe_ending, shadowed_modules
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.endings import describe_ending, shadowed_modules
+from evernear.common.frozen import Frozen
+from evernear.common.locations import with_absolute_locations
+from evernear.common.masking import copy_masked
+from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
+from evernear.common.scratch import scratch, scratch_name
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
-from evernear.frozen import Frozen
-from evernear.locations import with_absolute_locations
-from evernear.masking import copy_masked
-from evernear.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
 from evernear.release.registry import whoami
 from evernear.reporting.notify import NextStep, Outcome
-from evernear.scratch import scratch, scratch_name
 from evernear.settings import RunSettings, Settings
 from evernear.settings.sources import flat
 

@@ -16,19 +16,19 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
+from evernear.common.output import printable
 from evernear.errors import EvernearError, SettingsError
-from evernear.output import printable
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
+    from evernear.common.run_record import RunRecord
     from evernear.embedding.embeddings import EmbeddingBlock
     from evernear.index.choose import Choice
     from evernear.index.description import Collection
     from evernear.index.exact import ExactNeighbors
     from evernear.index.vectors import GalleryVectors, VectorIndex
     from evernear.release.registry import Champion, Registry
-    from evernear.run_record import RunRecord
     from evernear.settings import IndexSettings
 
 GROUP = "evernear.plugins"

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeVar
 
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
+from evernear.common.store.identity import IDENTITY
 from evernear.data.manifest import Manifest, find_manifest, ledger_key, manifest_key
 from evernear.data.snapshots import DATASETS, Checkpoint, DatasetHead, Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
 from evernear.release.registry import CHAMPION, HISTORY, MANIFESTS, PRUNED, Promotion, Record, Registry
-from evernear.store import Store
-from evernear.store.identity import IDENTITY
 
 NEWEST = "the newest snapshot of"
 """The owner of the objects of a dataset's newest snapshot, followed by the name of the dataset."""

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evernear.disk import write_atomically
-from evernear.output import printable, quantity
+from evernear.common.disk import write_atomically
+from evernear.common.output import printable, quantity
+from evernear.common.progress import Countdown, RunCommand, Step, step
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.plugins import FAISS, index_backend, run_ended
-from evernear.progress import Countdown, RunCommand, Step, step
-from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, of_run, parse
-from evernear.store import open_store
 
 if TYPE_CHECKING:
     from evernear.data.validate import Report
@@ -177,11 +177,11 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
     """Build the index of the gallery, with the open-set threshold that belongs to the network."""
     with _step("index", run, settings) as (running, chosen):
+        from evernear.common.store.identity import owner_of
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build
-        from evernear.store.identity import owner_of
 
         data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))

@@ -10,17 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from evernear.common.disk import disk_errors, sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.store import FileStore, Store
+from evernear.common.store.lease import Lease
 from evernear.data.manifest import Manifest, Shard
 from evernear.data.rebuild import drop_shards, rebuild_ledger, rebuild_shard
 from evernear.data.snapshots import DATASETS, Snapshots
-from evernear.disk import disk_errors, sha256_file
 from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError, StoreError
-from evernear.frozen import Frozen
 from evernear.references import NEWEST, Unreadable, references
 from evernear.release.registry import ARCHIVES, CHAMPION, HISTORY, MANIFESTS, Registry
 from evernear.settings import DataSettings
-from evernear.store import FileStore, Store
-from evernear.store.lease import Lease
 
 Report = Callable[[str], None]
 _PROMOTE = "`evernear registry promote VERSION`"

@@ -9,7 +9,7 @@
 - archives without a release.
 
 A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
-next `prune` deletes the rest. It does not run beside a pipeline: see `evernear.store.lease`.
+next `prune` deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
 
 Everything else stays: the history of the champion, records of pruned releases, the audit log, answers and requests.
 Logged queries have a retention time, `watch.query_retention_s`.
@@ -25,16 +25,16 @@ from pathlib import PurePosixPath
 
 import psutil
 
+from evernear.common.frozen import Frozen
+from evernear.common.run_record import EXIT_STEP, RUNS, STARTING, RunRecord, StepRecord, this_host
+from evernear.common.store import ObjectInfo, Store
+from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
 from evernear.forget import CHECKPOINTS
-from evernear.frozen import Frozen
 from evernear.references import Unreadable, datasets, references
 from evernear.release.registry import ARCHIVES, MANIFESTS, RELEASES, Registry
-from evernear.run_record import EXIT_STEP, RUNS, STARTING, RunRecord, StepRecord, this_host
-from evernear.store import ObjectInfo, Store
-from evernear.store.lease import Lease
 
 ABANDONED_AFTER = timedelta(days=7)
 """Age of the last sign of a run on another machine that recorded no end, from which it counts as killed."""

@@ -15,10 +15,10 @@ import pytest
 from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, System, forge
 
+from evernear.common.store import open_store
 from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.description import describe_index
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from evernear.cli import app, runs
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import open_store
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
 from evernear.reporting.notify import finalize
-from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import PipelineSettings
-from evernear.store import open_store
 from tests.loopback.kfp import KfpServer, RunControl
 
 IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32

@@ -10,9 +10,9 @@ from releases import MakeRelease, PackedRelease
 from typer.testing import CliRunner
 
 from evernear.cli import app
+from evernear.common.store import open_store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 
 @pytest.fixture(params=["file", "s3"])

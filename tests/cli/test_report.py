@@ -6,9 +6,9 @@ from pathlib import Path
 import command_line
 import pytest
 
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.reporting.notify import finalize
-from evernear.run_record import RunRecord
-from evernear.store import open_store
 
 VERSION = "20261120.140501.1a2b3c4d"
 

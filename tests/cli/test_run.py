@@ -12,8 +12,8 @@ from evernear import demo, local_run
 from evernear.cli import run
 from evernear.cli.options import run_settings
 from evernear.cli.pipeline import server_settings
+from evernear.common.progress import Event, RunCommand
 from evernear.errors import SettingsError, TrainingError
-from evernear.progress import Event, RunCommand
 from evernear.settings import Settings, of_run
 from evernear.settings.layers import FILE
 from tests.command_line import evernear

@@ -11,11 +11,11 @@ from typing import Any
 
 from loopback.kubernetes import PodBehavior, Ready
 
+from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Rejection
-from evernear.store import open_store
 
 INFERENCE_PORT = 8080
 _VERSION = "app.kubernetes.io/version"

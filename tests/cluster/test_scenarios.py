@@ -9,12 +9,12 @@ from releases import MakeRelease, PackedRelease
 
 from cluster.sandbox import MISSING_IMAGE, Sandbox, administrator
 from evernear import deployment
+from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.store import open_store
 
 NAME = "evernear-serving"
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import decode, image_digest
 from evernear.data.shards import Dataset
 from evernear.settings import DataSettings
-from evernear.store import open_store
 
 MakeImage = Callable[..., bytes]
 Ingest = Callable[..., Manifest]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import validate
 from evernear.errors import DataError
 from evernear.settings import ValidationSettings
-from evernear.store import open_store
 
 CASES = Path(__file__).parents[3] / "shared" / "cases" / "cases.tar.gz"
 EXPECTED = {

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from evernear.class_names import class_name, lookalike_key, spelled
+from evernear.common.class_names import class_name, lookalike_key, spelled
+from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.source_diff import diff_source
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
 from evernear.errors import DataError, DataValidationError
 from evernear.settings import ClassSettings, DataSettings, ValidationSettings
-from evernear.store import open_store
 
 COMPOSED, DECOMPOSED = "caf\xe9", "cafe\u0301"
 

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.image_file import EncodedImage
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest, ledger_key
@@ -18,7 +19,6 @@ from evernear.data.reduction import BitDepth
 from evernear.data.source_diff import fetch_ledger
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
-from evernear.store import open_store
 
 
 def test_unchanged_source_gives_the_same_snapshot(tree, run_ingest, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.manifest import Manifest, find_manifest
 from evernear.data.sources.folder import Folder
 from evernear.errors import ConflictError, StoreError
-from evernear.store import open_store
 
 CHILD = """
 import resource, sys
@@ -98,7 +98,7 @@ def test_slower_of_two_concurrent_ingests_fails(tree, run_ingest, make_image, mo
             raced.append(run_ingest(tree))
         return real_put(store, key, data, etag)
 
-    monkeypatch.setattr("evernear.store.FileStore.put_if", slow)
+    monkeypatch.setattr("evernear.common.store.FileStore.put_if", slow)
     with pytest.raises(ConflictError, match="Another ingest of the dataset 'tree' finished in the meantime; run again"):
         run_ingest(tree)
     assert run_ingest(tree) == raced[1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.sources import open_source
@@ -14,7 +15,6 @@ from evernear.data.sources.folder import Bucket
 from evernear.data.validate import validate
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings, Settings, ValidationSettings, load, overrides_from
-from evernear.store import open_store
 
 MakeTree = Callable[..., Path]
 NAMES = ["a", "b"]

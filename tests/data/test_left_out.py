@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data import ledger_changes
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest
@@ -16,7 +17,6 @@ from evernear.data.sources.names import is_litter, names_other_kind
 from evernear.data.validate import require_valid, validate
 from evernear.errors import DataError, StoreError
 from evernear.settings import ValidationSettings
-from evernear.store import open_store
 
 UNUSUAL = (
     "a.jpg_large",

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.data.sources import open_source
 from evernear.data.validate import validate
 from evernear.errors import StoreError
 from evernear.settings import ValidationSettings
-from evernear.store import open_store
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
@@ -16,7 +17,6 @@ from evernear.errors import DataError
 from evernear.forget import find
 from evernear.review.suspects import newest_dataset
 from evernear.settings import DataSettings, Settings
-from evernear.store import Store, open_store
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from deep_png import deep_png
 from numpy.typing import NDArray
 from PIL import Image
 
+from evernear.common.store import open_store
 from evernear.data.decoding import Decoder
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import Flaw, Picture, bit_depth_of, decode, decode_inspected, is_gray
@@ -19,7 +20,6 @@ from evernear.data.shards import Dataset
 from evernear.data.validate import validate
 from evernear.errors import DataError
 from evernear.settings import ValidationSettings
-from evernear.store import open_store
 
 LIMIT = 10**6
 DIGESTS = {

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.store import open_store
 from evernear.data import shards
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError, IntegrityError
-from evernear.store import open_store
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
@@ -15,7 +16,6 @@ from evernear.data.sources import FileEntry
 from evernear.data.sources.folder import Bucket
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
-from evernear.store import open_store
 
 Count = Callable[..., SourceDiff]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from minio import Minio
 
+from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest
 from evernear.errors import DataError, StoreError
 from evernear.settings import DataSettings
-from evernear.store import Store, open_store
 
 
 def upload(bucket: str, tree: Path, prefix: str) -> Store:

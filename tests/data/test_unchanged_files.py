@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
+from evernear.common.store.s3_connection import _parse_page
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.data.sources.folder import Bucket, Folder
 from evernear.settings import DataSettings
-from evernear.store import open_store
-from evernear.store.s3_connection import _parse_page
 
 FIRST, SECOND = Path("1", "000.png"), Path("2", "001.png")
 

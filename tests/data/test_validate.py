@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.gallery import MIN_GALLERY_IMAGES, joining_gallery
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
 from evernear.errors import DataValidationError
 from evernear.settings import ClassSettings, ValidationSettings
-from evernear.store import open_store
 
 
 def check(

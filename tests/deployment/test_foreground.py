@@ -11,13 +11,13 @@ import psutil
 import pytest
 from releases import MakeRelease, settings_on_free_ports
 
+from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
-from evernear.store import open_store
 
 
 def start(settings: Settings, *words: str) -> subprocess.Popen[str]:

@@ -17,6 +17,7 @@ import pytest
 from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 from evernear import deployment
+from evernear.common.store import open_store
 from evernear.deployment import local, promote, roll_back
 from evernear.errors import (
     ConflictError,
@@ -36,7 +37,6 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import Settings
-from evernear.store import open_store
 
 BROKEN = b"class H:\n    def initialize(self, c): raise RuntimeError('no')\n    def handle(self, d, c): ...\n"
 FAILING = b"class H:\n    def initialize(self, c): ...\n    def handle(self, d, c): raise RuntimeError('no')\n"

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from releases import MakeRelease, PackedRelease, System, decided
 
+from evernear.common.store import Store, open_store
 from evernear.deployment import Deployment, deploy, promote, roll_back
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.store import Store, open_store
 
 
 @pytest.fixture

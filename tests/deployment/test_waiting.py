@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from releases import MakeRelease
 
+from evernear.common.store import open_store
 from evernear.deployment import local
 from evernear.deployment.local import await_champion
 from evernear.errors import TransientStoreError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.store import open_store
 
 
 def test_each_reason_to_wait_is_reported_once(

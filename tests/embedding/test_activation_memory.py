@@ -79,7 +79,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.export import export
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
-from evernear.store import open_store
+from evernear.common.store import open_store
 manifest = ingest(DataSettings(source="folder:{tmp_path}/images", size_px=224), "file://{tmp_path}/store")
 dataset = Dataset(manifest, open_store(manifest.store_uri))
 train_network(dataset, TrainSettings(epochs=1, min_steps=2, precision="float32"), Path("{tmp_path}/trained"))

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
+from evernear.common.disk import sha256_file
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.data.validate import require_valid, validate
-from evernear.disk import sha256_file
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
@@ -31,7 +32,6 @@ from evernear.embedding.recipe import choose_optimizer
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
-from evernear.store import open_store
 
 # timm takes seconds to import, also in workers that only collect this module: tests import it themselves.
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.common.store import Store, open_store
 from evernear.data.gallery import MIN_GALLERY_IMAGES
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
@@ -21,7 +22,6 @@ from evernear.embedding.export import describe_network, export, load_network
 from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings, TrainSettings
-from evernear.store import Store, open_store
 
 SHARD_BYTES = 2**16
 """655 images of 8x8 pixels, so that the gallery has two shards."""

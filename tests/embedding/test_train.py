@@ -17,7 +17,8 @@ import torch.distributed as dist
 from limits import largest_file
 from PIL import Image
 
-from evernear import threads
+from evernear.common import threads
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
@@ -31,7 +32,6 @@ from evernear.embedding.recipe import TOTAL_DECAY, choose_optimizer, learning_ra
 from evernear.embedding.train import Steps, train_network
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
-from evernear.store import open_store
 
 
 def weights(directory: Path) -> bytes:
@@ -109,7 +109,7 @@ from pathlib import Path
 from evernear.data.shards import Dataset
 from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
-from evernear.store import open_store
+from evernear.common.store import open_store
 
 def kill(epoch):
     if epoch.epoch == {kill_after}:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import Baseline, measure_baselines
@@ -21,7 +22,6 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
 from evernear.evaluation.verdict import Rule
 from evernear.settings import DataSettings, EvaluationSettings, GateSettings
-from evernear.store import open_store
 from tests.conftest import System
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.disk import sha256_file
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.data.writer import shard_key
-from evernear.disk import sha256_file
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
@@ -22,7 +23,6 @@ from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
 from evernear.settings import ClassSettings, DataSettings, EvaluationSettings, GateSettings, IndexSettings
-from evernear.store import open_store
 from tests.conftest import System
 
 SETTINGS = EvaluationSettings()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
@@ -27,7 +28,6 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
-from evernear.store import open_store
 from tests.conftest import System
 
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.evaluation import leakage
 from evernear.evaluation.leakage import count_leakage
-from evernear.store import open_store
 from tests.conftest import System
 
 

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess, choose_held_out, probe, probe_recipe
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
-from evernear.store import open_store
 from tests.conftest import System
 
 TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)

@@ -18,9 +18,9 @@ from dockerfile import ROOT, Stage, ancestry
 from environment import of_the_shell
 from releases import MakeRelease, settings_on_free_ports
 
-from evernear.disk import sha256_file
+from evernear.common.disk import sha256_file
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -5,7 +5,7 @@ import pytest
 from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 from limits import largest_file
 
-from evernear.disk import sha256_file
+from evernear.common.disk import sha256_file
 from evernear.errors import DataError, IntegrityError, SettingsError, StoreError
 from evernear.index.build import build
 from evernear.index.description import describe_index

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from evernear import plugins
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.errors import SettingsError
 from evernear.plugins import Plugin
 from evernear.release.registry import Registry
-from evernear.run_record import RunRecord
 from evernear.settings import IndexSettings
-from evernear.store import open_store
 
 HEAVY = ("pymilvus", "optuna", "mlflow", "torch", "faiss", "numpy", "httpx", "opentelemetry.sdk", "typer")
 OFFER = '''

@@ -6,7 +6,7 @@ import pytest
 from ports import free_ports
 
 from evernear import steps
-from evernear.run_record import RunRecord
+from evernear.common.run_record import RunRecord
 
 
 def test_unreachable_systems_are_warnings_of_a_run_that_succeeds(

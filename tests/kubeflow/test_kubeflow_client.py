@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import GOLDEN, client, connection
 from evernear.kubeflow.client import KfpRuns
 from evernear.kubeflow.runs import Run, State
 from evernear.settings import PipelineSettings
-from evernear.store import Store, open_store
 from tests.loopback.kfp import KfpServer, RunControl
 
 PIPELINE = "continuous-training"

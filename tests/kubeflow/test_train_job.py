@@ -17,6 +17,8 @@ from loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
 from loopback.kubernetes.pod_security import violations
 
 from evernear import steps
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
@@ -26,9 +28,7 @@ from evernear.embedding.train import train_network
 from evernear.errors import ClusterError, SettingsError, TrainingError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
 from evernear.kubeflow.train_job import run_train_job
-from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, RunSettings, TrainSettings, parse
-from evernear.store import open_store
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "multi-node-training"
 IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
@@ -15,7 +16,6 @@ from evernear.index.build import build
 from evernear.release.registry import Registry
 from evernear.release.reuse import reuse_network
 from evernear.settings import IndexSettings
-from evernear.store import Store, open_store
 from tests.conftest import MakeRelease, System
 from tests.releases import release_maker
 

@@ -9,7 +9,8 @@ import pytest
 from limits import largest_file
 from releases import MakeRelease, System
 
-from evernear.disk import sha256_file
+from evernear.common.disk import sha256_file
+from evernear.common.store import open_store
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError, StoreError
@@ -20,7 +21,6 @@ from evernear.release.champion import open_champion
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.settings import ServingSettings
-from evernear.store import open_store
 
 
 def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, forge
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
 from evernear.embedding import export
 from evernear.errors import IntegrityError
 from evernear.release.archive_reader import open_parts, open_release, read_part, read_release, read_release_manifest

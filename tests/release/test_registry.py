@@ -11,10 +11,10 @@ from threading import Barrier
 import pytest
 from releases import MakeRelease, PackedRelease, forge
 
+from evernear.common.store import Store, open_store
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.release import registry as registry_module
 from evernear.release.registry import CHAMPION, PRUNED, Cause, Champion, Registry
-from evernear.store import Store, open_store
 
 
 @pytest.fixture(params=["file", "s3"])

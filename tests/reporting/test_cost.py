@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import open_store
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import RunReport, compare_page, cost, run_page
-from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import CostSettings, RunSettings, TrainSettings
-from evernear.store import open_store
 
 STARTED = datetime(2026, 1, 2, tzinfo=UTC)
 GIB = 2**30

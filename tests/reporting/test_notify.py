@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from evernear.progress import COMMAND_VARIABLE, RunCommand
+from evernear.common.progress import COMMAND_VARIABLE, RunCommand
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import Store, open_store
 from evernear.reporting.notify import (
     CONFUSION_MATRIX,
     NextStep,
@@ -14,9 +16,7 @@ from evernear.reporting.notify import (
     load_outcome,
     load_rules,
 )
-from evernear.run_record import RunRecord, StepRecord
 from evernear.steps import notify
-from evernear.store import Store, open_store
 
 PROMOTE = {"promote": True, "reasons": ["Accuracy is 99%."]}
 HOLD = {"promote": False, "reasons": ["Accuracy is 80%."]}

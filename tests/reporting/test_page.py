@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import open_store
 from evernear.data.validate import validate
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Champion, Evaluation, evaluate
@@ -22,9 +24,7 @@ from evernear.evaluation.statistics import proportion
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, find_run, page, run_page
 from evernear.reporting.plots import confusion_png, training_curves
-from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import EvaluationSettings, GateSettings, IndexSettings, RunSettings, ValidationSettings
-from evernear.store import open_store
 from tests.conftest import System
 
 NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)

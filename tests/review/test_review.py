@@ -12,6 +12,7 @@ import pytest
 from review_queue import NOW, log_queries, png
 from starlette.testclient import TestClient
 
+from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
 from evernear.errors import ConflictError, SettingsError, StoreError
 from evernear.review.answers import (
@@ -25,7 +26,6 @@ from evernear.review.answers import (
 )
 from evernear.review.page import create_app
 from evernear.review.queue import Item, Queue
-from evernear.store import Store, open_store
 
 
 def answer(item: Item, action: str = "label", label: str = "") -> Answer:

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from evernear.cli import app
+from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest
 from evernear.data.sources import open_source
 from evernear.errors import DataError
@@ -23,7 +24,6 @@ from evernear.review.answers import Answer, Answers, open_target
 from evernear.review.page import create_app
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects, load_suspects, picture
 from evernear.settings import DataSettings
-from evernear.store import Store, open_store
 
 NOW = datetime.now(UTC)
 

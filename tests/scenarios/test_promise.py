@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from evernear import steps
+from evernear.common.store import Store, open_store
 from evernear.local_run import pipeline_arguments
 from evernear.settings import Settings, load
-from evernear.store import Store, open_store
 from tests.loopback.kfp import KfpServer, LocalExecutor
 from tests.loopback.kfp.state import RunControl
 from tests.loopback.slack import Person, SlackServer, signed

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from evernear.progress import EVENTS_VARIABLE
+from evernear.common.progress import EVENTS_VARIABLE
 from tests.command_line import evernear
 from tests.ports import free_ports
 

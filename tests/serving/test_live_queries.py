@@ -5,9 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from evernear.common.store import Store, open_store
 from evernear.serving.live_queries import LIVE_DAYS, live_distances
 from evernear.serving.query_log import QUERIES, LoggedQuery, Period
-from evernear.store import Store, open_store
 
 VERSION = "20260101.000000.00000000"
 CHAMPION: Any = SimpleNamespace(name=VERSION, threshold=0.5)

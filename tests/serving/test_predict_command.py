@@ -11,10 +11,10 @@ import command_line
 import pytest
 from served import Served
 
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import read_key
-from evernear.store import open_store
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PORTS = ("inference_port", "grpc_inference_port", "management_port")

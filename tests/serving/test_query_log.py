@@ -15,6 +15,7 @@ from PIL import Image
 from scipy import stats
 from served import Served
 
+from evernear.common.store import open_store
 from evernear.errors import IntegrityError, StoreError
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.drift_baseline import DriftBaseline
@@ -31,7 +32,6 @@ from evernear.serving.core import Predictor
 from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship, ship_until
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
-from evernear.store import open_store
 
 
 def configuration(directory: Path, **changes: object) -> QueryLogConfiguration:

@@ -12,11 +12,11 @@ from PIL import Image
 from releases import MakeRelease, System
 from served import serving
 
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import logged_queries
 from evernear.serving.query_log import parse_file
 from evernear.settings import Settings
-from evernear.store import open_store
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.watcher import Watcher
 

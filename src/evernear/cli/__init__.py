@@ -26,9 +26,9 @@ from evernear.cli import (
     store,
     watch,
 )
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line, printable
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
-from evernear.masking import mask_streams
-from evernear.output import print_line, printable
 
 OWN_PACKAGES = ("evernear",)
 EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them

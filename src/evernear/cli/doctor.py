@@ -5,7 +5,7 @@ from typing import Annotated, cast
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
-from evernear.output import print_json, print_line
+from evernear.common.output import print_json, print_line
 
 
 def doctor(

@@ -7,7 +7,7 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_settings
-from evernear.output import print_json, print_line, quantity
+from evernear.common.output import print_json, print_line, quantity
 
 
 def forget(
@@ -19,10 +19,10 @@ def forget(
     workdir: WorkdirOption = None,
 ) -> None:
     """Delete images that the source no longer has from snapshots, releases, caches, run pages and the query log."""
+    from evernear.common.store import open_store
     from evernear.deployment import forget_releases
     from evernear.forget import find
     from evernear.forget import forget as delete_images
-    from evernear.store import open_store
 
     settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)

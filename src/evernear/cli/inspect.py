@@ -12,9 +12,9 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_of
-from evernear.disk import open_regular
+from evernear.common.disk import open_regular
+from evernear.common.output import print_json, print_line, printable, quantity
 from evernear.errors import DataError, IntegrityError, PredictionRejectedError
-from evernear.output import print_json, print_line, printable, quantity
 
 if TYPE_CHECKING:
     from evernear.release.describe import Description, Signature

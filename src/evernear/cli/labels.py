@@ -18,7 +18,7 @@ from evernear.cli.options import (
     WorkdirOption,
     run_settings,
 )
-from evernear.output import print_json, print_line, print_secret, print_table, quantity
+from evernear.common.output import print_json, print_line, print_secret, print_table, quantity
 from evernear.settings.layers import command_for
 
 app = typer.Typer(
@@ -43,8 +43,8 @@ def check(
     Trains twice, each time on half of the images and as briefly as the probe, because a network that was trained on an
     image has fitted its label.
     """
+    from evernear.common.store import open_store
     from evernear.review.suspects import check_labels
-    from evernear.store import open_store
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     result = check_labels(open_store(settings.store_uri), settings, datetime.now(UTC))
@@ -80,11 +80,11 @@ def review(
     rename: RenameOption = None,
 ) -> None:
     """Serve a page on this machine in which a person labels uncertain live queries and corrects suspect labels."""
+    from evernear.common.store import open_store
     from evernear.release.registry import whoami
     from evernear.review.answers import Answers, open_target
     from evernear.review.page import create_app, serve
     from evernear.review.suspects import load_suspects
-    from evernear.store import open_store
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)

@@ -10,8 +10,8 @@ import typer
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, PresetOption, assignments
 from evernear.cli.runs import follow, outcome_of, record_of, row, show, store_of, title
+from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import SettingsError, StoreError
-from evernear.output import print_json, print_line, print_table
 from evernear.settings import PipelineSettings, load
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def compile_(
     defaults: ParameterOption = None,
 ) -> None:
     """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. The options set the defaults of their parameters."""
-    from evernear.disk import write_atomically
+    from evernear.common.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
 
     defaults = default_assignments(source, target, serving_image, store, defaults)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
-from evernear.output import print_line, quantity
+from evernear.common.output import print_line, quantity
 
 app = typer.Typer(
     rich_markup_mode="markdown",

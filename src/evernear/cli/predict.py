@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.common.output import print_json, print_line, printable, quantity
 from evernear.errors import (
     DataError,
     EvernearError,
@@ -20,7 +21,6 @@ from evernear.errors import (
     SettingsError,
     StoreError,
 )
-from evernear.output import print_json, print_line, printable, quantity
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def predict(
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
     """Return ``error``, or the first step to take if no server can be started yet."""
+    from evernear.common.store import open_store
     from evernear.release.registry import Registry
-    from evernear.store import open_store
 
     registry = Registry(open_store(settings.store_uri))
     return error if registry.champion() else ServingError(registry.explain_no_champion())
@@ -256,11 +256,11 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
     """The metadata of a release that the local TorchServe has loaded, from the registry."""
+    from evernear.common.store import open_store
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of
     from evernear.serving.management import Management
     from evernear.serving.responses import Metadata
-    from evernear.store import open_store
 
     model = settings.serving.model_name
     loaded = Management(home_of(settings.workdir)).describe(model, version)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import IntegrityError, StoreError
-from evernear.output import print_json, print_line, print_table
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def registry_of(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "Registry":
     """The registry of the settings."""
+    from evernear.common.store import open_store
     from evernear.release.registry import Registry
-    from evernear.store import open_store
 
     return Registry(open_store(registry_settings(store, config, overrides, workdir).store_uri))
 
@@ -289,8 +289,8 @@ def _print(deployed: "Deployment", settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json(deployed)
         return
+    from evernear.common.store import open_store
     from evernear.release.registry import Registry
-    from evernear.store import open_store
 
     target = ""
     if deployed.previous and Registry(open_store(settings.store_uri)).is_published(deployed.previous):

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
+from evernear.common.output import print_line
 from evernear.errors import SettingsError
-from evernear.output import print_line
 from evernear.settings import Settings
 
 RunsArgument = Annotated[
@@ -43,9 +43,9 @@ def _last(workdir: Path) -> Path:
 
 def _write_page(settings: Settings, names: list[str]) -> Path:
     """Write the page of one run, or of two, below the working directory."""
-    from evernear.disk import write_atomically
+    from evernear.common.disk import write_atomically
+    from evernear.common.store import open_store
     from evernear.reporting.page import compare_page, find_run, run_page
-    from evernear.store import open_store
 
     if len(names) > 2:
         raise SettingsError("At most two runs can be compared.")

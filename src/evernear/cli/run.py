@@ -21,14 +21,14 @@ from evernear.cli.options import (
     WorkdirOption,
     run_layers,
 )
-from evernear.masking import mask
-from evernear.output import print_json, print_line, printable
+from evernear.common.masking import mask
+from evernear.common.output import print_json, print_line, printable
 from evernear.settings import Settings
 from evernear.settings.layers import Layers
 
 if TYPE_CHECKING:
+    from evernear.common.progress import Event, RunCommand
     from evernear.local_run import RunResult
-    from evernear.progress import Event, RunCommand
 
 
 RereadOption = Annotated[
@@ -154,7 +154,7 @@ def _run_and_show(
 
 def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunCommand":
     """The command of this process, as typed and as it can be repeated once its settings are kept."""
-    from evernear.progress import RunCommand
+    from evernear.common.progress import RunCommand
 
     later = layers.later_words(keep=remember or layers.remembered is None)
     return RunCommand(typed=tuple(map(mask, sys.argv[1:])), later=(*words, *later))

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from evernear.common.output import print_json, print_line, printable
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
-from evernear.output import print_json, print_line, printable
 
 if TYPE_CHECKING:
+    from evernear.common.run_record import RunRecord
+    from evernear.common.store import Store
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.runs import Run, Step
     from evernear.reporting.notify import Outcome
-    from evernear.run_record import RunRecord
-    from evernear.store import Store
 
 POLL_S = 2.0
 
@@ -91,7 +91,7 @@ def outcome_of(run: "Run", runs: "KfpRuns") -> "Outcome | None":
 
 def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
     """The run's record; None if its store is not accessible from here."""
-    from evernear.run_record import RunRecord
+    from evernear.common.run_record import RunRecord
 
     try:
         store = store_of(run.parameters, runs, run.pipeline)
@@ -102,7 +102,7 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
     """The store of a run; None if this process has no access keys for it or its directory does not exist."""
-    from evernear.store import open_store
+    from evernear.common.store import open_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)

@@ -8,8 +8,8 @@ import typer
 
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
+from evernear.common.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.errors import ServingError, SettingsError
-from evernear.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.settings.layers import command_for
 
 

@@ -8,8 +8,8 @@ import typer
 
 from evernear.cli.interrupts import stop_on_signals
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
+from evernear.common.output import log_to_stderr, print_line
 from evernear.errors import SlackError
-from evernear.output import log_to_stderr, print_line
 
 app = typer.Typer(
     rich_markup_mode="markdown",

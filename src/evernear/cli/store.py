@@ -7,8 +7,8 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_settings
+from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.errors import IntegrityError
-from evernear.output import print_json, print_line, print_table, quantity
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store.")
 
@@ -26,9 +26,9 @@ def check(
     workdir: WorkdirOption = None,
 ) -> None:
     """Read and hash every object that a release, a dataset or the champion needs, and report what is damaged."""
+    from evernear.common.store import open_store
     from evernear.settings import DataSettings
     from evernear.settings.sources import parse
-    from evernear.store import open_store
     from evernear.store_check import check as check_store
     from evernear.store_check import repair as repair_store
 
@@ -74,7 +74,7 @@ def prune(
     snapshots, shards, embeddings, checkpoints and records of runs that nothing names. Refuses while a run is in
     progress.
     """
-    from evernear.store import open_store
+    from evernear.common.store import open_store
     from evernear.store_prune import prune as prune_store
     from evernear.store_prune import surplus
 

@@ -19,8 +19,8 @@ from evernear.cli.options import (
     local_settings,
     run_settings,
 )
+from evernear.common.output import log_to_stderr, print_json, print_line, quantity
 from evernear.errors import PipelineServerError
-from evernear.output import log_to_stderr, print_json, print_line, quantity
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def schedule_store(
     config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "ScheduleStore":
     """The watcher's schedule in the store of the settings."""
-    from evernear.store import open_store
+    from evernear.common.store import open_store
     from evernear.triggers.watch.schedule_state import ScheduleStore
 
     return ScheduleStore(open_store(local_settings(config, overrides, workdir).store_uri))
@@ -56,7 +56,7 @@ def run(
     source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
     """Run the watcher until SIGTERM or Ctrl-C: check on the schedule, and soon after MinIO reports a change."""
-    from evernear.store import open_store
+    from evernear.common.store import open_store
     from evernear.triggers.watch.service import Service
     from evernear.triggers.watch.watcher import Watcher
 
@@ -82,7 +82,7 @@ def once(
     workdir: WorkdirOption = None,
 ) -> None:
     """Check once and show the decision with its figures; nothing is changed without --act."""
-    from evernear.store import open_store
+    from evernear.common.store import open_store
     from evernear.triggers.watch.watcher import Watcher
 
     settings = watch_settings(source, config, overrides, workdir)
@@ -139,10 +139,10 @@ def ship(
     workdir: WorkdirOption = None,
 ) -> None:
     """Ship the query logs of a server on this machine to the store once a minute, until SIGTERM or Ctrl-C."""
+    from evernear.common.store import open_store
     from evernear.serving import query_log
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
-    from evernear.store import open_store
 
     settings = local_settings(config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evernear.disk import disk_errors
+from evernear.common.disk import disk_errors
 from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 

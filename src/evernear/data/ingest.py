@@ -22,7 +22,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from evernear.code_digest import code_digest
+from evernear.common.code_digest import code_digest
+from evernear.common.disk import disk_errors
+from evernear.common.output import quantity
+from evernear.common.store import open_store
+from evernear.common.threads import available_cpus
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm, read_image
 from evernear.data.ledger import Ledger, NewImage, batched
 from evernear.data.manifest import SPLITS, Manifest, Split
@@ -42,12 +46,8 @@ from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource
 from evernear.data.sources.names import is_reviewed
 from evernear.data.splits import choose_split
 from evernear.data.writer import ShardWriter
-from evernear.disk import disk_errors
 from evernear.errors import DataError, SettingsError
-from evernear.output import quantity
 from evernear.settings import DataSettings
-from evernear.store import open_store
-from evernear.threads import available_cpus
 
 Shape = tuple[int, int, int]
 NO_SPLITS: Mapping[str, Split] = {}

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from evernear.class_names import class_name
+from evernear.common.class_names import class_name
 from evernear.data import ledger_changes
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Flaw, Resize, choose_resize

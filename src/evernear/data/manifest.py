@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Literal, get_args
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.data.preprocess import Resize
 from evernear.data.reduction import BitDepth
-from evernear.disk import sha256_bytes
 from evernear.errors import IntegrityError, MissingObjectError
-from evernear.frozen import Frozen
-from evernear.store import Store
 
 Split = Literal["train", "test", "gallery", "query"]
 SPLITS: tuple[Split, ...] = get_args(Split)

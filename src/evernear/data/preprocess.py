@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
+from evernear.common.frozen import Frozen
 from evernear.data.image_file import EncodedImage, broken, inspect
 from evernear.data.reduction import (
     BitDepth,
@@ -24,7 +25,6 @@ from evernear.data.reduction import (
     flatten,
     is_deep_gray,
 )
-from evernear.frozen import Frozen
 
 Pixels = NDArray[np.uint8]
 Resize = Literal["auto", "crop", "letterbox", "stretch"]

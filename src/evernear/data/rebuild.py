@@ -13,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.output import quantity
+from evernear.common.threads import available_cpus
 from evernear.data.decoding import DecodedImage, Decoder, ImageForm
 from evernear.data.ingest import Batch
 from evernear.data.ledger import Ledger, decoders, find_slot, read_slot
@@ -22,11 +25,8 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.writer import row_dtype, shard_content, shard_key
-from evernear.disk import sha256_bytes
 from evernear.errors import IntegrityError
-from evernear.output import quantity
 from evernear.settings import DataSettings
-from evernear.threads import available_cpus
 
 _NAMED = 5
 Files = dict[bytes, list[tuple[str, FileEntry]]]

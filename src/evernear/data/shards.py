@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.disk import disk_errors
+from evernear.common.output import quantity
+from evernear.common.store import FileStore, Store, open_store
 from evernear.data.manifest import REPAIR, Manifest, Shard, Split, fetch_object, find_manifest, load_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
-from evernear.disk import disk_errors
 from evernear.errors import DataError, IntegrityError
-from evernear.output import quantity
-from evernear.store import FileStore, Store, open_store
 
 # A shuffle reads chunks of this size from a whole group of shards, and mixes them in a buffer.
 _CHUNK_BYTES = 256 * 2**10

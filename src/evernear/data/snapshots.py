@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
+from evernear.common.disk import sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_digests
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
-from evernear.disk import sha256_file
 from evernear.errors import ConflictError, IntegrityError
-from evernear.frozen import Frozen
 from evernear.settings import DataSettings
-from evernear.store import Store
 
 # A ledger is stored whole again after this many sets of changes, or if together they exceed this fraction of its size.
 _MAX_CHANGES = 20

@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from evernear.common.disk import disk_errors, sha256_bytes
+from evernear.common.output import quantity
+from evernear.common.store import Store
 from evernear.data.decoding import read_image
 from evernear.data.ledger import PublishedLedger, ReadFile
 from evernear.data.manifest import Manifest, Split
@@ -31,11 +34,8 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sources.base import Source, without_change_time
 from evernear.data.splits import split_fractions
-from evernear.disk import disk_errors, sha256_bytes
 from evernear.errors import DataError
-from evernear.output import quantity
 from evernear.settings import DataSettings
-from evernear.store import Store
 
 _PAGE = 500
 _MAX_TOUCHED = 200

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from evernear.class_names import class_name, lookalike_key, spelled
+from evernear.common.class_names import class_name, lookalike_key, spelled
+from evernear.common.frozen import Frozen
+from evernear.common.output import printable, quantity
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
-from evernear.frozen import Frozen
-from evernear.output import printable, quantity
 from evernear.settings import ClassSettings, ValidationSettings
 
 Counts = dict[Split, dict[str, int]]
@@ -264,7 +264,7 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
 
 
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
-    """Classes that a person may take for each other; `evernear.class_names.class_name` has merged what is the same."""
+    """Classes that a person may take for each other; `class_name` has merged what is the same."""
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for label in sorted(label for label, count in totals.items() if count):
         alike[lookalike_key(label)].append(label)

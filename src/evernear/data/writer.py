@@ -13,12 +13,12 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.disk import disk_errors, sha256_file
+from evernear.common.store import Store
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Shard, Split, fetch_object
 from evernear.data.preprocess import Pixels
-from evernear.disk import disk_errors, sha256_file
 from evernear.errors import DataError, IntegrityError
-from evernear.store import Store
 
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20

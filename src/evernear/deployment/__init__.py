@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from evernear.common.store import open_store
 from evernear.deployment.local import LocalTarget, at_running_server, serve
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
@@ -16,7 +17,6 @@ from evernear.plugins import champion_moved
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
-from evernear.store import open_store
 
 
 def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+from evernear.common.disk import atomic_file, disk_errors, sha256_file
+from evernear.common.store import open_store
 from evernear.deployment.smoke import smoke
 from evernear.deployment.target import VerifiedRollout, unrecorded_error
-from evernear.disk import atomic_file, disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.registry import Champion, Registry
@@ -27,7 +28,6 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import Endpoints, home_of, read_state
 from evernear.serving.management import Management, RegisteredVersion
 from evernear.settings import RunSettings
-from evernear.store import open_store
 
 DRAIN_TIMEOUT_S = 30
 FOLLOW_POLL_S = 0.5

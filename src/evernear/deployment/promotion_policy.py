@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_index

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from evernear.common.frozen import Frozen
+from evernear.common.store import open_store
 from evernear.errors import TransientStoreError
-from evernear.frozen import Frozen
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.registry import CHAMPION_ALONE, Champion, Registry
 from evernear.settings import RunSettings
-from evernear.store import open_store
 
 
 @dataclass(frozen=True)

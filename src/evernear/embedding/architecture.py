@@ -1,7 +1,7 @@
 """What a network is built from, apart from its weights."""
 
+from evernear.common.frozen import Frozen
 from evernear.data.preprocess import NetworkInput
-from evernear.frozen import Frozen
 
 
 class Architecture(Frozen):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evernear.disk import sha256_bytes, write_atomically
+from evernear.common.disk import sha256_bytes, write_atomically
+from evernear.common.frozen import Frozen
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
 from evernear.embedding.network import EmbeddingNetwork, build
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
 from evernear.settings import TrainSettings
 
 WEIGHTS_FILE = "weights.pt"

@@ -21,16 +21,16 @@ from timm.data.config import resolve_data_config
 from timm.models import load_state_dict
 from torch import Tensor, nn
 
+from evernear.common.disk import sha256_file
+from evernear.common.output import printable
+from evernear.common.proxies import through_proxy
+from evernear.common.store import open_store
 from evernear.data.preprocess import NetworkInput
-from evernear.disk import sha256_file
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork
 from evernear.embedding.timm_member import Backbone, TimmMember, Whitening, config_of, create_backbone
 from evernear.errors import StoreError, TrainingError
-from evernear.output import printable
-from evernear.proxies import through_proxy
 from evernear.settings import TrainSettings
-from evernear.store import open_store
 
 HUB = "hub"
 DEFAULT_PRETRAINED = "resnet18"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evernear.code_digest import code_digest
+from evernear.common.code_digest import code_digest
+from evernear.common.store import Store
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
-from evernear.store import Store
 
 CHECKPOINT_FORMAT = 4
 IGNORED_IN_KEY = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evernear.common.output import quantity
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import TrainingError
-from evernear.output import quantity
 
 BLOCK_SIZE_BYTES = 4 * 2**20
 """Largest size of the pixels in a validation batch."""

@@ -22,9 +22,9 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented under this name
 from torch.multiprocessing.spawn import ProcessException, ProcessRaisedException, spawn
 
+from evernear.common.masking import mask_streams
+from evernear.common.threads import divide_between
 from evernear.errors import EvernearError, SettingsError, TrainingError
-from evernear.masking import mask_streams
-from evernear.threads import divide_between
 
 Message = TypeVar("Message")
 Value = TypeVar("Value")

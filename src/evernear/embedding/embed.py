@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from evernear.common.disk import sha256_bytes, write_atomically
+from evernear.common.store import Store
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
-from evernear.disk import sha256_bytes, write_atomically
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Rows, Vectors
 from evernear.embedding.embeddings import DESCRIPTION_FILE, EmbeddingsDescription, EmbeddingShard
 from evernear.embedding.export import describe_network, load_network
 from evernear.errors import IntegrityError
-from evernear.store import Store
 
 SHARD_SIZE = 8_192
 """Embeddings per shard: 4.5 MB at 128 dimensions."""

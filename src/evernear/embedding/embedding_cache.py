@@ -18,9 +18,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.disk import disk_errors
+from evernear.common.disk import disk_errors
+from evernear.common.store import Store
 from evernear.errors import IntegrityError
-from evernear.store import Store
 
 EMBEDDINGS_PREFIX = "embeddings/"
 Rows = NDArray[np.void]

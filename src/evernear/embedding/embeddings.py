@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.disk import sha256_file
+from evernear.common.frozen import Frozen
 from evernear.data.manifest import Split
-from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
 
 DESCRIPTION_FILE = "embeddings.json"
 

@@ -14,18 +14,18 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evernear.code_digest import code_digest
+from evernear.common.code_digest import code_digest
+from evernear.common.disk import sha256_bytes, sha256_file, write_atomically
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.data.manifest import Manifest
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
-from evernear.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
 from evernear.embedding.network import EmbeddingNetwork
 from evernear.errors import IntegrityError, TrainingError
-from evernear.frozen import Frozen
-from evernear.store import Store
 
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"

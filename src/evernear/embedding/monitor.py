@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from evernear.common.output import quantity
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, FlipTest, TrainingResult
 from evernear.embedding.augmentation import Flip, flip
 from evernear.embedding.data_loader import TrainingImages
 from evernear.errors import TrainingError
-from evernear.output import quantity
 from evernear.settings import TrainSettings
 
 FLIP_TOLERANCE = 0.1

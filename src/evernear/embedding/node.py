@@ -13,17 +13,17 @@ import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 
+from evernear.common.frozen import Frozen
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line
+from evernear.common.run_record import RunRecord
+from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.train import Steps, train_in_processes
 from evernear.errors import EvernearError, IntegrityError
-from evernear.frozen import Frozen
-from evernear.masking import mask_streams
-from evernear.output import print_line
-from evernear.run_record import RunRecord
 from evernear.settings import TrainSettings
-from evernear.store import Store, open_store
 
 TASK = "nodes/task"
 LOG_MAX_LINES = 200

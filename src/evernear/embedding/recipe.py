@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from evernear.common.output import quantity
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.architecture import Architecture
@@ -12,7 +13,6 @@ from evernear.embedding.memory import training_batch_size
 from evernear.embedding.muon import Muon
 from evernear.embedding.network import MEMBERS
 from evernear.errors import TrainingError
-from evernear.output import quantity
 from evernear.settings import TrainSettings
 
 WARM_UP = 0.2

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evernear.common.output import quantity
+from evernear.common.store import Store, open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
@@ -48,9 +50,7 @@ from evernear.embedding.recipe import (
     with_defaults,
 )
 from evernear.errors import TrainingError
-from evernear.output import quantity
 from evernear.settings import TrainSettings
-from evernear.store import Store, open_store
 
 OnEpoch = Callable[[Epoch], None]
 

@@ -6,12 +6,12 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.frozen import Frozen
 from evernear.data.gallery import joining_gallery
 from evernear.data.shards import Block, Dataset
 from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
-from evernear.frozen import Frozen
 
 SIDE_PX = 16
 """Images are reduced to this height and width, so that a shift by a few pixels matters less."""

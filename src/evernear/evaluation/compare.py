@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 from pydantic import Field
 
+from evernear.common.frozen import Frozen
 from evernear.errors import IntegrityError
 from evernear.evaluation.measure import Outcomes
-from evernear.frozen import Frozen
 
 
 class PairedCounts(Frozen):

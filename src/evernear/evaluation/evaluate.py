@@ -9,15 +9,15 @@ from zipfile import BadZipFile
 import numpy as np
 from pydantic import Field, SkipValidation
 
+from evernear.common.disk import write_atomically
+from evernear.common.frozen import Frozen
 from evernear.data.shards import Dataset
-from evernear.disk import write_atomically
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leakage import count_leakage
 from evernear.evaluation.measure import NO_CHANGES, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
-from evernear.frozen import Frozen
 from evernear.settings import ClassSettings, EvaluationSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from evernear.common.frozen import Frozen
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Block, Dataset
-from evernear.frozen import Frozen
 from evernear.index.description import MAX_DISTANCE
 
 if TYPE_CHECKING:  # reading examples must not import torch or FAISS

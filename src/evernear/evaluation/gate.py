@@ -48,6 +48,7 @@ First release (`beats_baselines`)
 import math
 from collections.abc import Iterator
 
+from evernear.common.output import named, quantity
 from evernear.evaluation.baselines import Baseline
 from evernear.evaluation.compare import PairedCounts, detectable_loss, mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation
@@ -55,7 +56,6 @@ from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import MAX_DISTANCE
-from evernear.output import named, quantity
 from evernear.settings import ClassSettings, GateSettings
 
 CLASSES_SHARE = 0.2

@@ -17,17 +17,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import open_store
 from evernear.data.manifest import SPLITS, Manifest, Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.data.writer import row_dtype, shard_key
-from evernear.disk import sha256_bytes
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
 from evernear.embedding.train import train_network
 from evernear.index.faiss_compat import faiss
 from evernear.settings import TrainSettings
-from evernear.store import open_store
 
 FOLDS = 2
 NEIGHBORS = 20

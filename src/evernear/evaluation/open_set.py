@@ -1,8 +1,8 @@
 """The result of the open-set probe; see `evernear.evaluation.probe`."""
 
+from evernear.common.frozen import Frozen
+from evernear.common.output import named, quantity
 from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
-from evernear.frozen import Frozen
-from evernear.output import named, quantity
 
 
 class OpenSet(Frozen):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from evernear.frozen import Frozen
+from evernear.common.frozen import Frozen
 
 ROC_POINTS = 200
 BOOTSTRAP = 10_000

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
+from evernear.common.frozen import Frozen
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
 
 
 class Rule(Frozen):

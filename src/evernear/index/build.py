@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.disk import disk_errors, sha256_file, write_atomically
+from evernear.common.disk import disk_errors, sha256_file, write_atomically
+from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
@@ -28,7 +29,6 @@ from evernear.index.exact import ExactNeighbors, exact_neighbors, sample_queries
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
 from evernear.index.vectors import GalleryVectors
-from evernear.output import quantity
 from evernear.plugins import FAISS, index_backend
 from evernear.settings import IndexSettings
 

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from evernear.disk import sha256_bytes, sha256_file
+from evernear.common.disk import sha256_bytes, sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
-from evernear.output import quantity
 
 DESCRIPTION_FILE = "index.json"
 VECTORS_FILE = "index.faiss"

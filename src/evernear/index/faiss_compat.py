@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.container import ROOT
-from evernear.disk import atomic_file
+from evernear.common.container import ROOT
+from evernear.common.disk import atomic_file
 from evernear.index.description import VECTORS_FILE
 
 CORE_TYPE = "OPENBLAS_CORETYPE"

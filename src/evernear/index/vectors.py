@@ -51,7 +51,7 @@ class GalleryVectors:
     known: NDArray[np.bool_]
     size: int
     owner: str = ""
-    """The store that a collection of these vectors belongs to (`evernear.store.identity.owner_of`)."""
+    """The store that a collection of these vectors belongs to (`evernear.common.store.identity.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:
         """The vectors in the order of their rows."""

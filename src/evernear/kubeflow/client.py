@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
+from evernear.common.run_record import RUNS, STARTING
+from evernear.common.store import Store
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow.connection import ApiError, Connection
 from evernear.kubeflow.runs import Parameter, Run, State, Step
-from evernear.run_record import RUNS, STARTING
 from evernear.settings import PipelineSettings, merge
-from evernear.store import Store
 
 LOCK_POLL_S = 0.5
 UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)

@@ -17,8 +17,8 @@ import urllib3
 from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, ServiceAccountTokenVolumeCredentials
 from kfp_server_api.exceptions import ApiException
 
+from evernear.common.masking import usable
 from evernear.errors import PipelineServerError, SettingsError
-from evernear.masking import usable
 from evernear.settings import PipelineSettings
 
 TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105 - a variable name, not a token

@@ -20,14 +20,14 @@ import yaml
 from kfp import components, local
 from kfp.local import subprocess_task_handler
 
-from evernear.container import oom_kills
-from evernear.endings import describe_ending, shadowed_modules
+from evernear.common.container import oom_kills
+from evernear.common.endings import describe_ending, shadowed_modules
+from evernear.common.masking import mask_streams, masked_parts
+from evernear.common.output import print_line
+from evernear.common.progress import EVENTS_VARIABLE, read_events, record_failure
+from evernear.common.run_record import RUNNER_VARIABLE
 from evernear.errors import EvernearError
 from evernear.kubeflow import GOLDEN
-from evernear.masking import mask_streams, masked_parts
-from evernear.output import print_line
-from evernear.progress import EVENTS_VARIABLE, read_events, record_failure
-from evernear.run_record import RUNNER_VARIABLE
 from evernear.settings import RunSettings
 from evernear.settings.sources import parse
 

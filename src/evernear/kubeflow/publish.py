@@ -13,8 +13,8 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import (
     PlatformSpec,  # pyright: ignore[reportAttributeAccessIssue]
 )
 
+from evernear.common.frozen import Frozen
 from evernear.errors import PipelineServerError
-from evernear.frozen import Frozen
 from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
 from evernear.kubeflow.compiled import version_name
 from evernear.kubeflow.connection import ApiError, Connection

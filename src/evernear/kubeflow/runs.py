@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import AwareDatetime
 
-from evernear.frozen import Frozen
+from evernear.common.frozen import Frozen
 
 KINDS: dict[str, tuple[type, ...]] = {
     "STRING": (str,),
@@ -50,7 +50,7 @@ class Run(Frozen):
     """One run of a pipeline."""
 
     id: str
-    """KFP's run id; also names the run's record in the store, see `evernear.run_record`."""
+    """KFP's run id; also names the run's record in the store, see `evernear.common.run_record`."""
     name: str
     pipeline: str
     pipeline_version: str

@@ -15,18 +15,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.output import print_line
+from evernear.common.run_record import RunRecord
+from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster, ObjectConflictError
 from evernear.deployment.kubernetes.rollout_diagnosis import event_time
-from evernear.disk import sha256_bytes
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
 from evernear.errors import ClusterError, SettingsError, TrainingError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
-from evernear.output import print_line
-from evernear.run_record import RunRecord
 from evernear.settings import RunSettings, TrainJobSettings, TrainSettings
-from evernear.store import open_store
 
 Tree = dict[str, Any]
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from evernear import __version__
+from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.data.shards import Dataset
-from evernear.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network, load_network

@@ -19,11 +19,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from evernear.disk import disk_errors, open_regular, sha256_file
+from evernear.common.disk import disk_errors, open_regular, sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.output import printable
 from evernear.errors import IntegrityError
-from evernear.frozen import Frozen
 from evernear.index.description import CENTROIDS_FILE, LABELS_FILE, VECTORS_FILE
-from evernear.output import printable
 from evernear.release.manifest import (
     HANDLER_FILE,
     MODEL_CONFIG_FILE,

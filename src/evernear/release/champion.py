@@ -5,6 +5,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Champion
@@ -13,7 +14,6 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.settings import ClassSettings
-from evernear.store import Store
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from evernear.common.disk import sha256_file
+from evernear.common.frozen import Frozen
 from evernear.data.preprocess import Preprocessing
-from evernear.disk import sha256_file
 from evernear.errors import IntegrityError
 from evernear.evaluation.verdict import Verdict
-from evernear.frozen import Frozen
 from evernear.index.description import DESCRIPTION_FILE, IndexDescription, describe_threshold
 from evernear.release.archive_reader import read_release
 from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest

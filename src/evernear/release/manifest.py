@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, Field, JsonValue, model_validator
 
+from evernear.common.frozen import Frozen
 from evernear.data.preprocess import Preprocessing
-from evernear.frozen import Frozen
 from evernear.index.description import DESCRIPTION_FILE as INDEX_FILE
 from evernear.index.description import PARTS as INDEX_PARTS
 from evernear.index.description import Collection, index_parts

@@ -26,16 +26,16 @@ from typing import Literal, Self
 
 from pydantic import AwareDatetime, Field
 
-from evernear.disk import sha256_file
+from evernear.common.disk import sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
+from evernear.common.store.identity import owner_of
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.verdict import Verdict
-from evernear.frozen import Frozen
 from evernear.index.description import Collection as VectorCollection
 from evernear.plugins import index_backend
 from evernear.release.archive_reader import read_release, read_release_manifest
 from evernear.release.manifest import VERDICT_FILE, ReleaseManifest, Sha256, Version, is_version
-from evernear.store import Store
-from evernear.store.identity import owner_of
 
 RELEASES = "releases/"
 MANIFESTS = f"{RELEASES}manifests/"

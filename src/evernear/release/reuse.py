@@ -4,15 +4,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from evernear.common.disk import disk_errors
+from evernear.common.store import Store
 from evernear.data.shards import Dataset
-from evernear.disk import disk_errors
 from evernear.errors import DataError, StoreError
 from evernear.evaluation.open_set import OpenSet
 from evernear.index.description import describe_index
 from evernear.release.archive_reader import open_release
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE, ReleaseManifest
 from evernear.release.registry import Registry
-from evernear.store import Store
 
 
 def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:

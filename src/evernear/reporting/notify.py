@@ -1,17 +1,17 @@
 """The outcome of a run: promoted, held, rolled back, stopped or failed.
 
-The exit step derives it from the run's record in the store; see `evernear.run_record`.
+The exit step derives it from the run's record in the store; see `evernear.common.run_record`.
 """
 
 import shlex
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+from evernear.common.frozen import Frozen
+from evernear.common.run_record import RunRecord, StepRecord, StopRecord
+from evernear.common.store import Store
 from evernear.evaluation.verdict import Rule
-from evernear.frozen import Frozen
 from evernear.release.registry import CHAMPION_ALONE
-from evernear.run_record import RunRecord, StepRecord, StopRecord
-from evernear.store import Store
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
 """The state of a group whose tasks all succeeded, in kfp's local runner and on the KFP server."""

@@ -1,6 +1,6 @@
 """The run page: one self-contained HTML file with everything that a run recorded.
 
-It is a function of the run's record in the store (`evernear.run_record`), so it can also be rendered later and
+It is a function of the run's record in the store (`evernear.common.run_record`), so it can also be rendered later and
 elsewhere. The templates escape every value. The page has neither scripts nor external resources.
 """
 
@@ -14,6 +14,10 @@ from typing import Any, NamedTuple, cast
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from evernear.common.output import printable
+from evernear.common.progress import duration
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import Store
 from evernear.data.validate import Report
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation
@@ -21,16 +25,12 @@ from evernear.evaluation.examples import SHEET_COLUMNS, Examples, Sheet
 from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_threshold
-from evernear.output import printable
-from evernear.progress import duration
 from evernear.release.manifest import is_version
 from evernear.release.registry import Record, Registry
 from evernear.reporting import plots
 from evernear.reporting.notify import EXIT_STEP, Outcome
-from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import CostSettings, RunSettings
 from evernear.settings.sources import flat
-from evernear.store import Store
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
 """Points of the detection error trade-off that the page lists."""

@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from evernear.common.output import printable
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import BINS, LiveDistances
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
 from evernear.index.description import MAX_DISTANCE
-from evernear.output import printable
 
 # Text instead of paths is smaller, searchable and accessible. A fixed salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"

@@ -18,15 +18,15 @@ from typing import Literal, Protocol
 
 from pydantic import AwareDatetime, Field
 
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.data.sources.names import reviewed_stem
-from evernear.disk import disk_errors, write_atomically
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
-from evernear.frozen import Frozen
 from evernear.settings import DataSettings
-from evernear.store import Store, open_store
 
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from evernear.common.output import printable
+from evernear.common.store import Store
 from evernear.errors import EvernearError, ServingError
-from evernear.output import printable
 from evernear.review.answers import Answer, Answers, LabelTarget
 from evernear.review.queue import Item, Queue
 from evernear.review.suspects import Suspect, picture
-from evernear.store import Store
 
 PAGE_ITEMS = 60
 PAGE_SUSPECTS = 24

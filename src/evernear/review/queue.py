@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from pydantic import AwareDatetime
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import Store
 from evernear.data.image_file import inspect
-from evernear.disk import sha256_bytes
 from evernear.errors import DataError, IntegrityError
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
-from evernear.store import Store
 
 MAX_FILES = 200
 """Number of log files to read, newest first: at most `MAX_FILES` times `MAX_FILE_BYTES`."""

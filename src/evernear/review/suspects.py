@@ -7,6 +7,8 @@ from tempfile import TemporaryDirectory
 
 from pydantic import AwareDatetime, Field
 
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.data.image_file import inspect
 from evernear.data.ingest import dataset_name
 from evernear.data.ledger import PublishedLedger
@@ -15,10 +17,8 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
 from evernear.errors import DataError, StoreError
-from evernear.frozen import Frozen
 from evernear.settings import Settings
 from evernear.settings.section import MAX_PIXELS
-from evernear.store import Store
 
 SUSPECTS = "review/suspects.json"
 MAX_SUSPECTS = 500

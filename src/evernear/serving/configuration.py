@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from evernear.disk import write_atomically
-from evernear.frozen import Frozen
-from evernear.scratch import scratch_name
+from evernear.common.disk import write_atomically
+from evernear.common.frozen import Frozen
+from evernear.common.scratch import scratch_name
 from evernear.serving.metrics import metrics_file
 from evernear.settings import ServingSettings
 

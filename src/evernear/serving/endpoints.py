@@ -11,8 +11,8 @@ import socket
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from evernear.common.frozen import Frozen
 from evernear.errors import PortInUseError, ServerUnreachableError, ServingError
-from evernear.frozen import Frozen
 from evernear.settings import ServingSettings
 from evernear.settings.layers import default_workdir
 

@@ -17,7 +17,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from evernear.masking import mask_streams
+from evernear.common.masking import mask_streams
 from evernear.release.archive_reader import ReleaseParts, open_parts
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from evernear.common.locations import with_absolute_locations
+from evernear.common.masking import forms_of, is_secret, secrets_of
 from evernear.errors import ServingError
-from evernear.locations import with_absolute_locations
-from evernear.masking import forms_of, is_secret, secrets_of
 from evernear.serving.configuration import QUERY_LOG_FILE, QUERY_LOG_VARIABLE, temporary_directory
 from evernear.settings import ServingSettings
 

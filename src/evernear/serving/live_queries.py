@@ -5,13 +5,13 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
+from evernear.common.store import ObjectInfo, Store
 from evernear.data.drift import Queries
 from evernear.errors import IntegrityError
 from evernear.evaluation.examples import LiveDistances, histogram
 from evernear.evaluation.measure import Measurement
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
-from evernear.store import ObjectInfo, Store
 
 LIVE_DAYS = 30
 MAX_FILES = 200

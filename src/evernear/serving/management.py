@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 from pydantic import Field
 
+from evernear.common.frozen import Frozen
 from evernear.errors import ServerUnreachableError, ServingError
-from evernear.frozen import Frozen
 from evernear.serving.endpoints import endpoints, read_key, start_hint
 from evernear.settings import ServingSettings
 

@@ -27,8 +27,9 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from evernear.common.disk import disk_errors, sha256_file
+from evernear.common.store import open_store
 from evernear.data.preprocess import decode_size_bytes
-from evernear.disk import disk_errors, sha256_file
 from evernear.errors import IntegrityError, ServingError, SettingsError
 from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE, ReleaseParts, open_release
 from evernear.release.manifest import PREPROCESSING_FILE, SMOKE_FILE, ReleaseManifest
@@ -39,7 +40,6 @@ from evernear.serving.configuration import LOOPBACK, model_store
 from evernear.serving.endpoints import home_of
 from evernear.settings import RunSettings, ServingSettings, Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
-from evernear.store import open_store
 
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
 JAVA_EXIT_S = 5  # after the drain

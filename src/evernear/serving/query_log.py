@@ -29,17 +29,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AwareDatetime, Field
 
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.data.preprocess import Pixels
-from evernear.disk import disk_errors, write_atomically
 from evernear.errors import EvernearError, IntegrityError
-from evernear.frozen import Frozen
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.configuration import QUERY_LOG_VARIABLE, QueryLogConfiguration
 from evernear.serving.decoding import encode_png
 from evernear.serving.responses import Prediction
-from evernear.store import Store
 
 QUERIES = "queries/"
 MAX_FILE_BYTES = 8 * 2**20

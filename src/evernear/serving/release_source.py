@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from evernear.common.store import open_store
 from evernear.errors import IntegrityError, StoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts, open_release, read_release_manifest
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 
 @dataclass(frozen=True)

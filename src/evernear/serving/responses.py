@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from evernear.frozen import Frozen
+from evernear.common.frozen import Frozen
 
 if TYPE_CHECKING:
     from evernear.release.manifest import ReleaseManifest

@@ -20,9 +20,9 @@ import psutil
 from filelock import FileLock
 from filelock import Timeout as LockTimeout
 
-from evernear.disk import disk_errors, write_atomically
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.scratch import make_private, remove_own
 from evernear.errors import BusyError, IntegrityError, PortInUseError, ServingError
-from evernear.scratch import make_private, remove_own
 from evernear.serving.configuration import LOOPBACK, temporary_directory, write_configuration
 from evernear.serving.endpoints import (
     KEY_FILE,

@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from evernear.class_names import class_name
+from evernear.common.class_names import class_name
 from evernear.settings.section import Section
 
 ClassName = Annotated[str, AfterValidator(class_name)]
@@ -22,7 +22,7 @@ class ClassSettings(Section):
     @field_validator("renamed")
     @classmethod
     def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
-        """Two spellings of one name are one class (`evernear.class_names`)."""
+        """Two spellings of one name are one class (`evernear.common.class_names`)."""
         return {old: new for old, new in renamed.items() if old != new}
 
     @model_validator(mode="after")

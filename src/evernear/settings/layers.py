@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
-from evernear.disk import disk_errors, write_atomically
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.masking import mask
 from evernear.errors import SettingsError, StoreError
-from evernear.masking import mask
 from evernear.settings import sources
 from evernear.settings.section import expanded
 from evernear.settings.sources import Tree, merge, parse

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from evernear.frozen import Frozen
+from evernear.common.frozen import Frozen
 
 MAX_PIXELS = 89_478_485
 """Upper bound of ``max_pixels``: Pillow treats larger images as decompression bombs."""

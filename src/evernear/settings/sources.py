@@ -14,9 +14,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource
 
+from evernear.common.masking import has_form_of_secret
+from evernear.common.output import printable
 from evernear.errors import SettingsError
-from evernear.masking import has_form_of_secret
-from evernear.output import printable
 
 ENV_PREFIX = "EVERNEAR_"
 TESTS_PREFIX = "EVERNEAR_TEST_"

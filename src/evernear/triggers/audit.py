@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import AwareDatetime
 
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.errors import ConflictError
-from evernear.frozen import Frozen
-from evernear.store import Store
 
 AUDIT = "triggers/audit/"
 Result = Literal["done", "refused", "failed"]

@@ -22,10 +22,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError
-from evernear.frozen import Frozen
-from evernear.store import Store
 
 REQUESTS = "triggers/requests/"
 RETENTION = timedelta(days=7)

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from evernear import deployment, steps
 from evernear.cli import app
+from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import Cluster
@@ -39,7 +40,6 @@ from evernear.release import registry
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import CHAMPION, Cause, Registry
 from evernear.settings import Settings
-from evernear.store import FileStore, open_store
 
 NAME = "evernear-serving"
 RELEASE = "evernear.dev/release"

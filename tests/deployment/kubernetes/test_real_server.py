@@ -10,10 +10,10 @@ from releases import MakeRelease, PackedRelease
 from serving.pod.kubelet import Pod
 
 from evernear import deployment
+from evernear.common.store import open_store
 from evernear.deployment.kubernetes.objects import RELEASE
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.store import open_store
 
 pytestmark = pytest.mark.slow
 

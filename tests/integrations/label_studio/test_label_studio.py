@@ -11,11 +11,11 @@ from review_queue import NOW, log_queries, png
 from typer.testing import CliRunner
 
 from evernear.cli import app
+from evernear.common.store import Store
 from evernear.errors import DataError
 from evernear.integrations.label_studio.tasks import labeling_config
 from evernear.review.answers import Answers, open_target
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
-from evernear.store import Store
 
 
 def invoke(store: Store, source: Path, command: str, *arguments: str) -> Any:

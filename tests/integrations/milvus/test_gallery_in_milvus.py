@@ -10,6 +10,8 @@ import pytest
 from pymilvus import MilvusClient
 from releases import MakeRelease, PackedRelease, System, release_maker
 
+from evernear.common.store import open_store
+from evernear.common.store.identity import owner_of
 from evernear.deployment import deploy, promote, roll_back
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError, TransientStoreError
@@ -25,8 +27,6 @@ from evernear.serving.core import Predictor
 from evernear.serving.java import java_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import IndexSettings, RunSettings, ServingSettings
-from evernear.store import open_store
-from evernear.store.identity import owner_of
 
 Make = Callable[..., PackedRelease]
 

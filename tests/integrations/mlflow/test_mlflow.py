@@ -11,8 +11,8 @@ import pytest
 from ended_run import STARTED
 from ports import free_ports, wait_for_port
 
+from evernear.common.run_record import RunRecord
 from evernear.integrations.mlflow.tracking import track
-from evernear.run_record import RunRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 MLFLOW = ROOT / ".venv/mlflow/bin/mlflow"

@@ -17,12 +17,12 @@ from prep_server import make_champion, prep_client
 from releases import MakeRelease
 from served import serving
 
-from evernear.output import JsonFormatter
+from evernear.common.output import JsonFormatter
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import read_key
 from evernear.serving.tracing import request_span, trace_fields, trace_id, tracer
-from evernear.store import open_store
 
 TRACE, OTHER_TRACE = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from evernear.progress import EVENTS_VARIABLE, Event, read_events
+from evernear.common.progress import EVENTS_VARIABLE, Event, read_events
 from tests.loopback.kfp.state import RunControl
 
 POLL_S = 0.05

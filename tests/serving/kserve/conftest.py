@@ -19,9 +19,9 @@ from inference_service import (
 from ports import loopback_ipv6
 from releases import MakeRelease, PackedRelease
 
+from evernear.common.store import open_store
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,9 +9,9 @@ from minio import Minio
 from releases import MakeRelease
 from shipped import TOKEN, Shipped, StartPod
 
+from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 KEYS = ("tester", "not-a-secret")
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from kubelet import Pod
 from releases import PackedRelease
 
-from evernear.disk import sha256_file
+from evernear.common.disk import sha256_file
 from evernear.release.archive_reader import ReleaseParts
 
 TOKEN = "0123456789abcdef0123456789abcdef"

@@ -8,14 +8,14 @@ from kubelet import Pod, can_contain
 from no_files import NO_FILES
 from releases import MakeRelease, PackedRelease, forge
 
-from evernear.disk import sha256_file
+from evernear.common.disk import sha256_file
+from evernear.common.store import open_store
 from evernear.errors import IntegrityError, ServingError, SettingsError, StoreError
 from evernear.release.registry import Registry
 from evernear.serving import pod
 from evernear.serving.endpoints import home_of
 from evernear.settings import ServingSettings, Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
-from evernear.store import open_store
 
 
 @pytest.fixture(scope="module")

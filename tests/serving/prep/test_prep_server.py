@@ -27,14 +27,14 @@ from prep_server import make_champion, prep_client
 from releases import settings_on_free_ports
 from served import Served
 
-from evernear.output import JsonFormatter
+from evernear.common.output import JsonFormatter
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.client import AsyncClient, Client, Target
 from evernear.serving.configuration import model_store
 from evernear.serving.prep.server import memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
-from evernear.store import open_store
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PATHS = {"/health", "/metadata", "/label", "/predict/test", "/predict/test/label", "/predict", "/predict/label"}

@@ -10,10 +10,10 @@ from typing import Any
 from slack_bolt import BoltRequest, BoltResponse
 from slack_sdk.web import WebClient
 
+from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, StoreError
 from evernear.kubeflow.runs import Parameter, Run, State, Step
 from evernear.settings import Settings, SlackSettings
-from evernear.store import Store, open_store
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.client import SlackClient

@@ -8,11 +8,11 @@ from bot import ADA, BOB, Bot, MemoryRuns
 from releases import MakeRelease, PackedRelease
 
 from evernear import deployment
+from evernear.common.run_record import RunRecord
 from evernear.evaluation.verdict import Verdict
 from evernear.kubeflow.runs import State
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
-from evernear.run_record import RunRecord
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import PostedMessage
 

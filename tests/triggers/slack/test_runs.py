@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
+from evernear.common.output import JsonFormatter
+from evernear.common.run_record import RunRecord
 from evernear.errors import StoreError
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.kubeflow.runs import State
-from evernear.output import JsonFormatter
 from evernear.reporting.notify import CONFUSION_MATRIX, finalize
-from evernear.run_record import RunRecord
 from evernear.settings import DataSettings, IndexSettings
 from evernear.triggers.requests import RequestStore
 from tests.loopback.slack import SlackServer

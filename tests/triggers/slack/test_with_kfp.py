@@ -9,11 +9,11 @@ import pytest
 from bot import ADA, BOB, Bot
 from releases import MakeRelease
 
+from evernear.common.run_record import RunRecord
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.kubeflow.client import KfpRuns
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
-from evernear.run_record import RunRecord
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer

@@ -6,8 +6,8 @@ import pytest
 from releases import System, build_system, release_maker
 from watched import TRAINED_LABELS, WatchedSystem, digits
 
+from evernear.common.store import open_store
 from evernear.release.registry import Registry
-from evernear.store import open_store
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,6 @@ def test_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch) -> None
     with notifying_minio() as minio:
         url = minio.url
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    monkeypatch.setattr("evernear.store.s3_connection.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("evernear.common.store.s3_connection.MAX_ATTEMPTS", 1)
     with pytest.raises(StoreError, match="cannot be reached"):
         listen(SOURCE, lambda: None)

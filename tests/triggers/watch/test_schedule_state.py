@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from watched import NOON
 
+from evernear.common.store import Store, open_store
 from evernear.errors import IntegrityError
-from evernear.store import Store, open_store
 from evernear.triggers.watch.schedule_state import STATE, CheckReport, ScheduleStore
 
 

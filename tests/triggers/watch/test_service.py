@@ -19,12 +19,12 @@ from notifying_minio import KEYS, notifying_minio
 from releases import settings_on_free_ports
 from watched import noise
 
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import manifest_key
 from evernear.errors import PortInUseError
-from evernear.run_record import RunRecord, StepRecord
 from evernear.settings import Settings
-from evernear.store import open_store
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import service as service_module
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore

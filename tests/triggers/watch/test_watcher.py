@@ -10,10 +10,11 @@ import pytest
 from releases import System, release_maker
 from watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, png
 
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import open_store
 from evernear.data.ingest import ingest
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset
-from evernear.disk import sha256_bytes
 from evernear.embedding.embed import embed
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import SettingsError, StoreError
@@ -24,7 +25,6 @@ from evernear.review.answers import Answer, Answers, open_target
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.settings import DataSettings, IndexSettings, Settings
-from evernear.store import open_store
 from evernear.triggers.requests import Person, RequestStore
 from evernear.triggers.watch.watcher import Watcher
 

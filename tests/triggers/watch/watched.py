@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.errors import PipelineServerError
 from evernear.kubeflow.runs import Parameter, Run, State
@@ -23,7 +24,6 @@ from evernear.serving.core import Predictor
 from evernear.serving.query_log import QueryLog, ship
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
-from evernear.store import Store, open_store
 from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.watch.watcher import Watcher
 

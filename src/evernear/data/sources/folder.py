@@ -9,17 +9,17 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from evernear.class_names import class_name, spelled
+from evernear.common.class_names import class_name, spelled
+from evernear.common.disk import disk_errors
+from evernear.common.store import open_store
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.layout import Contents, Layout, NestedFolders, choose_layout, named_like_splits
 from evernear.data.sources.names import is_litter, is_skipped, names_other_kind, skipped_path
 from evernear.data.sources.tree import Tree
-from evernear.disk import disk_errors
 from evernear.errors import DataError, StoreError
 from evernear.settings.data import DataSettings
-from evernear.store import open_store
 
 DEFAULTS = DataSettings()
 # The contents of a bucket's folders are read before its listing: one page of each of these.

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from evernear.common.output import quantity
 from evernear.data.manifest import SPLITS, Split
 from evernear.errors import DataError
-from evernear.output import quantity
 from evernear.settings.data import DataSettings
 
 _VALIDATION = frozenset({"val", "valid", "validation", "dev"})

@@ -14,12 +14,12 @@ from urllib.error import URLError
 
 import numpy as np
 
+from evernear.common.disk import disk_errors
+from evernear.common.proxies import through_proxy
 from evernear.data.manifest import Split
 from evernear.data.preprocess import Pixels
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry
-from evernear.disk import disk_errors
 from evernear.errors import DataError
-from evernear.proxies import through_proxy
 
 _BLOCK_IMAGES = 1024
 _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None))

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from evernear.common.disk import disk_errors
 from evernear.data.sources.names import is_skipped
-from evernear.disk import disk_errors
 from evernear.errors import StoreError
 
 _MAX_NAMES = 5

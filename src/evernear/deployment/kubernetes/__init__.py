@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.deployment.kubernetes.objects import RELEASE, ServedRelease, serving_objects
@@ -22,7 +23,6 @@ from evernear.errors import ClusterError, EvernearError, StoreError, TransientSt
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.registry import Registry
 from evernear.settings import RunSettings
-from evernear.store import open_store
 
 
 class KubernetesTarget:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kubernetes.utils import parse_quantity
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
 from evernear.errors import SettingsError
 from evernear.index.description import VECTORS_FILE
 from evernear.release.registry import Record

@@ -18,9 +18,9 @@ from evernear.cli.options import (
     WorkdirOption,
     run_settings,
 )
-from evernear.disk import disk_errors, write_atomically
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.output import print_line, quantity
 from evernear.errors import DataError
-from evernear.output import print_line, quantity
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of Label Studio.")]
 _EXPORTED = 1000
@@ -37,11 +37,11 @@ def export(
     rename: RenameOption = None,
 ) -> None:
     """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
+    from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import labeling_config, to_tasks
     from evernear.review.answers import Answers, open_target
     from evernear.review.queue import Queue
     from evernear.review.suspects import load_suspects, picture
-    from evernear.store import open_store
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
@@ -67,11 +67,11 @@ def import_(
     rename: RenameOption = None,
 ) -> None:
     """Record the annotations of a JSON export of Label Studio as answers of the review."""
+    from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import import_tasks
     from evernear.review.answers import Answers, open_target
     from evernear.review.queue import Queue
     from evernear.review.suspects import load_suspects
-    from evernear.store import open_store
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)

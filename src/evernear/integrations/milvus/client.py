@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from evernear.common.masking import remember, usable
+from evernear.common.output import printable
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 from evernear.index.description import Collection
-from evernear.masking import remember, usable
-from evernear.output import printable
 from evernear.settings import IndexSettings
 from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
 

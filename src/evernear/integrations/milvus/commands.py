@@ -2,8 +2,8 @@
 
 from evernear.cli.options import ConfigOption, SetOption, WorkdirOption
 from evernear.cli.releases import StoreOption, registry_of
+from evernear.common.output import print_line
 from evernear.errors import StoreError
-from evernear.output import print_line
 
 
 def alias(

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evernear.disk import sha256_bytes
+from evernear.common.disk import sha256_bytes
+from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
 from evernear.index.choose import AUTO, Choice, exact_search_reason, tune
@@ -34,7 +35,6 @@ from evernear.integrations.milvus.client import (
     sentence,
     uri_of,
 )
-from evernear.output import quantity
 from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"

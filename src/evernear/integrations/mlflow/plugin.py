@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from evernear.plugins import Plugin
 
 if TYPE_CHECKING:
-    from evernear.run_record import RunRecord
+    from evernear.common.run_record import RunRecord
 
 ADDRESS = "MLFLOW_TRACKING_URI"
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from evernear.common.run_record import RunRecord
 from evernear.integrations.mlflow.plugin import ADDRESS
 from evernear.plugins import rejection
 from evernear.reporting.page import RunReport
-from evernear.run_record import RunRecord
 
 TIMEOUT_S = 10
 EXPERIMENT = "evernear"

@@ -12,13 +12,13 @@ from urllib.parse import quote
 
 import httpx
 
+from evernear.common.run_record import RunRecord
+from evernear.common.store import Store
 from evernear.errors import EvernearError, StoreError
 from evernear.integrations.model_registry.plugin import ADDRESS
 from evernear.plugins import rejection
 from evernear.release.registry import Record, Registry
 from evernear.reporting.page import RunReport
-from evernear.run_record import RunRecord
-from evernear.store import Store
 
 REGISTRY_API = "/api/model_registry/v1alpha3"
 SYSTEM = "The model registry"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from evernear.plugins import Plugin
 
 if TYPE_CHECKING:
+    from evernear.common.run_record import RunRecord
     from evernear.release.registry import Champion, Registry
-    from evernear.run_record import RunRecord
 
 ADDRESS = "MODEL_REGISTRY_BASE_URL"
 

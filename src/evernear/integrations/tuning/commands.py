@@ -19,8 +19,8 @@ from evernear.cli.options import (
     run_layers,
     run_settings,
 )
-from evernear.masking import mask
-from evernear.output import print_json, print_line
+from evernear.common.masking import mask
+from evernear.common.output import print_json, print_line
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from evernear.common.frozen import Frozen
 from evernear.errors import SettingsError
-from evernear.frozen import Frozen
 from evernear.settings import load
 
 SECTIONS = ("train", "index")

@@ -13,11 +13,11 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from evernear.common.disk import sha256_bytes, write_atomically
+from evernear.common.frozen import Frozen
 from evernear.data.shards import Dataset
-from evernear.disk import sha256_bytes, write_atomically
 from evernear.errors import SettingsError, TrainingError
 from evernear.evaluation.statistics import Proportion
-from evernear.frozen import Frozen
 from evernear.integrations.tuning.space import Parameter, Range, SearchSpace
 from evernear.integrations.tuning.trial import measure_trial
 from evernear.settings import RunSettings, merge, of_run

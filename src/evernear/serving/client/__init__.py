@@ -4,7 +4,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from evernear.disk import open_regular
+from evernear.common.disk import open_regular
 from evernear.errors import DataError, PredictionRejectedError, SettingsError
 from evernear.serving.client.target import Format, Target
 from evernear.serving.responses import Metadata, Prediction

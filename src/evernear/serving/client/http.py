@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import ValidationError
 
+from evernear.common.frozen import Frozen
 from evernear.errors import (
     PredictionRejectedError,
     ServerTimeoutError,
@@ -17,7 +18,6 @@ from evernear.errors import (
     ServingError,
     SettingsError,
 )
-from evernear.frozen import Frozen
 from evernear.serving.client.target import Target, tls_context
 from evernear.serving.responses import Metadata, Prediction, Rejection
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 import certifi
 
+from evernear.common.masking import remember, usable
 from evernear.errors import SettingsError
-from evernear.masking import remember, usable
 from evernear.serving.endpoints import endpoints, home_of, host_and_port, read_key, start_hint
 from evernear.settings import RunSettings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE

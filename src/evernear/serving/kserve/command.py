@@ -8,9 +8,9 @@ from pathlib import Path
 from kserve import model_server
 from kserve.predictor_config import PredictorConfig
 
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line
 from evernear.errors import EvernearError
-from evernear.masking import mask_streams
-from evernear.output import print_line
 from evernear.serving.release_source import ReleaseSource
 from evernear.settings import PrepSettings, ServingSettings
 

@@ -26,9 +26,9 @@ from kserve.inference_client import RESTConfig
 from kserve.predictor_config import PredictorConfig
 from pydantic import TypeAdapter
 
+from evernear.common.output import printable, quantity
 from evernear.data.preprocess import Pixels
 from evernear.errors import SettingsError
-from evernear.output import printable, quantity
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import encode_png
 from evernear.serving.grpc_channel import Addresses, channel_options

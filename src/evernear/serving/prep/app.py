@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from evernear import __version__
+from evernear.common.output import log_fields
 from evernear.errors import DataError, EvernearError, ServerTimeoutError, ServerUnreachableError
-from evernear.output import log_fields
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.http_limits import BodyLimits
 from evernear.serving.prep.service import Service

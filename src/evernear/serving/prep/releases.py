@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import TypeVar
 
+from evernear.common.store import open_store
 from evernear.errors import ServingError
 from evernear.release.archive_reader import SmokeQuery
 from evernear.release.manifest import ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.serving.release_source import ReleaseSource
-from evernear.store import open_store
 
 CACHE_SIZE = 8  # a rollout and its rollback need two
 Value = TypeVar("Value")

@@ -25,10 +25,10 @@ from slack_sdk.models.blocks import (
 )
 from slack_sdk.models.blocks.basic_components import SlackFile
 
+from evernear.common.output import printable
+from evernear.common.progress import duration as seconds_in_words
 from evernear.errors import EvernearError
 from evernear.kubeflow.runs import State
-from evernear.output import printable
-from evernear.progress import duration as seconds_in_words
 from evernear.triggers.requests import Person
 from evernear.triggers.slack.client import Block, Message
 

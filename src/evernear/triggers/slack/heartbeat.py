@@ -4,7 +4,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evernear.disk import write_atomically
+from evernear.common.disk import write_atomically
 from evernear.settings import Settings
 
 INTERVAL_S = 10.0

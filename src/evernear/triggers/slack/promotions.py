@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from evernear.common.frozen import Frozen
 from evernear.errors import EvernearError
-from evernear.frozen import Frozen
 from evernear.release.registry import Cause, Champion, Promotion
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.access import RequestRefusedError

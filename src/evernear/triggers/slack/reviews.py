@@ -6,8 +6,8 @@ A click is recorded as a request, and the worker answers it: listing the source 
 import time
 from collections.abc import Iterable, Sequence
 
+from evernear.common.output import quantity
 from evernear.errors import ConflictError, DataError, SettingsError
-from evernear.output import quantity
 from evernear.review.answers import Answer, Answers, open_target
 from evernear.review.queue import Item, Queue
 from evernear.triggers.requests import Request, request_id

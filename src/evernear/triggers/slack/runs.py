@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
+from evernear.common.output import printable, quantity
+from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.kubeflow.runs import Run, State, Step
-from evernear.output import printable, quantity
 from evernear.release.registry import Champion
 from evernear.reporting.notify import CONFUSION_MATRIX, Outcome, load_outcome, load_rules
-from evernear.run_record import RunRecord
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.blocks import (
     EMOJI,

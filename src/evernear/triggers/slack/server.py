@@ -25,11 +25,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from evernear.common.masking import remember
+from evernear.common.store import open_store
 from evernear.errors import SettingsError
-from evernear.masking import remember
 from evernear.serving.endpoints import listening_socket
 from evernear.settings import Settings, SlackSettings
-from evernear.store import open_store
 from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.client import RateLimitedError, SlackClient, SlackUnavailableError, translate

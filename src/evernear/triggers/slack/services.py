@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
+from evernear.common.store import Store
 from evernear.release.registry import Registry
 from evernear.settings import Settings
-from evernear.store import Store
 from evernear.triggers import audit
 from evernear.triggers.audit import AuditEvent
 from evernear.triggers.requests import Request, RequestStore

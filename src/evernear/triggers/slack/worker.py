@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
+from evernear.common.output import log_fields
 from evernear.errors import ConflictError, EvernearError, SlackError
-from evernear.output import log_fields
 from evernear.triggers.requests import POLICY, Request
 from evernear.triggers.slack import promotions, prompts, reviews
 from evernear.triggers.slack.blocks import duration, error_text, line

@@ -1,7 +1,7 @@
 """MinIO's ListenBucketNotification: an endless response with a JSON line for each change, and blanks between them.
 
 An extension of MinIO. AWS and others have no such request; there the schedule alone decides. A dead connection is
-detected after `evernear.store.s3_connection.READ_TIMEOUT_S` without a blank.
+detected after `evernear.common.store.s3_connection.READ_TIMEOUT_S` without a blank.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from minio.error import S3Error
 from minio.helpers import BaseURL
 from minio.signer import presign_v4
 
+from evernear.common.store.s3_connection import S3Connection
 from evernear.errors import StoreError
-from evernear.store.s3_connection import S3Connection
 
 EVENTS = ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]
 EXPIRES_S = 60

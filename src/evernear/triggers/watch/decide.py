@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from evernear.common.output import quantity
 from evernear.data.drift import Shift
-from evernear.output import quantity
 from evernear.settings import Settings
 from evernear.triggers.watch.observe import Drift, Observation, SourceChanges
 from evernear.triggers.watch.schedule_state import Action

@@ -14,7 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from evernear.class_names import class_name
+from evernear.common.class_names import class_name
+from evernear.common.store import Store
 from evernear.data.drift import Measure, Shift, measure_drift
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.snapshots import Snapshots
@@ -26,7 +27,6 @@ from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
 from evernear.serving.live_queries import live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
-from evernear.store import Store
 
 _T = TypeVar("_T")
 

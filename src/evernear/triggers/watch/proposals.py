@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
+from evernear.common.store import Store
 from evernear.errors import ConflictError
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
-from evernear.store import Store
 from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore
 from evernear.triggers.watch.decide import Decision
 from evernear.triggers.watch.observe import Observation

@@ -10,9 +10,9 @@ from uuid import uuid4
 
 from pydantic import AwareDatetime
 
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
 from evernear.errors import ConflictError
-from evernear.frozen import Frozen
-from evernear.store import Store
 
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5

@@ -5,14 +5,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evernear.common.output import quantity
+from evernear.common.store import Store
 from evernear.errors import EvernearError, SettingsError
-from evernear.output import quantity
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.live_queries import remove_before
 from evernear.serving.query_log import ship
 from evernear.settings import Settings
-from evernear.store import Store
 from evernear.triggers.watch.decide import decide
 from evernear.triggers.watch.observe import Observer
 from evernear.triggers.watch.proposals import Outcome, ProposalService

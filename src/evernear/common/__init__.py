@@ -1,0 +1,1 @@
+"""What every room uses: the store, the disk, output, records of runs, threads."""

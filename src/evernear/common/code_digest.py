@@ -1,0 +1,101 @@
+"""A hash of the code behind a stored result, so that changed code does not reuse what earlier code made."""
+
+import ast
+import hashlib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGE = "evernear"
+EXCLUDED = frozenset(
+    f"{PACKAGE}.{name}"
+    for name in (
+        "common.code_digest",
+        "common.container",
+        "data.ledger",
+        "data.manifest",
+        "data.sources",
+        "data.writer",
+        "common.disk",
+        "errors",
+        "common.frozen",
+        "common.output",
+        "common.progress",
+        "common.scratch",
+        "settings",
+        "common.store",
+        "common.threads",
+    )
+)
+"""Modules and packages that move bytes, messages and settings, or make a dataset, which has a digest itself."""
+
+
+@cache
+def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
+    """The sha256 of the source of ``module`` and of every module of evernear that it imports, except `EXCLUDED`.
+
+    Comments, docstrings and formatting do not count. The installed versions of ``libraries``, which the code calls, do.
+    """
+    sha256 = hashlib.sha256()
+    for name, tree in sorted(_closure(module).items()):
+        sha256.update(f"{name}\n{ast.unparse(_without_docstrings(tree))}\n".encode())
+    for library in libraries:
+        sha256.update(f"{library} {_installed(library)}\n".encode())
+    return sha256.hexdigest()
+
+
+def _closure(module: str) -> dict[str, ast.Module]:
+    """The syntax trees of ``module`` and of what it imports, by name."""
+    trees: dict[str, ast.Module] = {}
+    pending = [module]
+    while pending:
+        name = pending.pop()
+        file = None if name in trees or _is_excluded(name) else _source(name)
+        if file is not None:
+            trees[name] = ast.parse(file.read_bytes())
+            pending += _imports(trees[name])
+    return trees
+
+
+def _is_excluded(module: str) -> bool:
+    parts = module.split(".")
+    return any(".".join(parts[:length]) in EXCLUDED for length in range(1, len(parts) + 1))
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module; None for a name that a module defines."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # a class or function of a module, as in ``from evernear.data.shards import Dataset``
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Names of modules of evernear that ``tree`` imports, also inside of functions; and names that may be modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from _ours(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from _ours([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+
+
+def _ours(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(f"{PACKAGE}.")]
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            is_text = [isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in node.body]
+            node.body = [n for n, text in zip(node.body, is_text, strict=True) if not text] or [ast.Pass()]
+    return tree
+
+
+def _installed(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,75 @@
+"""The base of every value that evernear stores or passes between steps."""
+
+import re
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from evernear.common.disk import write_atomically
+from evernear.common.output import printable
+from evernear.errors import IntegrityError
+
+_QUOTED_MAX_CHARACTERS = 200
+
+
+class Frozen(BaseModel):
+    """An immutable value that rejects unknown fields and can be stored as a JSON document."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    remedy: ClassVar[str] = ""
+    """What to do about an invalid document, as in "run the train step again"."""
+
+    def to_json(self) -> bytes:
+        """The stored form."""
+        return self.model_dump_json(indent=2).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
+        """Parse a stored document. ``remedy`` replaces the one of the class.
+
+        Raises:
+            IntegrityError: ``data`` is not a valid document; the sentence names ``source``, the first invalid field and
+                the remedy.
+        """
+        if not data:
+            raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            field = printable(".".join(str(part) for part in fault["loc"]), _QUOTED_MAX_CHARACTERS)
+            reason = printable(fault["msg"].removeprefix("Value error, "), _QUOTED_MAX_CHARACTERS)
+            detail = ": ".join(filter(None, [field, reason]))
+            raise IntegrityError(f"{source} is not a valid {_words(cls)}: {detail}{cls._ending(remedy)}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the document atomically.
+
+        Raises:
+            StoreError: the disk is full, permission is denied, ...
+        """
+        write_atomically(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a document that `save` wrote.
+
+        Raises:
+            IntegrityError: the file cannot be read or is not a valid document, as in `from_json`.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise IntegrityError(f"Cannot read {path}: {error.strerror}{cls._ending()}") from error
+        return cls.from_json(data, path)
+
+    @classmethod
+    def _ending(cls, remedy: str | None = None) -> str:
+        remedy = cls.remedy if remedy is None else remedy
+        return f"; {remedy}." if remedy else "."
+
+
+def _words(cls: type[Frozen]) -> str:
+    """``ReleaseManifest`` as "release manifest"."""
+    return " ".join(re.findall(r"[A-Z][a-z0-9]*", cls.__name__)).lower()

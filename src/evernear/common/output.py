@@ -1,0 +1,148 @@
+"""Output for people, with untrusted text escaped and secrets masked.
+
+Class and file names, fields of a release, responses of servers and user names are untrusted. Printed verbatim, they
+could control the terminal (ESC), reverse a line (U+202E), hide its end (NUL) or forge lines. Every line for a console,
+a log or a report therefore goes through `printable`, which also masks secrets (`evernear.common.masking`).
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, TextIO, TypeAlias, cast
+
+from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
+
+from evernear.common.masking import mask
+
+_ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+def printable(text: str, limit: int | None = None) -> str:
+    """``text`` on one line, secrets masked and unprintable characters escaped as in ``\\x1b``, ``\\u202e`` or ``\\n``.
+
+    Text longer than ``limit`` characters is truncated and ends in "...". The function is idempotent.
+    """
+    text = mask(text)  # the beginning of a secret would not be recognized in a shortened text
+    shortened = text if limit is None else text[:limit]
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened)
+    return f"{escaped}..." if len(shortened) < len(text) else escaped
+
+
+NAMED = 5
+"""Names that a sentence lists."""
+
+
+def quantity(count: int, noun: str, plural: str = "") -> str:
+    """``count`` and its noun, as in "1 image" and "1,200 images"; ``plural`` if it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def named(names: Sequence[str]) -> str:
+    """The first `NAMED` of ``names``, and the number of the others."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def print_line(text: str = "", file: TextIO | None = None) -> None:
+    """Print ``text`` as one line to ``file`` (stdout by default)."""
+    print(printable(text), file=file or sys.stdout, flush=True)
+
+
+def print_secret(secret: str) -> None:
+    """Print a secret that the user asks for, as one line to stdout."""
+    print(secret, file=getattr(sys.stdout, "unmasked", sys.stdout), flush=True)
+
+
+def print_json(value: object) -> None:
+    """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
+
+    JSON has no bytes that are not UTF-8, as in file names. They are escaped as by `printable`.
+    """
+    try:
+        text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
+    except PydanticSerializationError:
+        text = to_json(_without_surrogates(to_jsonable_python(value)), ensure_ascii=True, inf_nan_mode="null")
+    print_line(_without_del(text.decode()))
+
+
+def _without_surrogates(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            fields = cast(dict[str, Any], value)
+            return {_without_surrogates(key): _without_surrogates(each) for key, each in fields.items()}
+        case list():
+            return [_without_surrogates(each) for each in cast(list[Any], value)]
+        case _:
+            return value
+
+
+def _without_del(text: str) -> str:
+    """JSON in which DEL, the only control character that JSON does not escape, is escaped as well."""
+    return text.replace("\x7f", "\\u007f")
+
+
+class LogFormatter(logging.Formatter):
+    """A formatter that prints each record on one line, followed by the traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """The line of a record, with untrusted arguments escaped."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
+        """A traceback. Its last lines quote the exception, which is untrusted."""
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
+
+_log_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default=MappingProxyType({}))
+
+
+@contextmanager
+def log_fields(**fields: object) -> Generator[None]:
+    """Add ``fields`` that are not empty, such as the id of a request, to the JSON records of this thread or task."""
+    token = _log_fields.set({**_log_fields.get(), **{name: value for name, value in fields.items() if value}})
+    try:
+        yield
+    finally:
+        _log_fields.reset(token)
+
+
+class JsonFormatter(logging.Formatter):
+    """A formatter that prints each record as one line of ASCII JSON, with the fields of `log_fields`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record with time, level, logger, message and, if it has one, traceback."""
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_log_fields.get(),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return _without_del(
+            mask(json.dumps(fields, default=str))
+        )  # pydantic's JSON rejects surrogates, as in file names
+
+
+def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
+    """Log to stderr at ``level`` and above."""
+    handler = logging.StreamHandler()
+    lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(lines if log_format == "text" else JsonFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a header and rows, with columns padded to their widest cell."""
+    table = [[printable(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    for row in table:
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

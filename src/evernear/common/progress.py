@@ -1,0 +1,235 @@
+"""The context manager that every pipeline step runs in: it reports progress, records the state and handles errors.
+
+A step appends events as JSON lines to the file that the environment variable `EVENTS_VARIABLE` names, if it is set. A
+local run reads that file to show progress. In a cluster, the step's log has the same messages. The last state of the
+step is stored in the run's record (`evernear.common.run_record`).
+"""
+
+import gc
+import math
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from evernear.common.container import cpu_limit, memory_limit_bytes
+from evernear.common.endings import shadowed_modules
+from evernear.common.frozen import Frozen
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line, printable
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import open_store
+from evernear.common.store.lease import wait_for_release
+from evernear.errors import EvernearError, StoreError, disk_full_message
+
+REPORT_INTERVAL_S = 5.0
+"""Shortest time between two reports of the time left."""
+REPORTS = 50
+"""Maximum number of reports of the time left in a long step. Each one is a line of the step's log."""
+EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
+COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
+"""The `RunCommand` that started a local run, as JSON; steps in a cluster do not have it."""
+TERMINATION_MESSAGE = Path("/dev/termination-log")
+TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
+"""The kubelet reads 4,096 bytes, and a character takes up to four bytes in UTF-8."""
+
+
+class Event(Frozen):
+    """One line of a run's event file."""
+
+    at: datetime
+    step: str
+    kind: Literal["started", "progress", "finished", "failed"]
+    message: str = ""
+    duration_s: float = 0.0
+    """Time since the step started, excluding the start of its process."""
+    exit_code: int = 0
+
+
+class Step:
+    """A running step. The step assigns its result in a few words to ``summary``."""
+
+    def __init__(self, name: str, run: str, store_uri: str) -> None:
+        self.name = name
+        self.summary = ""
+        self._run = run
+        self._store_uri = store_uri
+        self._record: RunRecord | None = None
+        self._opened = False
+        self._started = datetime.now(UTC)
+        self._started_s = time.monotonic()
+
+    def report(self, message: str) -> None:
+        """Report progress in a few words."""
+        self.emit("progress", message)
+
+    def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
+        """Write one event to the event file, to the log and, except for progress, to the run's record."""
+        message = printable(message)
+        event = Event(
+            at=datetime.now(UTC),
+            step=self.name,
+            kind=kind,
+            message=message,
+            duration_s=time.monotonic() - self._started_s,
+            exit_code=code,
+        )
+        print_line(f"[{self.name}] {kind}: {message}")
+        if path := os.environ.get(EVENTS_VARIABLE):
+            with suppress(OSError), Path(path).open("a") as file:  # a full disk must not hide the step's own error
+                file.write(event.model_dump_json() + "\n")
+        self._save(event)
+        if kind == "failed":
+            _write_termination_message(message)
+
+    def _save(self, event: Event) -> None:
+        """Record the state of the step. Store errors are ignored: the step may not need the store otherwise."""
+        if event.kind == "progress":
+            return
+        step = StepRecord.of_this_process(event.step, self._started)
+        if event.kind != "started":
+            ending = {"state": event.kind, "message": event.message, "exit_code": event.exit_code, "ended": event.at}
+            step = step.model_copy(update={**ending, **_resources()})
+        with suppress(EvernearError):
+            if not self._opened:  # once, because each attempt to reach a store takes a while
+                self._opened = True
+                self._record = RunRecord(open_store(self._store_uri), self._run)
+            if self._record is not None:
+                self._record.save_step(step)
+                if event.kind == "started":  # the event is recorded first, so that either sees the other
+                    wait_for_release(self._record.store, self.report)
+
+
+@contextmanager
+def step(name: str, run: str, store_uri: str) -> Generator[Step]:
+    """Run the body as the step ``name`` of ``run``, and record its state in the store.
+
+    An `EvernearError` or a full disk ends the process with an error message and exit code. Any other exception is a
+    bug: it propagates with its traceback.
+    """
+    mask_streams()
+    running = Step(name, run, store_uri)
+    running.emit("started", "")
+    try:
+        yield running
+    except EvernearError as error:
+        running.emit("failed", str(error), error.exit_code)
+        print_line(f"evernear: {error}", sys.stderr)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        sentence = disk_full_message(error, error.filename or os.environ.get("TMPDIR", "/tmp"))  # noqa: S108 - only named
+        if sentence is None:
+            _emit_bug(running, error)
+            raise
+        running.emit("failed", sentence, StoreError.exit_code)
+        print_line(f"evernear: {sentence}", sys.stderr)
+        sys.exit(StoreError.exit_code)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in a library that is written in Rust, or one that exits
+        _emit_bug(running, error)
+        raise
+    running.emit("finished", running.summary)
+    gc.freeze()  # the garbage collection at exit would traverse all of torch, which takes half a second per step
+
+
+def record_failure(name: str, run: str, store_uri: str, message: str, exit_code: int) -> None:
+    """Record the failure of the step ``name``, whose own process could not."""
+    failed = Step(name, run, store_uri)
+    failed.emit("failed", message, exit_code)
+
+
+def _emit_bug(running: Step, error: BaseException) -> None:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    location = f"{Path(frame.filename).name}:{frame.lineno}"
+    message = f"Unexpected {type(error).__name__}: {error} ({location}); see the log for the traceback."
+    running.emit("failed", f"{message} {shadowed_modules()}".rstrip(), 1)
+
+
+def _resources() -> dict[str, Any]:
+    """Resources of this step, by their name in its `StepRecord`."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
+    torch: Any = sys.modules.get("torch")  # a step without a network does not load it
+    return {
+        "peak_memory_bytes": unit_bytes * max(usage.ru_maxrss for usage in usages),
+        "cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages),
+        "gpus": torch.cuda.device_count() if hasattr(torch, "cuda") else 0,
+        **{name: limit for name, limit in limits.items() if limit < math.inf},
+    }
+
+
+def _write_termination_message(message: str) -> None:
+    """In a pod, write the error as its termination message, which Kubernetes and the Argo UI show."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        with suppress(OSError):
+            TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
+
+
+class Countdown:
+    """Reports the progress of work in equal units, and estimates the time left.
+
+    The estimate is the mean duration of the units so far times the units left. The first unit is not timed, because it
+    also warms up libraries and caches, nor are units done before the first call, as after a resume.
+    """
+
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+        self._next_report_s = 0.0
+
+    def __call__(self, completed: int, total: int, message: str) -> None:
+        """Report ``message`` and the time left, if a report is due. Call this after each unit, or every few units."""
+        now_s = self._clock()
+        if self._first is None:
+            self._first = (completed, now_s)
+            self._next_report_s = now_s + REPORT_INTERVAL_S
+        first, started_s = self._first
+        if now_s < self._next_report_s or completed <= first:
+            return
+        left_s = (now_s - started_s) / (completed - first) * (total - completed)
+        self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
+        self._report(f"{message}, about {duration(left_s)} left")
+
+
+class RunCommand(Frozen):
+    """The arguments of the ``evernear`` command that started a run; empty in a cluster."""
+
+    typed: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
+    """Arguments that do the same once the working directory remembers the settings of the run."""
+
+    @staticmethod
+    def of_environment() -> "RunCommand":
+        """The command that started this process."""
+        return RunCommand.model_validate_json(os.environ.get(COMMAND_VARIABLE, "{}"))
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` in its two largest units, such as ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s} s"
+    minutes, seconds_left = divmod(total_s, 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds_left} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """Read the complete event lines of ``path`` from byte ``offset``; also return the offset for the next call."""
+    if not path.exists():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    complete = data[: data.rfind(b"\n") + 1]
+    return [Event.from_json(line, path) for line in complete.splitlines()], offset + len(complete)

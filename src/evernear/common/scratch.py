@@ -1,0 +1,57 @@
+"""Private directories in ``/tmp`` under predictable names, so that other processes can locate them."""
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evernear.common.disk import disk_errors
+from evernear.errors import StoreError
+
+
+def scratch_name(owner: Path) -> str:
+    """The directory name for ``owner`` and this user; short, because socket paths are limited."""
+    return "evernear-" + hashlib.sha256(f"{os.geteuid()}:".encode() + os.fsencode(owner)).hexdigest()[:12]
+
+
+def make_private(directory: Path) -> None:
+    """Create ``directory`` empty, with access for this user only. An earlier one of this user is removed.
+
+    The name is predictable, so another user may have created it first, as a directory or a link; then it is not used.
+
+    Raises:
+        StoreError: the path exists and cannot be removed, or the directory cannot be created.
+    """
+    remove_own(directory)
+    with disk_errors(directory):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            raise StoreError(f"{directory} is not a directory of this user; remove it and run again.") from None
+
+
+def remove_own(directory: Path) -> None:
+    """Remove ``directory`` recursively if it is a directory of this user."""
+    try:
+        status = directory.lstat()
+    except OSError:
+        return
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def scratch(directory: Path) -> Generator[Path]:
+    """Create ``directory`` with `make_private`, and remove it at the end.
+
+    Raises:
+        StoreError: see `make_private`.
+    """
+    make_private(directory)
+    try:
+        yield directory
+    finally:
+        remove_own(directory)

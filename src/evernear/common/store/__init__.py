@@ -1,0 +1,36 @@
+"""Objects under keys, in a directory (``file:///path``) or in S3 (``s3://bucket/prefix``).
+
+Writes are atomic, and `Store.put_if` is a compare-and-swap: it moves pointers such as a dataset's head or the champion,
+so that exactly one of two concurrent writers succeeds. Keys are segments separated by ``/``, as in S3.
+"""
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from evernear.common.store.base import ObjectInfo, Store
+from evernear.common.store.files import FileStore
+from evernear.common.store.s3 import S3Store
+from evernear.errors import SettingsError
+
+__all__ = ["FileStore", "ObjectInfo", "S3Store", "Store", "open_store"]
+
+
+def open_store(uri: str) -> Store:
+    """Open the store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
+
+    S3 is configured by the usual variables: ``AWS_ENDPOINT_URL`` (MinIO, SeaweedFS, ...; empty: AWS),
+    ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (empty: us-east-1),
+    ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``.
+    Without keys, requests are anonymous.
+
+    Raises:
+        SettingsError: the URI has another form, or the environment has an invalid endpoint, key or proxy.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+        return FileStore(Path(unquote(parts.path)))
+    # Not parsed as a URL: '?' and '#' are ordinary characters in object names.
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    if parts.scheme == "s3" and bucket:
+        return S3Store(bucket, prefix.strip("/"))
+    raise SettingsError(f"The store {uri!r} is neither file:///absolute/path nor s3://bucket/prefix.")

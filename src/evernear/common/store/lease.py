@@ -1,0 +1,137 @@
+"""The right to delete objects that nothing needs: at most one process has it, and no step of a run works meanwhile.
+
+A step first records that it is running, then waits until the right is released. A process that deletes first acquires
+the right, then looks for running steps. So one of them always sees the other.
+
+The object `KEY` names the process that has the right. A thread of that process writes it again every `RENEW_S`. If it
+does not change for `EXPIRES_S`, the process was killed, and whoever waits takes the right over. Each waits by its own
+clock, so clocks may differ.
+"""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+
+from evernear.common.frozen import Frozen
+from evernear.common.store.base import Store
+from evernear.errors import BusyError, ConflictError, EvernearError
+
+KEY = "maintenance/prune.json"
+RENEW_S = 10.0
+EXPIRES_S = 60.0
+_POLL_S = 0.5
+
+
+class _Holder(Frozen):
+    """The object at `KEY`."""
+
+    by: str = ""
+    """The process that has the right; empty: none."""
+    token: str
+    """Differs in every state, so that the object never returns to an earlier content (etag)."""
+
+    @classmethod
+    def now(cls, by: str) -> "_Holder":
+        return cls(by=by, token=uuid.uuid4().hex)
+
+
+class Lease:
+    """The right to delete; a context manager.
+
+    ``by`` is a command, such as "evernear store prune", and its process, for the messages of those who wait.
+    """
+
+    def __init__(self, store: Store, by: str) -> None:
+        self._store, self._by = store, by
+        self._etag: str | None = None
+        self._renewed_s = 0.0
+        self._lock, self._released = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
+
+    def __enter__(self) -> "Lease":
+        """Acquire the right; wait for a killed process.
+
+        Raises:
+            BusyError: another process has the right.
+        """
+        _wait(self._store, lambda holder, changed: _refuse(holder) if changed else None)
+        stored = self._store.find(KEY)
+        self._etag = stored[1] if stored else None
+        self._write(self._by)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the right, unless another process took it over."""
+        self._released.set()
+        self._thread.join()
+        with suppress(EvernearError):  # it expires
+            self._write("")
+
+    def require(self) -> None:
+        """Call this before each deletion.
+
+        Raises:
+            ConflictError: this process was stopped for so long that another one may have taken the right over.
+            StoreError: the store fails.
+        """
+        with self._lock:
+            if time.monotonic() - self._renewed_s > 2 * RENEW_S:
+                self._write(self._by)
+
+    def _renew_until_released(self) -> None:
+        while not self._released.wait(RENEW_S):
+            with suppress(EvernearError), self._lock:  # `require` repeats it
+                self._write(self._by)
+
+    def _write(self, by: str) -> None:
+        now_s = time.monotonic()
+        try:
+            self._etag = self._store.put_if(KEY, _Holder.now(by).to_json(), self._etag)
+        except ConflictError:
+            raise ConflictError(
+                f"Another process changed {KEY} in {self._store.uri} in the meantime, so {self._by} stopped; run again."
+            ) from None
+        self._renewed_s = now_s
+
+
+def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
+    """Wait until no process deletes objects, and ``report`` once that this waits.
+
+    Raises:
+        StoreError: the store fails.
+    """
+    reported: list[str] = []
+
+    def report_once(holder: str, changed: bool) -> None:
+        if not reported:
+            reported.append(holder)
+            report(f"waiting for {holder}")
+
+    _wait(store, report_once)
+
+
+def _wait(store: Store, while_held: Callable[[str, bool], None]) -> None:
+    """Call ``while_held`` with the holder, and whether it has renewed its right, until the right is released."""
+    seen, since_s = "", time.monotonic()
+    while stored := store.find(KEY):
+        data, etag = stored
+        holder = _Holder.from_json(data, f"{store.uri}/{KEY}", "remove it").by
+        if not holder:
+            return
+        if etag != seen:
+            changed, seen, since_s = bool(seen), etag, time.monotonic()
+            while_held(holder, changed)
+        elif time.monotonic() - since_s > EXPIRES_S:
+            try:
+                store.put_if(KEY, _Holder.now("").to_json(), etag)
+            except ConflictError:
+                continue
+            return
+        time.sleep(_POLL_S)
+
+
+def _refuse(holder: str) -> None:
+    raise BusyError(f"{holder} deletes objects at the moment; wait until it has ended.")

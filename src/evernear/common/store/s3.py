@@ -1,0 +1,154 @@
+"""The store in S3, or in a server that implements its API."""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import urllib3
+from minio.error import S3Error
+from minio.helpers import check_bucket_name
+
+from evernear.common.disk import disk_errors, open_regular, sha256_bytes, sha256_file
+from evernear.common.store.base import (
+    CHUNK_BYTES,
+    ObjectInfo,
+    Store,
+    check_key,
+    check_sha256,
+    missing_object,
+    write_chunks,
+)
+from evernear.common.store.conditional_put import OWN_PREFIX, ConditionalWriter
+from evernear.common.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING_OBJECT, S3Connection, required_etag
+from evernear.common.store.s3_reader import SHA256, object_reader
+from evernear.errors import IntegrityError, SettingsError
+
+# A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
+_SHA256 = f"x-amz-meta-{SHA256}"
+_RETRIED = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError, IntegrityError)
+
+_T = TypeVar("_T")
+
+
+class S3Store(Store):
+    """A store in S3, or in a server that implements its API."""
+
+    def __init__(self, bucket: str, prefix: str) -> None:
+        try:
+            check_bucket_name(bucket)
+        except ValueError as error:
+            raise SettingsError(f"{bucket!r} cannot be the name of a bucket: {error}.") from None
+        self.bucket = bucket
+        self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._connection = S3Connection.from_environment()
+        self._client = self._connection.client
+        self._conditional_writer = ConditionalWriter(self._connection, bucket, self._prefix)
+
+    def put(self, key: str, data: bytes | Path) -> str:
+        """Write ``data`` atomically and return the etag."""
+        check_key(key)
+        if isinstance(data, bytes):
+            return self._put(key, BytesIO(data), len(data), sha256_bytes(data))
+        with disk_errors(data), open_regular(data) as file:
+            return self._put(key, file, data.stat().st_size, sha256_file(data))
+
+    def put_if(self, key: str, data: bytes, etag: str | None) -> str:
+        """Write only if the object still has ``etag`` (None: only if it does not exist)."""
+        check_key(key)
+        return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
+
+    def find(self, key: str) -> tuple[bytes, str] | None:
+        """Read an object and its etag; None if it does not exist."""
+
+        def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
+            data = response.read()
+            check_sha256(sha256_bytes(data), response.headers.get(_SHA256), f"{self.uri}/{key}")
+            return data, required_etag(response.headers.get("etag"))
+
+        return self._get(key, read)
+
+    def reader(self) -> Callable[[str], bytes]:
+        """Return a faster `get` for many small objects, for any number of threads."""
+        read = object_reader(self._connection, self.bucket)
+
+        def get(key: str) -> bytes:
+            data = read(self._prefix + key)
+            return self.get(key) if data is None else data
+
+        return get
+
+    def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
+        """Copy an object to ``path`` atomically."""
+
+        def save(response: urllib3.BaseHTTPResponse) -> Path:
+            expected = sha256 or response.headers.get(_SHA256)
+            write_chunks(response.stream(CHUNK_BYTES), path, expected, f"{self.uri}/{key}")
+            return path
+
+        if self._get(key, save) is None:
+            raise missing_object(self.uri, key)
+        return path
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the objects whose keys start with ``prefix``, each folder sorted, in pages of 1,000.
+
+        S3 sorts whole keys; SeaweedFS lists folder by folder, so ``a/b`` comes before ``a.b``.
+        """
+        with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
+            for listed in self._connection.list(self.bucket, self._prefix + prefix):
+                key = listed.name.removeprefix(self._prefix)
+                if not key.startswith(OWN_PREFIX):
+                    modified = datetime.fromisoformat(listed.modified)
+                    yield ObjectInfo(key, listed.size_bytes, modified, partial(str, listed.etag))
+
+    def children(self, folder: str) -> Iterator[str]:
+        """Yield the names in a folder, folders with a slash at the end, in pages of 1,000."""
+        prefix = f"{self._prefix}{folder}/" if folder else self._prefix
+        with self._connection.errors("s3:ListBucket", self.bucket, prefix):
+            for info in self._client.list_objects(self.bucket, prefix):
+                name = str(info.object_name).removeprefix(prefix)
+                if name and not name.startswith("."):
+                    yield name
+
+    def delete(self, key: str) -> None:
+        """Delete an object; a missing one is not an error."""
+        with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
+            self._client.remove_object(self.bucket, self._prefix + key)
+
+    def _put(self, key: str, stream: BinaryIO, size_bytes: int, sha256: str) -> str:
+        with self._connection.errors("s3:PutObject", self.bucket, self._prefix + key):
+            written = self._client.put_object(
+                self.bucket, self._prefix + key, stream, size_bytes, metadata={_SHA256: sha256}
+            )
+            return required_etag(written.etag)
+
+    def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
+        """The result of ``read``, which starts over if a transfer breaks; None if the object does not exist."""
+        with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
+            for attempt in range(1, MAX_ATTEMPTS + 1):
+                try:
+                    return self._get_once(key, read)
+                except S3Error as error:
+                    if error.code in MISSING_OBJECT:
+                        return None
+                    raise
+                except _RETRIED as error:
+                    # Content with a wrong hash is read once more: the transfer may have corrupted it, but rarely twice.
+                    if attempt == MAX_ATTEMPTS or (isinstance(error, IntegrityError) and attempt > 1):
+                        raise
+                time.sleep(BACKOFF_S * (attempt - 1))
+        return None
+
+    def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
+        response = self._client.get_object(self.bucket, self._prefix + key)
+        try:
+            required_etag(response.headers.get("etag"))
+            return read(response)
+        finally:
+            response.close()
+            response.release_conn()

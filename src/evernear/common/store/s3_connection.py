@@ -1,0 +1,394 @@
+"""The connection to S3: endpoint, keys, proxy, certificates, retries, and the meaning of its errors."""
+
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, unquote_plus, urlsplit
+from xml.etree import ElementTree
+from xml.etree.ElementTree import ParseError
+from xml.sax.saxutils import unescape
+
+import certifi
+import urllib3
+from minio import Minio
+from minio.credentials.providers import EnvAWSProvider
+from minio.error import InvalidResponseError, MinioException, S3Error
+from minio.helpers import DictType
+
+from evernear.common.masking import usable
+from evernear.common.proxies import proxy_of
+from evernear.errors import SettingsError, StoreError, TransientStoreError
+
+CONNECT_TIMEOUT_S = 10.0
+# Between two packets, not for the whole transfer.
+READ_TIMEOUT_S = 60.0
+MAX_ATTEMPTS = 4
+BACKOFF_S = 0.5
+_PAGE_OBJECTS = 1000
+_FOLDERS_AT_ONCE = 8
+_PAGES_AT_ONCE = 4
+_MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+_NEXT_TOKEN = re.compile(rb"<NextContinuationToken>([^<]+)<")
+
+# Codes for a missing object; a missing bucket is an error.
+MISSING_OBJECT = frozenset({"NoSuchKey", "NoSuchObject"})
+
+_OVERLOADED = (429, 500, 502, 503, 504)
+_BAD_KEYS = frozenset(
+    {
+        "AuthFailure",
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
+_OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
+
+
+_OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
+"""Types of content with which S3 answers only if it is an object's, which has an etag."""
+
+
+class NotS3Error(Exception):
+    """A response that reports success, but is not one of S3; the message says what it is."""
+
+
+class ListedObject(NamedTuple):
+    """An object in a listing."""
+
+    name: str
+    size_bytes: int
+    etag: str
+    modified: str
+    """The time in ISO 8601."""
+
+
+class _Page(NamedTuple):
+    """A page of a listing; ``next_token`` is empty on the last one."""
+
+    objects: list[ListedObject]
+    folders: list[str]
+    next_token: str
+
+
+@dataclass(frozen=True)
+class S3Connection:
+    """A client of the S3 endpoint in the environment."""
+
+    endpoint: str
+    region: str
+    http: urllib3.PoolManager
+    client: Minio
+    writer: Minio
+    """For conditional writes: it retries only what was certainly not executed."""
+    credentials: EnvAWSProvider | None
+    certificates: Path
+
+    @classmethod
+    def from_environment(cls) -> "S3Connection":
+        """``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` ...; see `evernear.common.store.open_store`.
+
+        Raises:
+            SettingsError: the endpoint is not a URL, a key has no secret, or a certificate file is missing.
+        """
+        endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or _has_space(endpoint):
+            raise SettingsError(f"AWS_ENDPOINT_URL={endpoint!r} is not of the form https://host:port.")
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        keys = [usable(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
+        credentials = EnvAWSProvider() if keys[0] else None
+        certificates = _certificates()
+        http = _pool(endpoint, certificates, _retries())
+        minio = partial(Minio, parts.netloc, secure=parts.scheme == "https", region=region, credentials=credentials)
+        try:
+            if credentials:
+                credentials.retrieve()
+            client = minio(http_client=http)
+            writer = minio(http_client=_pool(endpoint, certificates, _retries(only_unexecuted=True)))
+        except ValueError as error:
+            raise SettingsError(f"S3 at {endpoint} cannot be used: {str(error).lower()}.") from None
+        return cls(endpoint.rstrip("/"), region, http, client, writer, credentials, certificates)
+
+    def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
+        """Send a PUT with ``headers``, which `Minio.put_object` does not support.
+
+        It is retried only if it was certainly not executed. After any other failure the caller reads the object back.
+        """
+        copied: DictType = {**headers}  # minio adds its own
+        return self.writer._execute("PUT", bucket, name, body=data, headers=copied)  # pyright: ignore[reportPrivateUsage]
+
+    def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
+        """Yield the objects whose names start with ``prefix``, each folder in the server's order.
+
+        More than a page are listed folder by folder, several of them concurrently, with the next pages in memory. More
+        than 1,000 folders are listed one page after the other.
+        """
+        first = _parse_page(self._page(bucket, prefix))
+        top = _parse_page(self._page(bucket, prefix, delimiter="/")) if first.next_token else first
+        folders = [prefix] if top.next_token else top.folders
+        if not top.next_token:
+            yield from top.objects
+        with ThreadPoolExecutor(_FOLDERS_AT_ONCE) as pool:
+            waiting, listings = deque(folders), deque[tuple[str, Future[Sequence[bytes]]]]()
+            while waiting or listings:
+                while waiting and len(listings) < _FOLDERS_AT_ONCE:
+                    listings.append((waiting[0], pool.submit(self._pages, bucket, waiting.popleft())))
+                name, future = listings.popleft()
+                # Parsed here: threads that hold the interpreter lock would slow down whoever takes the objects.
+                *earlier, last = future.result()
+                last_page = _parse_page(last)
+                if last_page.next_token:
+                    listings.appendleft((name, pool.submit(self._pages, bucket, name, last_page.next_token)))
+                for page in earlier:
+                    yield from _parse_page(page).objects
+                yield from last_page.objects
+
+    def _pages(self, bucket: str, prefix: str, token: str = "") -> Sequence[bytes]:
+        """Up to `_PAGES_AT_ONCE` consecutive pages, each requested as soon as its token is known."""
+        pages = [self._page(bucket, prefix, token)]
+        while len(pages) < _PAGES_AT_ONCE and b"<IsTruncated>true<" in pages[-1]:
+            match = _NEXT_TOKEN.search(pages[-1])
+            if not match:
+                break
+            pages.append(self._page(bucket, prefix, unescape(match[1].decode())))
+        return pages
+
+    def _page(self, bucket: str, prefix: str, token: str = "", delimiter: str = "") -> bytes:
+        """A page of a listing: XML with at most 1,000 objects."""
+        query: DictType = {"list-type": "2", "encoding-type": "url", "delimiter": delimiter, "prefix": prefix}
+        query["max-keys"] = str(_PAGE_OBJECTS)
+        if token:
+            query["continuation-token"] = token
+        response = self.client._execute("GET", bucket, query_params=query)  # pyright: ignore[reportPrivateUsage]
+        return response.data
+
+    @contextmanager
+    def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
+        """Convert errors of the client to `StoreError`; ``permission`` is the S3 action of the requests in the body.
+
+        Raises:
+            TransientStoreError: the server is unreachable or overloaded, or the connection broke.
+            StoreError: the server rejected the request.
+        """
+        location = f"s3://{bucket}/{name}".rstrip("/")
+        try:
+            yield
+        except S3Error as error:
+            transient = error.response.status in _OVERLOADED or error.code in _DAMAGED
+            kind = TransientStoreError if transient else StoreError
+            raise kind(self._explain(error, permission, bucket, location)) from error
+        except NotS3Error as error:
+            raise StoreError(
+                f"{self.endpoint} does not behave like S3: it answers with {error}; check AWS_ENDPOINT_URL, which may"
+                " name a console or a login page."
+            ) from error
+        except InvalidResponseError as error:
+            # Transient, because an ingress whose backend is down answers like this.
+            text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
+            raise TransientStoreError(
+                f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
+            ) from error
+        except (MinioException, ParseError, ValueError, KeyError) as error:
+            raise TransientStoreError(
+                f"{self.endpoint} sent an invalid response about {location} ({error}); run again, or check"
+                " AWS_ENDPOINT_URL."
+            ) from error
+        except urllib3.exceptions.MaxRetryError as error:
+            raise TransientStoreError(self._explain_unreachable(error.reason)) from error
+        except urllib3.exceptions.HTTPError as error:
+            raise TransientStoreError(
+                f"The transfer of {location} was interrupted ({_reason(error)}); run again."
+            ) from error
+
+    def _explain_unreachable(self, reason: Exception | None) -> str:
+        proxy = self.http.proxy
+        if proxy and isinstance(reason, urllib3.exceptions.ProxyError):
+            return (
+                f"The proxy {proxy.scheme}://{proxy.netloc} (HTTP_PROXY, HTTPS_PROXY) to {self.endpoint} cannot be"
+                f" reached: {_reason(reason)}; correct it, or exempt the server with NO_PROXY."
+            )
+        if isinstance(reason, urllib3.exceptions.SSLError):
+            if "CERTIFICATE" in str(reason).upper():
+                return f"{self.endpoint} cannot be trusted: {_reason(reason)}; AWS_CA_BUNDLE may name its authority."
+            return (
+                f"{self.endpoint} does not speak TLS ({_reason(reason)}); if it is an HTTP port, use http:// in"
+                " AWS_ENDPOINT_URL."
+            )
+        return f"{self.endpoint} cannot be reached: {_reason(reason)}; check AWS_ENDPOINT_URL."
+
+    def _explain(self, error: S3Error, permission: str, bucket: str, location: str) -> str:
+        code, status = error.code or "", error.response.status
+        if code == "NoSuchBucket":
+            return f"The bucket {bucket!r} does not exist at {self.endpoint}."
+        if code in _BAD_KEYS:
+            return (
+                f"{self.endpoint} does not accept the keys ({code});"
+                " check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN."
+            )
+        if code == "RequestTimeTooSkewed":
+            return f"{_clock_skew(error, self.endpoint)}; set this machine's clock (NTP)."
+        if code in _OTHER_REGION:
+            return f"The bucket {bucket!r} is not in the region {self.region} ({error.message}); set AWS_REGION."
+        if code in _DAMAGED:
+            return f"The upload of {location} was damaged in transit ({code}); nothing was stored, run again."
+        if status in _OVERLOADED:
+            fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
+            return f"{self.endpoint} {fault}; run again later."
+        # An archived object (S3 Glacier) is 403 as well; the server's message explains it.
+        if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
+            credentials = self._credentials_hint(permission)
+            return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
+        return f"{self.endpoint} refused {permission} on {location}: {error.message or code}."
+
+    def _credentials_hint(self, permission: str) -> str:
+        if not self.credentials:
+            return "without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        # AWS answers 403 for a missing object to a user without s3:ListBucket.
+        hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
+        return f"with these keys{hint}"
+
+
+def _has_space(url: str) -> bool:
+    """Whether ``url`` has a space or a line break, which `urlsplit` removes in silence."""
+    return any(character.isspace() or not character.isprintable() for character in url)
+
+
+def _parse_page(data: bytes) -> _Page:
+    """At most 1,000 objects. `Minio.list_objects` parses them in 60 ms of CPU time, this in 8 ms.
+
+    Raises:
+        ParseError: ``data`` is not XML.
+        ValueError: it is no listing, has no valid sizes, or no token for the next page.
+    """
+    page = ElementTree.fromstring(data)  # noqa: S314 - as minio does; expat limits expansion
+    if not page.tag.endswith("ListBucketResult"):
+        raise ValueError("the listing is another document")
+    namespace = page.tag[: page.tag.rfind("}") + 1]
+    decode = unquote_plus if page.findtext(f"{namespace}EncodingType") == "url" else str
+    next_token = page.findtext(f"{namespace}NextContinuationToken", "")
+    truncated = page.findtext(f"{namespace}IsTruncated") == "true"
+    if truncated and not next_token:
+        raise ValueError("a page without NextContinuationToken")
+    return _Page(
+        objects=[
+            ListedObject(
+                name=decode(item.findtext(f"{namespace}Key", "")),
+                size_bytes=int(item.findtext(f"{namespace}Size", "")),
+                # The ETag is optional in the protocol, and some gateways send none.
+                etag=item.findtext(f"{namespace}ETag", "").strip('"') or item.findtext(f"{namespace}LastModified", ""),
+                modified=item.findtext(f"{namespace}LastModified", ""),
+            )
+            for item in page.iterfind(f"{namespace}Contents")
+        ],
+        folders=[
+            decode(item.findtext(f"{namespace}Prefix", "")) for item in page.iterfind(f"{namespace}CommonPrefixes")
+        ],
+        next_token=next_token if truncated else "",
+    )
+
+
+def _clock_skew(error: S3Error, endpoint: str) -> str:
+    local_time, server_time = datetime.now(UTC), error.response.headers.get("date")
+    difference = (
+        f" by {abs(local_time - parsedate_to_datetime(server_time)).total_seconds():.0f} s" if server_time else ""
+    )
+    return f"The clocks of this machine and {endpoint} differ{difference}, too much for a signature"
+
+
+def _reason(error: Exception | None) -> str:
+    """urllib3's message without the object that precedes it."""
+    return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
+
+
+def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
+    """The retry policy of idempotent requests, or of requests that may be repeated ``only_unexecuted``."""
+    return urllib3.Retry(
+        MAX_ATTEMPTS - 1,
+        read=False if only_unexecuted else None,
+        other=0 if only_unexecuted else None,
+        status_forcelist=(429, 503) if only_unexecuted else _OVERLOADED,
+        allowed_methods=None,
+        backoff_factor=BACKOFF_S,
+        raise_on_status=False,
+        # Retry-After may be hours; a pipeline step should fail and be run again instead.
+        respect_retry_after_header=False,
+    )
+
+
+def _certificates() -> Path:
+    """The file with the certificates of trusted authorities."""
+    path = Path(os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where())
+    if not path.exists():
+        raise SettingsError(f"The certificate file {path} (AWS_CA_BUNDLE, SSL_CERT_FILE) does not exist.")
+    return path
+
+
+def status_of(error: S3Error | InvalidResponseError) -> int:
+    """The HTTP status of a response that reports an error."""
+    return error.response.status if isinstance(error, S3Error) else error._code  # pyright: ignore[reportPrivateUsage]
+
+
+def required_etag(etag: str | None) -> str:
+    """The etag of an object that was read or written, without quotes.
+
+    Raises:
+        NotS3Error: the response has none.
+    """
+    if not etag:
+        raise NotS3Error("success but no etag")
+    return etag.strip('"')
+
+
+class _OnlyS3:
+    """A pool that accepts no page of another server as an object, as a listing, or as the success of a write."""
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        response: urllib3.BaseHTTPResponse = super().urlopen(*args, **kwargs)  # pyright: ignore
+        kind = response.headers.get("content-type", "").lower()
+        if 200 <= response.status < 204 and kind.startswith(_OTHER_CONTENT) and "etag" not in response.headers:
+            response.release_conn()
+            content = "a web page" if "html" in kind else "content"
+            raise NotS3Error(f"{content} of type {kind.partition(';')[0]}")
+        return response
+
+
+class _PoolManager(_OnlyS3, urllib3.PoolManager):
+    pass
+
+
+class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
+    pass
+
+
+def _pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
+    """A connection pool to ``endpoint``, through the proxy of the environment."""
+    proxy = proxy_of(endpoint)
+    manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
+    return manager(
+        maxsize=64,
+        timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+        retries=retries,
+        ca_certs=str(certificates),
+    )
+
+
+def _proxied(proxy: str) -> Callable[..., urllib3.PoolManager]:
+    parts = urlsplit(proxy)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
+    headers = urllib3.make_headers(proxy_basic_auth=login) if login else None
+    return partial(_ProxyManager, proxy, proxy_headers=headers)

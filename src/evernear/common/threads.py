@@ -1,0 +1,58 @@
+"""Threads of the numerical libraries: one per CPU of the container, without busy waiting.
+
+By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node, and a waiting thread spins: see
+docs/decisions/0013-what-a-pod-runs.md. The libraries read the environment when they are loaded, and child processes
+inherit it. Importing evernear therefore calls `configure` first.
+"""
+
+import math
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from evernear.common.container import ROOT, cpu_limit
+
+THREADS = "OMP_NUM_THREADS"
+WAIT_POLICY = "OMP_WAIT_POLICY"
+CHOSEN_THREADS = "_EVERNEAR_THREADS"
+"""The value that `configure` chose for `THREADS`, to distinguish it from a value of the user."""
+
+
+def configure() -> None:
+    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user set them.
+
+    Libraries that are already loaded are not affected.
+    """
+    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+    if THREADS not in os.environ:
+        os.environ[THREADS] = os.environ[CHOSEN_THREADS] = str(available_cpus())
+
+
+@contextmanager
+def divide_between(processes: int) -> Generator[None]:
+    """Divide the CPUs between ``processes`` processes that are started in the body of the context.
+
+    A user's own `THREADS` applies to each process, as with torchrun.
+    """
+    threads = os.environ.get(THREADS)
+    if threads is None or threads != os.environ.get(CHOSEN_THREADS):
+        yield
+        return
+    os.environ[THREADS] = str(max(1, available_cpus() // processes))
+    try:
+        yield
+    finally:
+        os.environ[THREADS] = threads
+
+
+def available_cpus(root: Path = ROOT) -> int:
+    """The number of CPUs that this process may use: its affinity mask, or fewer under a cgroup CPU limit.
+
+    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused. ``root`` is the directory
+    that contains ``proc`` and ``sys``.
+    """
+    # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not
+    # of parent cgroups, and takes 0.2 s to import.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return math.ceil(min(cpus, cpu_limit(root)))

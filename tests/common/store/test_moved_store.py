@@ -1,0 +1,141 @@
+"""A store names nothing outside itself: it can be moved, renamed and copied."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evernear.common.store import Store, open_store
+from evernear.data.ingest import ingest
+from evernear.data.manifest import Manifest, find_manifest, manifest_key
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Checkpoint, Snapshots
+from evernear.errors import IntegrityError
+from evernear.settings import DataSettings
+
+
+def write_images(directory: Path, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for label in "ab":
+        (directory / label).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = rng.integers(0, 256, (8, 8), np.uint8)
+            Image.fromarray(pixels).save(directory / label / f"{seed}-{number}.png")
+
+
+def copy(source: Store, target: Store) -> None:
+    for info in source.list(""):
+        target.put(info.key, source.get(info.key))
+
+
+def images(dataset: Dataset) -> int:
+    return sum(len(block) for split in ("train", "test", "gallery", "query") for block in dataset.blocks(split))
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def moved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Store]:
+    """A store, and the place to which it is copied."""
+    if request.param == "folder":
+        uris = [(tmp_path / name).as_uri() for name in ("before", "after")]
+    else:
+        bucket = request.getfixturevalue("bucket")
+        uris = [f"s3://{bucket}/{name}" for name in ("before", "after")]
+    before, after = map(open_store, uris)
+    return before, after
+
+
+def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: Path) -> None:
+    before, after = moved
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    first = ingest(settings, before.uri)
+    copy(before, after)
+    for info in list(before.list("")):
+        before.delete(info.key)
+    assert not any(before.uri.encode() in after.get(info.key) for info in after.list("") if info.key.endswith(".json"))
+    found = Dataset.find(after, first.name, first.digest)
+    assert found is not None
+    assert found.manifest.store_uri == after.uri
+    assert images(found) == 24
+    unchanged = ingest(settings, after.uri)
+    assert (unchanged.digest, unchanged.store_uri) == (first.digest, after.uri)
+    write_images(tmp_path / "images", 3, seed=1)
+    second = ingest(settings, after.uri)
+    assert images(Dataset(second, open_store(second.store_uri))) == 30
+    assert not list(before.list(""))
+
+
+def test_manifest_of_an_earlier_version_is_read_from_the_store_that_has_it(tmp_path: Path) -> None:
+    """Earlier manifests name the store that they were written to. A copy does not read the original's shards."""
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    original = open_store((tmp_path / "original").as_uri())
+    manifest = ingest(settings, original.uri)
+    key = manifest_key(manifest.name, manifest.digest)
+    original.put(key, manifest.to_json())
+    assert original.uri.encode() in original.get(key)
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "original")
+    copied = open_store((tmp_path / "copy").as_uri())
+    head = Snapshots(copied, manifest.name).head()
+    assert head is not None
+    assert head.store_uri == copied.uri
+    assert ingest(settings, copied.uri).digest == manifest.digest
+
+
+def test_checkpoint_does_not_name_its_store(tmp_path: Path) -> None:
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    foreign = manifest.model_copy(update={"store_uri": "s3://elsewhere", "parent": manifest.digest})
+    ledger = (manifest.ledger_sha256, *manifest.ledger_changes)
+    normalized = settings.model_copy(update={"requests_in_flight": 1, "decode_threads": 1})
+    checkpoint = Checkpoint(settings=normalized, manifest=foreign, parent_ledger=ledger)
+    store.put(f"datasets/{manifest.name}/checkpoint.json", checkpoint.to_json())
+    resumed = Snapshots(store, manifest.name).resume(settings, manifest)
+    assert resumed is not None
+    assert resumed.store_uri == store.uri
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest": 1}'])
+def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: bytes, tmp_path: Path) -> None:
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    head = f"datasets/{manifest.name}/head.json"
+    for key in (manifest_key(manifest.name, manifest.digest), head):
+        intact = store.get(key)
+        store.put(key, damage)
+        with pytest.raises(IntegrityError, match="run `evernear store check --repair`"):
+            ingest(settings, store.uri)
+        store.put(key, intact)
+    assert ingest(settings, store.uri) == manifest
+
+
+def test_another_snapshot_under_the_name_of_a_digest_is_detected(tmp_path: Path) -> None:
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    store = open_store((tmp_path / "store").as_uri())
+    manifest = ingest(settings, store.uri)
+    other: Manifest = manifest.model_copy(update={"labels": ("b", "a")})
+    store.put(manifest_key(manifest.name, manifest.digest), other.to_store())
+    with pytest.raises(IntegrityError, match="does not describe the snapshot"):
+        find_manifest(store, manifest.name, manifest.digest)
+
+
+def test_lost_head_is_not_taken_for_a_new_dataset(tmp_path: Path) -> None:
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+    write_images(tmp_path / "images", 12, seed=0)
+    store = open_store((tmp_path / "store").as_uri())
+    first = ingest(settings, store.uri)
+    store.delete(f"datasets/{first.name}/head.json")  # as a first ingest that was killed leaves it
+    assert ingest(settings, store.uri).digest == first.digest
+    write_images(tmp_path / "images", 3, seed=1)
+    ingest(settings, store.uri)
+    store.delete(f"datasets/{first.name}/head.json")
+    with pytest.raises(IntegrityError, match=r"head\.json does not exist .*`evernear store check --repair`"):
+        ingest(settings, store.uri)

@@ -1,0 +1,264 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from no_files import NO_FILES
+
+from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
+from evernear.common.store import Store, open_store, s3_connection
+from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "file":
+        return open_store((tmp_path / "store").as_uri())
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/some/prefix")
+
+
+def test_object_round_trip(store: Store, tmp_path: Path) -> None:
+    assert store.find("a/b.txt") is None
+    etag = store.put("a/b.txt", b"one")
+    assert store.find("a/b.txt") == (b"one", etag)
+    assert store.get("a/b.txt") == b"one"
+
+    (tmp_path / "large").write_bytes(os.urandom(11 * 2**20))
+    store.put("a/large", tmp_path / "large")
+    assert store.get("a/large") == (tmp_path / "large").read_bytes()
+
+    store.delete("a/b.txt")
+    store.delete("a/b.txt")
+    assert store.find("a/b.txt") is None
+
+
+def test_missing_object_is_named(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"a/b does not exist in .*(store|prefix)"):
+        store.get("a/b")
+    with pytest.raises(StoreError, match="a/b does not exist in"):
+        store.fetch("a/b", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_conditional_put_rejects_a_stale_object(store: Store) -> None:
+    first = store.put_if("head", b"1", None)
+    with pytest.raises(ConflictError, match="head"):
+        store.put_if("head", b"2", None)
+    second = store.put_if("head", b"2", first)
+    with pytest.raises(ConflictError):
+        store.put_if("head", b"3", first)
+    assert store.find("head") == (b"2", second)
+    with pytest.raises(ConflictError):
+        store.put_if("never-written", b"1", first)
+    assert store.find("never-written") is None
+
+
+def test_listing_returns_full_keys_with_each_folder_sorted(store: Store) -> None:
+    keys = ["a.b/x", "a/b/c", "a/b.c", "a/z", "ab/x", "b"]
+    for key in keys:
+        store.put(key, key.encode())
+    listed = list(store.list(""))
+    # S3 sorts full keys; SeaweedFS lists folder by folder, a/b/c before a/b.c.
+    assert sorted(info.key for info in listed) == sorted(keys)
+    assert [info.key for info in listed if info.key in ("a/b.c", "a/z")] == ["a/b.c", "a/z"]
+    assert all(info.size_bytes == len(info.key) for info in listed)
+    assert all(store.find(info.key) == (info.key.encode(), info.etag) for info in listed)
+    assert sorted(info.key for info in store.list("a/b")) == ["a/b.c", "a/b/c"]
+    assert list(store.list("nothing/")) == []
+    assert sorted(store.folders()) == ["a", "a.b", "ab"]
+
+
+@pytest.mark.parametrize("folders", [3, 30])
+def test_large_buckets_are_listed_completely(bucket: str, monkeypatch: pytest.MonkeyPatch, folders: int) -> None:
+    store = open_store(f"s3://{bucket}/prefix")
+    keys = [f"{n % folders} +/{'sub/' * (n % 2)}{n:02}.png" for n in range(60)] + ["top.png", "0 +.png"]
+    for key in keys:
+        store.put(key, key.encode())
+    whole = sorted(store.list(""), key=lambda info: info.key)
+    assert [info.key for info in whole] == sorted(keys)
+    monkeypatch.setattr(s3_connection, "_PAGE_OBJECTS", 9)
+    monkeypatch.setattr(s3_connection, "_FOLDERS_AT_ONCE", 2)
+    monkeypatch.setattr(s3_connection, "_PAGES_AT_ONCE", 2)
+    assert sorted(store.list(""), key=lambda info: info.key) == whole
+    assert [info.key for info in store.list("1 +/")] == [info.key for info in whole if info.key.startswith("1 +/")]
+    assert next(iter(store.list("1"))).key.startswith("1")
+
+
+def test_fetch_verifies_the_hash_and_is_atomic(store: Store, tmp_path: Path) -> None:
+    store.put("x", b"content")
+    assert store.fetch("x", tmp_path / "d" / "x", sha256_bytes(b"content")).read_bytes() == b"content"
+    with pytest.raises(IntegrityError, match="x is damaged"):
+        store.fetch("x", tmp_path / "d" / "y", sha256_bytes(b"other"))
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["x"]
+
+
+def _increment(store: Store, turns: int) -> None:
+    """Increment a counter ``turns`` times by compare-and-swap."""
+    for _ in range(turns):
+        while True:
+            counter = store.find("counter")
+            data, etag = counter if counter else (b"0", None)
+            try:
+                store.put_if("counter", str(int(data) + 1).encode(), etag)
+                break
+            except ConflictError:
+                continue
+
+
+def test_concurrent_increments_are_not_lost(tmp_path: Path) -> None:
+    uri = (tmp_path / "store").as_uri()
+    writers = [threading.Thread(target=_increment, args=(open_store(uri), 25)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert open_store(uri).get("counter") == b"100"
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../b", ".hidden", "a/.b"])
+def test_key_cannot_escape_the_store(tmp_path: Path, bucket: str, key: str) -> None:
+    for store in (open_store((tmp_path / "store").as_uri()), open_store(f"s3://{bucket}")):
+        with pytest.raises(StoreError, match="not a valid key"):
+            store.put(key, b"x")
+        with pytest.raises(StoreError, match="not a valid key"):
+            store.put_if(key, b"x", None)
+
+
+@pytest.mark.parametrize("uri", ["", "relative/path", "file://host/path", "gs://bucket", "s3://"])
+def test_unsupported_uri_is_rejected(uri: str) -> None:
+    with pytest.raises(SettingsError, match="neither"):
+        open_store(uri)
+
+
+def test_spaces_in_a_path_are_preserved(tmp_path: Path) -> None:
+    store = open_store((tmp_path / "a b#c").as_uri())
+    store.put("x", b"1")
+    assert (tmp_path / "a b#c" / "x").read_bytes() == b"1"
+
+
+def test_missing_bucket_is_reported(bucket: str) -> None:
+    store = open_store(f"s3://{bucket}-missing/prefix")
+    reads = (lambda: store.get("x"), lambda: list(store.list("")))
+    writes = (lambda: store.put("x", b""), lambda: store.put_if("x", b"", None))
+    # With an administrator's keys, SeaweedFS creates missing buckets.
+    for act in reads if "TEST_S3_URL" in os.environ else (*reads, *writes):
+        with pytest.raises(StoreError, match=f"The bucket '{bucket}-missing' does not exist"):
+            act()
+
+
+@pytest.mark.parametrize("name", ["UPPER CASE", "a", "a..b", "10.0.0.1"])
+def test_invalid_bucket_name_is_reported(name: str) -> None:
+    with pytest.raises(SettingsError, match="cannot be the name of a bucket"):
+        open_store(f"s3://{name}/prefix")
+
+
+@pytest.mark.usefixtures("quick")
+def test_unreachable_endpoint_is_reported(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    store = open_store("s3://bucket/prefix")
+    with pytest.raises(StoreError, match="cannot be reached"):
+        store.get("x")
+
+
+def test_invalid_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(SettingsError, match="AWS_ENDPOINT_URL='localhost:9000'"):
+        open_store("s3://bucket")
+
+
+def _run_with_file_size_limit(statement: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``statement`` in a process with a file size limit of 64 KiB."""
+    script = f"""
+import resource, sys
+from pathlib import Path
+from evernear.common.disk import write_atomically
+from evernear.common.store import open_store
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+{statement}
+"""
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+
+
+def test_oversized_write_leaves_the_old_content(tmp_path: Path) -> None:
+    uri, path = (tmp_path / "store").as_uri(), tmp_path / "y"
+    store = open_store(uri)
+    store.put("x", b"old")
+    write_atomically(path, b"old")
+    refused = _run_with_file_size_limit("open_store(sys.argv[1]).put('x', b'1' * 10**6)", uri)
+    assert "StoreError" in refused.stderr
+    assert "ulimit -f" in refused.stderr
+    assert (
+        "StoreError" in _run_with_file_size_limit("write_atomically(Path(sys.argv[1]), b'1' * 10**6)", str(path)).stderr
+    )
+    assert _run_with_file_size_limit("open_store(sys.argv[1]).put('x', b'new')", uri).returncode == 0
+    assert store.get("x") == b"new"
+    assert path.read_bytes() == b"old"
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == ["lock", "x", "y"]
+
+
+def test_full_disk_is_reported(tmp_path: Path) -> None:
+    # /dev/full fails every write with ENOSPC, like a full disk.
+    with (
+        pytest.raises(StoreError, match="full; free some space"),
+        disk_errors(tmp_path),
+        Path("/dev/full").open("wb", buffering=0) as file,
+    ):
+        file.write(b"x")
+
+
+def test_old_temporary_files_are_removed(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from evernear.common.store import files, open_store\n"
+        "store = open_store(sys.argv[1])\n"
+        "files.sync = lambda file: (file.flush(), print('staged', flush=True), time.sleep(60))\n"
+        "store.put('x', b'half')\n"
+    )
+    uri = (tmp_path / "store").as_uri()
+    with subprocess.Popen([sys.executable, "-c", script, uri], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"staged\n"
+        writer.send_signal(signal.SIGKILL)
+    staging = tmp_path / "store" / ".staging"
+    (left,) = staging.glob(".x.*")
+
+    store = open_store(uri)
+    assert store.find("x") is None
+    assert list(store.list("")) == []
+    store.put("y", b"1")
+    assert left.exists()
+    day_ago = time.time() - 25 * 3600
+    os.utime(left, (day_ago, day_ago))
+    store.put("y", b"2")
+    assert not left.exists()
+
+
+def test_hash_functions_agree(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_file(tmp_path / "x") == sha256_bytes(b"abc") == expected
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", NO_FILES)
+def test_special_file_is_not_an_object(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    store.put("releases/a.mar", b"x")
+    (tmp_path / "store" / "releases" / "a.mar").unlink()
+    make(tmp_path / "store" / "releases" / "a.mar")
+    with pytest.raises(StoreError, match=r"a\.mar cannot be read"):
+        store.find("releases/a.mar")
+    with pytest.raises(StoreError, match=r"a\.mar cannot be read"):
+        store.fetch("releases/a.mar", tmp_path / "fetched")
+    with pytest.raises(StoreError):
+        store.put("releases/b.mar", tmp_path / "store" / "releases" / "a.mar")
+    with pytest.raises(StoreError, match=r"a\.mar cannot be read"):
+        sha256_file(tmp_path / "store" / "releases" / "a.mar")
+    assert store.find("releases/b.mar") is None
+    assert not (tmp_path / "fetched").exists()

@@ -1,0 +1,110 @@
+"""Relative locations in the environment mean the directory where the command was typed, whatever a step's is."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from evernear import local_run
+from evernear.common.locations import with_absolute_locations
+from evernear.serving import java
+from evernear.settings import load
+
+BASE = Path("/here/and there")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "absolute"),
+    [
+        ("AWS_CA_BUNDLE", "c.pem", "/here/and there/c.pem"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "./keys", "/here/and there/keys"),
+        ("SSL_CERT_FILE", "../c.pem", "/here/and there/../c.pem"),
+        ("EVERNEAR_TOKEN_FILE", "token", "/here/and there/token"),
+        ("KF_PIPELINES_SA_TOKEN_PATH", "token", "/here/and there/token"),
+        ("HF_HOME", "hub", "/here/and there/hub"),
+        ("HF_HUB_CACHE", "hub", "/here/and there/hub"),
+        ("PROMETHEUS_MULTIPROC_DIR", "metrics", "/here/and there/metrics"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", "c.pem", "/here/and there/c.pem"),
+        ("KUBECONFIG", "a.yaml:/etc/b.yaml:", "/here/and there/a.yaml:/etc/b.yaml:"),
+        ("PATH", "bin:/usr/bin", "/here/and there/bin:/usr/bin"),
+        ("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db", "sqlite:////here/and there/mlflow.db"),
+        ("MLFLOW_TRACKING_URI", "sqlite+pysqlite:///a/b.db?x=1", "sqlite+pysqlite:////here/and there/a/b.db?x=1"),
+        ("MLFLOW_TRACKING_URI", "file:./mlruns", "file:/here/and%20there/mlruns"),
+        ("MLFLOW_REGISTRY_URI", "mlruns", "/here/and there/mlruns"),
+        ("EVERNEAR_MILVUS_URI", "./milvus.db", "/here/and there/milvus.db"),
+    ],
+)
+def test_relative_locations_become_absolute(name: str, value: str, absolute: str) -> None:
+    assert with_absolute_locations({name: value}, BASE) == {name: absolute}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_CA_BUNDLE", "/etc/c.pem"),
+        ("AWS_CA_BUNDLE", ""),
+        ("KUBECONFIG", "~/.kube/config"),
+        ("MLFLOW_TRACKING_URI", "sqlite:////var/mlflow.db"),
+        ("MLFLOW_TRACKING_URI", "sqlite:///:memory:"),
+        ("MLFLOW_TRACKING_URI", "file:///var/mlruns"),
+        ("MLFLOW_TRACKING_URI", "http://mlflow:5000"),
+        ("MLFLOW_TRACKING_URI", "postgresql://mlflow@db/mlflow"),
+        ("MLFLOW_TRACKING_URI", "databricks"),
+        ("EVERNEAR_MILVUS_URI", "http://milvus:19530"),
+        ("AWS_ENDPOINT_URL", "http://minio:9000"),
+        ("EVERNEAR_DATA__SOURCE", "folder:images"),
+        ("KFP_TOKEN", "token"),
+    ],
+)
+def test_other_values_stay(name: str, value: str) -> None:
+    assert with_absolute_locations({name: value}, BASE) == {name: value}
+
+
+def test_steps_get_absolute_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the pipeline runs in an empty directory, which is deleted after it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    monkeypatch.setenv("AWS_CA_BUNDLE", "c.pem")
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getcwd(), dict(os.environ)]))\nsys.exit(1)\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    settings = load(environment={}, overrides=["workdir=work"])
+    with pytest.raises(local_run.RunFailedError):
+        local_run.run(settings, lambda _: None)
+    (log,) = (tmp_path / "work" / "runs").glob("*/log.txt")
+    directory, environment = json.loads(log.read_text().splitlines()[0])
+    assert Path(directory) != tmp_path
+    assert environment["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path}/mlflow.db"
+    assert environment["AWS_CA_BUNDLE"] == str(tmp_path / "c.pem")
+
+
+def test_torchserve_gets_absolute_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works in the server's directory, and so does Java."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVERNEAR_MILVUS_URI", "milvus.db")
+    monkeypatch.setenv("JAVA_HOME", "java")
+    chosen = tmp_path / "java" / "bin" / "java"
+    chosen.parent.mkdir(parents=True)
+    chosen.write_text("#!/bin/sh\necho 'openjdk version \"21.0.1\"' >&2\n")
+    chosen.chmod(0o755)
+    assert java.find_java() == chosen
+    environment = java.java_environment(load(environment={}).serving, tmp_path / "home")
+    assert environment["EVERNEAR_MILVUS_URI"] == str(tmp_path / "milvus.db")
+
+
+def test_relative_paths_in_settings_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(
+        environment={"EVERNEAR_DATA__SOURCE": "folder:images"},
+        overrides=["index.uri=milvus.db", "train.weights=weights.pt", "workdir=work"],
+    )
+    assert settings.index.uri == str(tmp_path / "milvus.db")
+    assert settings.train.weights == str(tmp_path / "weights.pt")
+    assert settings.data.source == f"folder:{tmp_path}/images"
+    assert settings.store_uri == (tmp_path / "work" / "store").as_uri()
+    assert type(settings).model_validate(settings.model_dump(mode="json")) == settings
+    assert load(environment={}, overrides=["index.uri=http://milvus:19530"]).index.uri == "http://milvus:19530"

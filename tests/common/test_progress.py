@@ -1,0 +1,44 @@
+"""The estimate of the time left."""
+
+import pytest
+
+from evernear.common.progress import Countdown, duration
+
+
+def test_time_left_follows_the_mean_duration_of_the_units() -> None:
+    now_s = 0.0
+    reports: list[str] = []
+    countdown = Countdown(reports.append, clock=lambda: now_s)
+    for completed in range(1, 101):
+        now_s = 50.0 + (completed - 1) * 3.0  # the first unit, with its warm-up, takes 50 s
+        countdown(completed, 100, f"step {completed}")
+    assert reports[0] == "step 3, about 4 min 51 s left"
+    assert reports[-1] == "step 99, about 3 s left"
+
+
+def test_units_of_an_earlier_process_do_not_shorten_the_estimate() -> None:
+    now_s = 0.0
+    reports: list[str] = []
+    countdown = Countdown(reports.append, clock=lambda: now_s)
+    for completed in (900, 901, 902, 903):
+        countdown(completed, 1000, "resumed")
+        now_s += 10.0
+    assert reports == ["resumed, about 16 min 30 s left", "resumed, about 16 min 10 s left"]
+
+
+def test_long_step_reports_about_fifty_times() -> None:
+    now_s = 0.0
+    reports: list[str] = []
+    countdown = Countdown(reports.append, clock=lambda: now_s)
+    for completed in range(1, 100_001):
+        now_s += 0.1
+        countdown(completed, 100_000, "")
+    assert 45 <= len(reports) <= 51
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (3900, "1 h 5 min")],
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
