@@ -24,10 +24,10 @@ from evernear import steps
 from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.store import Store, open_store
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
-from evernear.references import NEWEST, references
+from evernear.maintenance.check import check
+from evernear.maintenance.prune import prune
+from evernear.maintenance.references import NEWEST, references
 from evernear.release.registry import Registry
-from evernear.store_check import check
-from evernear.store_prune import prune
 
 CLASSES, IMAGES, REPLACED = 5, 500, 5
 SIDE_PX = 16

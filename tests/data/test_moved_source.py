@@ -14,7 +14,7 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import diff_source, fetch_ledger
 from evernear.errors import DataError
-from evernear.forget import find
+from evernear.maintenance.forget import find
 from evernear.review.suspects import newest_dataset
 from evernear.settings import DataSettings, Settings
 

@@ -21,8 +21,8 @@ def forget(
     """Delete images that the source no longer has from snapshots, releases, caches, run pages and the query log."""
     from evernear.common.store import open_store
     from evernear.deployment import forget_releases
-    from evernear.forget import find
-    from evernear.forget import forget as delete_images
+    from evernear.maintenance.forget import find
+    from evernear.maintenance.forget import forget as delete_images
 
     settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)

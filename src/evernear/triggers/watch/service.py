@@ -18,9 +18,9 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from evernear.common.output import print_line
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, PortInUseError
+from evernear.maintenance.prune import prune
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
-from evernear.store_prune import prune
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
 from evernear.triggers.watch.watcher import Watcher
 

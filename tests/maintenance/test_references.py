@@ -11,7 +11,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest
 from evernear.data.shards import Dataset
-from evernear.references import Reference, Unreadable, references
+from evernear.maintenance.references import Reference, Unreadable, references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
 

@@ -15,9 +15,9 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
+from evernear.maintenance.check import Damage, check, repair
 from evernear.release.registry import CHAMPION, Registry
 from evernear.settings import DataSettings
-from evernear.store_check import Damage, check, repair
 
 SPLITS = ("train", "test", "gallery", "query")
 

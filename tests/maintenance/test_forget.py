@@ -28,8 +28,8 @@ from evernear.embedding.export import export
 from evernear.embedding.train import train_network
 from evernear.errors import ConflictError, StoreError
 from evernear.evaluation.verdict import Verdict
-from evernear.forget import find, forget
 from evernear.index.build import build
+from evernear.maintenance.forget import find, forget
 from evernear.release.archive import Candidate, archive
 from evernear.release.registry import Registry
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects

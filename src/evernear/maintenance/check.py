@@ -18,7 +18,7 @@ from evernear.data.manifest import Manifest, Shard
 from evernear.data.rebuild import drop_shards, rebuild_ledger, rebuild_shard
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError, StoreError
-from evernear.references import NEWEST, Unreadable, references
+from evernear.maintenance.references import NEWEST, Unreadable, references
 from evernear.release.registry import ARCHIVES, CHAMPION, HISTORY, MANIFESTS, Registry
 from evernear.settings import DataSettings
 

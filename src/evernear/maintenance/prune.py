@@ -5,7 +5,7 @@
 - records of runs that made no remaining release, but for the newest ones;
 - training checkpoints, unless one may belong to a training that was interrupted after the newest release;
 - cached embeddings of networks of no remaining release, and of shards that begin with a removed image;
-- unfinished ingests that cannot be resumed, snapshots, ledgers and shards that nothing names (`evernear.references`);
+- unfinished ingests that cannot be resumed; snapshots, ledgers and shards that nothing names (see `references`);
 - archives without a release.
 
 A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
@@ -32,8 +32,8 @@ from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
-from evernear.forget import CHECKPOINTS
-from evernear.references import Unreadable, datasets, references
+from evernear.maintenance.forget import CHECKPOINTS
+from evernear.maintenance.references import Unreadable, datasets, references
 from evernear.release.registry import ARCHIVES, MANIFESTS, RELEASES, Registry
 
 ABANDONED_AFTER = timedelta(days=7)

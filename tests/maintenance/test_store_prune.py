@@ -15,7 +15,6 @@ from command_line import evernear
 from PIL import Image
 from releases import MakeRelease, PackedRelease, System
 
-from evernear import store_prune
 from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepRecord, this_host
 from evernear.common.store import FileStore, Store, files, lease, open_store
@@ -24,16 +23,17 @@ from evernear.data.ingest import ingest
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.errors import BusyError, ConflictError
-from evernear.references import references
+from evernear.maintenance import prune as store_prune
+from evernear.maintenance.check import check
+from evernear.maintenance.prune import prune, surplus
+from evernear.maintenance.references import references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
-from evernear.store_check import check
-from evernear.store_prune import prune, surplus
 
 KILLED_AT_DELETION = """
 import os, signal, sys
 from evernear.common.store import FileStore, open_store
-from evernear.store_prune import prune
+from evernear.maintenance.prune import prune
 
 delete, left = FileStore.delete, [int(sys.argv[2])]
 
