@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
 import hypothesis
 import pytest
+from atomic_moto import start_moto
 from filelock import FileLock
 from minio import Minio
-from moto.server import ThreadedMotoServer
 from pydantic import BaseModel
 from releases import MakeRelease, System, build_system, open_system, release_maker
 
@@ -58,8 +58,7 @@ def s3_endpoint() -> Iterator[str]:
     if url := os.environ.get("TEST_S3_URL"):
         yield url
         return
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    server = start_moto()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
