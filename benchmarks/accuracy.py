@@ -15,17 +15,17 @@ from typing import Any
 import machine
 from scipy.stats import t
 
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.evaluation.measure import Measurement, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.settings import Settings, load
 
 
@@ -65,7 +65,7 @@ def settings_of(preset: str, *overrides: str) -> Settings:
 
 def ingest_dataset(source: str, scratch: Path, preset: str = "default", *overrides: str) -> Dataset:
     settings = settings_of(preset, *overrides, f"data.source={source}").data
-    save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
+    save_manifest(ingest_source(settings, (scratch / "store").as_uri()), scratch)
     return Dataset.open(scratch)
 
 
@@ -80,10 +80,10 @@ def run(
         "train_s": round(time.perf_counter() - started_s, 1),
         "train_cpu_s": round(time.process_time() - started_cpu_s, 1),
     }
-    export(trained, dataset, network, settings.train.parity_tolerance)
-    embed(network, dataset, embeddings)
+    export_network(trained, dataset, network, settings.train.parity_tolerance)
+    embed_dataset(network, dataset, embeddings)
     threshold, reject_rate = (open_set.threshold, open_set.reject_rate) if open_set else (None, None)
-    build(
+    build_index(
         Embeddings.open(embeddings),
         dataset.labels,
         settings.index,

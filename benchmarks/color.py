@@ -29,7 +29,7 @@ from torch import nn
 
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
-from evernear.evaluation.probe import probe
+from evernear.evaluation.probe import probe_open_set
 
 BATCH_SIZE = 1000
 COLUMNS = {"passes": ".1f", "called_unknown": ".1%", "auroc": ".2f"}
@@ -53,7 +53,7 @@ def main() -> None:
         runs = []
         for seed in arguments.seeds:
             settings = settings_of("default", *arguments.set, f"train.seed={seed}")
-            open_set = probe(dataset, settings.train, settings.evaluation, settings.index)
+            open_set = probe_open_set(dataset, settings.train, settings.evaluation, settings.index)
             metrics = run(dataset, settings, Path(scratch), "test", open_set)
             area = open_set.auroc.value if open_set.auroc else None
             passes = round(metrics["train_s"] / reference["epoch_s"], 2)

@@ -19,8 +19,8 @@ import torch
 from accuracy import ingest_dataset, settings_of
 
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed, embed_images
-from evernear.embedding.export import NETWORK_FILE, export
+from evernear.embedding.embed import embed_dataset, embed_images
+from evernear.embedding.export import NETWORK_FILE, export_network
 from evernear.embedding.train import train_network
 from evernear.settings import Settings
 
@@ -57,11 +57,11 @@ def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -
     # The weights do not affect the speed.
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
     train_network(dataset, one_epoch, scratch / "trained")
-    export(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
+    export_network(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
     plain = torch.jit.load(scratch / "network" / NETWORK_FILE).eval()
 
     def evernear_speed() -> None:
-        embed(scratch / "network", dataset, scratch / "embeddings", ("gallery",))
+        embed_dataset(scratch / "network", dataset, scratch / "embeddings", ("gallery",))
 
     def baseline() -> None:
         for block in dataset.blocks("gallery", PLAIN_BATCH):

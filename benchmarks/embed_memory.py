@@ -13,10 +13,10 @@ from typing import Any
 
 import machine
 
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 
@@ -48,10 +48,10 @@ def main() -> None:
 
 def measure(source: str, gallery_fraction: float, scratch: Path) -> dict[str, Any]:
     settings = DataSettings(source=source, gallery_fraction=gallery_fraction)
-    save_manifest(ingest(settings, (scratch / "store").as_uri()), scratch)
+    save_manifest(ingest_source(settings, (scratch / "store").as_uri()), scratch)
     dataset = Dataset.open(scratch)
     train_network(dataset, TrainSettings(epochs=1, min_steps=0), scratch / "trained")
-    export(scratch / "trained", dataset, scratch / "network", tolerance=1e-4)
+    export_network(scratch / "trained", dataset, scratch / "network", tolerance=1e-4)
     command = [
         sys.executable,
         __file__,
@@ -65,9 +65,9 @@ def measure(source: str, gallery_fraction: float, scratch: Path) -> dict[str, An
 
 
 def peak_bytes(network: Path, dataset: Path, embeddings: Path) -> int:
-    from evernear.embedding.embed import embed
+    from evernear.embedding.embed import embed_dataset
 
-    embed(network, Dataset.open(dataset), embeddings, ("gallery",))
+    embed_dataset(network, Dataset.open(dataset), embeddings, ("gallery",))
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 

@@ -23,11 +23,11 @@ TARGET = 1.1
 INGEST = """
 import sys
 from pathlib import Path
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.settings import DataSettings
 source, store, artifact = sys.argv[1:]
-save_manifest(ingest(DataSettings(source=source), store), Path(artifact))
+save_manifest(ingest_source(DataSettings(source=source), store), Path(artifact))
 """
 READ = """
 import sys

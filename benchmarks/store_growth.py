@@ -24,8 +24,8 @@ from evernear import steps
 from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.store import Store, open_store
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
-from evernear.maintenance.check import check
-from evernear.maintenance.prune import prune
+from evernear.maintenance.check import check_store
+from evernear.maintenance.prune import prune_store
 from evernear.maintenance.references import NEWEST, references
 from evernear.release.registry import Registry
 
@@ -144,11 +144,11 @@ def main() -> None:
         if run == 0:
             record("1 run", store)
     record(f"{arguments.runs} runs", store)
-    record("pruned, --keep 10", store, lambda: prune(store, 10))
-    record("pruned, --keep 1", store, lambda: prune(store, 1))
+    record("pruned, --keep 10", store, lambda: prune_store(store, 10))
+    record("pruned, --keep 1", store, lambda: prune_store(store, 1))
     run_pipeline("run-fresh", images, fresh.uri)
     record("a fresh run of the last state", fresh)
-    assert not check(store)
+    assert not check_store(store)
     title = f"Growth of a store over {arguments.runs} runs, and its size after a prune"
     machine.write(
         "store_growth", title, machine_info, {"measured": measured, "other_releases_bytes": kept}, table(measured, kept)

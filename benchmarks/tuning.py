@@ -23,7 +23,7 @@ from accuracy import ingest_dataset, run, settings_of, summarize
 from scipy.stats import ttest_rel
 
 from evernear.integrations.tuning.space import BUILT_IN, load_space
-from evernear.integrations.tuning.study import StudyResult, tune
+from evernear.integrations.tuning.study import StudyResult, run_study
 
 IMAGES_PER_CLASS = {"train": 300, "gallery": 50, "query": 150}
 
@@ -43,7 +43,7 @@ def main() -> None:
     sample(Path(arguments.source.removeprefix("folder:")), images)
     dataset = ingest_dataset(f"folder:{images}", arguments.directory, "default", *arguments.set)
     settings, space = settings_of("default", *arguments.set), load_space(arguments.space)
-    study = tune(dataset, settings, space, arguments.trials, arguments.directory / "study", report)
+    study = run_study(dataset, settings, space, arguments.trials, arguments.directory / "study", report)
     report(f"best trial: {study.settings}, accuracy {study.best}; unchanged settings: {study.baseline}")
 
     runs = []

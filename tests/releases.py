@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Protocol
 
 from evernear.common.disk import sha256_bytes
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import describe_network, export
+from evernear.embedding.export import describe_network, export_network
 from evernear.embedding.train import train_network
 from evernear.evaluation.verdict import Rule, Verdict
 from evernear.evaluation.verdict import System as Measured
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import describe_index
-from evernear.release.archive import Candidate, archive
+from evernear.release.archive import Candidate, make_archive
 from evernear.release.manifest import Part, ReleaseManifest
 from evernear.serving import HANDLER
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
@@ -69,13 +69,13 @@ def open_system(directory: Path) -> System | None:
 def build_system(directory: Path, source: str = "digits") -> System:
     """Ingest the digits or another source and train on it for a few seconds."""
     data = DataSettings(source=source, gallery_fraction=0.2, query_fraction=0.1)
-    save_manifest(ingest(data, (directory / "store").as_uri()), directory / "dataset")
+    save_manifest(ingest_source(data, (directory / "store").as_uri()), directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
     tiny = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
     train_network(dataset, tiny, directory / "trained")
-    export(directory / "trained", dataset, directory / "network", tiny.parity_tolerance)
-    embed(directory / "network", dataset, directory / "embeddings")
-    build(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
+    export_network(directory / "trained", dataset, directory / "network", tiny.parity_tolerance)
+    embed_dataset(directory / "network", dataset, directory / "embeddings")
+    build_index(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
     (directory / COMPLETE).touch()
     return System(dataset, directory / "network", directory / "index")
 
@@ -96,7 +96,7 @@ def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRele
             parent=parent,
         )
         created = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds))
-        release = archive(candidate, ServingSettings(), HANDLER, directory / "release", created)
+        release = make_archive(candidate, ServingSettings(), HANDLER, directory / "release", created)
         return PackedRelease(release.archive, release.manifest, verdict_file)
 
     return make

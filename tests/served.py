@@ -46,12 +46,12 @@ def serving(release: PackedRelease, workdir: Path, **changes: object) -> Generat
     """Run a TorchServe with ``release``; afterwards all its processes are gone."""
     settings = Settings(workdir=workdir, serving=settings_on_free_ports(**changes))
     home = home_of(workdir)
-    torchserve.start(settings.serving, home)
+    torchserve.start_server(settings.serving, home)
     try:
         shutil.copy(release.archive, model_store(home) / "release.mar")
         Management(home).register("release.mar", settings.serving)
         torchserve.await_ready(settings.serving, home, release.version)
         yield Served(settings, open_release(release.archive, workdir / "opened"))
     finally:
-        torchserve.stop(home)
+        torchserve.stop_server(home)
     assert not torchserve.processes(home)

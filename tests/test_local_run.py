@@ -86,9 +86,9 @@ def test_runs_dated_in_the_future_are_older_than_new_ones(tmp_path: Path, monkey
     monkeypatch.setattr(local_run, "_result", lambda directory, *_: directory)
     settings = load(environment={}, overrides=[f"workdir={tmp_path}", "keep_runs=3"])
     future = make_runs(tmp_path, *(f"2126112{day}-090000.000000" for day in range(1, 4)))
-    first = local_run.run(settings, lambda _: None)
+    first = local_run.run_pipeline(settings, lambda _: None)
     assert run_directories(tmp_path) == [*future[1:], first]
-    second = local_run.run(settings, lambda _: None)
+    second = local_run.run_pipeline(settings, lambda _: None)
     assert run_directories(tmp_path) == [future[2], first, second]
     (tmp_path / "run.pid").write_text(str(os.getpid()))
     in_progress = progress(tmp_path)
@@ -126,7 +126,7 @@ def test_setting_that_is_not_utf8_is_refused_before_the_run(tmp_path: Path) -> N
     source = f"folder:{tmp_path}/src\udce9"
     settings = load(environment={}, overrides=[f"workdir={tmp_path / 'work'}", f"data.source={source}"])
     with pytest.raises(SettingsError, match=r"^data\.source = .* is not UTF-8, .* rename it\.$"):
-        local_run.run(settings, lambda _: None)
+        local_run.run_pipeline(settings, lambda _: None)
     assert not (tmp_path / "work").exists()
 
 
@@ -134,5 +134,5 @@ def test_run_keeps_its_own_directory_and_those_of_the_setting(tmp_path: Path, mo
     monkeypatch.setattr(local_run, "_follow", lambda *_: ([], {}))
     monkeypatch.setattr(local_run, "_result", lambda directory, *_: directory)
     settings = load(environment={}, overrides=[f"workdir={tmp_path}", "keep_runs=2"])
-    directories = [local_run.run(settings, lambda _: None) for _ in range(3)]
+    directories = [local_run.run_pipeline(settings, lambda _: None) for _ in range(3)]
     assert sorted((tmp_path / "runs").iterdir()) == directories[1:]

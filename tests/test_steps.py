@@ -20,7 +20,7 @@ from evernear.common import progress
 from evernear.common.progress import step
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.errors import TrainingError
 from evernear.release.registry import Registry
@@ -36,7 +36,7 @@ def ingest_noise(directory: Path, labels: str) -> None:
             pixels = rng.integers(0, 256, (12, 12), dtype=np.uint8)
             Image.fromarray(pixels).save(directory / "images" / label / f"{number}.png")
     settings = DataSettings(source=f"folder:{directory / 'images'}", gallery_fraction=0.2, query_fraction=0.2)
-    save_manifest(ingest(settings, (directory / "store").as_uri()), directory)
+    save_manifest(ingest_source(settings, (directory / "store").as_uri()), directory)
 
 
 def test_validate_rejects_a_champion_with_another_image_size(
@@ -119,7 +119,7 @@ def test_probe_needs_more_than_two_classes(tmp_path: Path, capsys: pytest.Captur
 
 
 def run_ingest(tmp_path: Path, **parameters: str) -> int:
-    """The exit code of `ingest` with ``parameters``."""
+    """The exit code of `ingest_source` with ``parameters``."""
     chosen = {"source": "digits", "preset": "", "target": "kubernetes", "serving_image": ""} | parameters
     claim = {"kubernetes": {"store_claim": "store"}}
     with pytest.raises(SystemExit) as stopped:

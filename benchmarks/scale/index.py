@@ -17,7 +17,7 @@ from benchmarks.scale.vectors import embed_variations
 from evernear.common.disk import sha256_file
 from evernear.data.manifest import Split, load_manifest
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.calibrate import is_nearest
 from evernear.index.description import DESCRIPTION_FILE, PARTS, VECTORS_FILE, IndexDescription
 from evernear.index.exact import exact_neighbors
@@ -42,7 +42,7 @@ def main() -> None:
     labels = load_manifest(arguments.directory).labels
     machine_info = machine.describe() | {"faiss": faiss.__version__, "faiss_threads": 1}
     started_s = time.perf_counter()
-    described = build(embeddings, labels, IndexSettings(), arguments.directory / "auto")
+    described = build_index(embeddings, labels, IndexSettings(), arguments.directory / "auto")
     build_s = time.perf_counter() - started_s
     chosen = f"{described.factory} ({described.search}), chosen because {described.reason}"
     print(chosen, f"{build_s:.0f} s", flush=True)

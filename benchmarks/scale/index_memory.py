@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import machine
 from evernear.data.manifest import load_manifest
 from evernear.embedding.embeddings import Embeddings, EmbeddingShard
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import VECTORS_FILE
 from evernear.settings import IndexSettings
 
@@ -36,7 +36,7 @@ def main() -> None:
     labels = load_manifest(arguments.directory).labels
     started_s, cpu_before_s = time.perf_counter(), time.process_time()
     with TemporaryDirectory(dir=arguments.directory) as scratch:
-        described = build(embeddings, labels, IndexSettings(), Path(scratch))
+        described = build_index(embeddings, labels, IndexSettings(), Path(scratch))
         size_bytes = (Path(scratch) / VECTORS_FILE).stat().st_size
     run = {
         "vectors": described.size,

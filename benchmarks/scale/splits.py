@@ -22,7 +22,7 @@ from benchmarks.scale.vectors import row_dtype, write_shard
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.splits import choose_split, hash_split, split_fractions
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.search import Gallery
 from evernear.settings import DataSettings, IndexSettings
 
@@ -105,7 +105,7 @@ def recognize(rows: Rows, splits: NDArray[np.str_], classes: int) -> dict[str, o
         description = EmbeddingsDescription(network_sha256="0" * 64, dataset_digest="", dim=DIM, shards=tuple(shards))
         description.save(directory / DESCRIPTION_FILE)
         labels = [f"class {number}" for number in range(classes)]
-        built = build(Embeddings.open(directory), labels, IndexSettings(), directory / "index")
+        built = build_index(Embeddings.open(directory), labels, IndexSettings(), directory / "index")
         gallery = Gallery.open(directory / "index", description.network_sha256)
         test = np.random.default_rng(0).permutation(rows[splits == "test"])[:QUERIES]
         correct = 0

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 from evernear.common.disk import sha256_bytes, write_atomically
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.augmentation import Draws, random_affine
 from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embed import embed_images
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
-from evernear.embedding.export import describe_network, export, load_network
+from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 
@@ -33,10 +33,10 @@ def embed_variations(source: str, directory: Path, counts: dict[Split, int]) -> 
     """Train briefly and embed ``counts`` images of each split into ``directory``, unless they exist."""
     out_dir = directory / "embeddings"
     if not (out_dir / DESCRIPTION_FILE).is_file():
-        save_manifest(ingest(DataSettings(source=source), (directory / "store").as_uri()), directory)
+        save_manifest(ingest_source(DataSettings(source=source), (directory / "store").as_uri()), directory)
         dataset = Dataset.open(directory)
         train_network(dataset, TRAIN, directory / "trained")
-        export(directory / "trained", dataset, directory / "network", TRAIN.parity_tolerance)
+        export_network(directory / "trained", dataset, directory / "network", TRAIN.parity_tolerance)
         _embed(directory / "network", dataset, counts, out_dir)
     return Embeddings.open(out_dir)
 

@@ -13,18 +13,18 @@ from pathlib import Path
 from PIL import Image
 
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings
-from evernear.embedding.export import NETWORK_FILE, export
+from evernear.embedding.export import NETWORK_FILE, export_network
 from evernear.embedding.train import train_network
 from evernear.evaluation.verdict import Rule, System, Verdict
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import LABELS_FILE, VECTORS_FILE
 from evernear.index.faiss_compat import faiss
-from evernear.release.archive import Candidate, archive
+from evernear.release.archive import Candidate, make_archive
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
@@ -47,15 +47,15 @@ class Served:
 
 def prepare(settings: Settings, scratch: Path) -> Served:
     """Train briefly, index every image outside the test split, release it, and pack the naive counterpart."""
-    data = ingest(settings.data, settings.store_uri)
+    data = ingest_source(settings.data, settings.store_uri)
     save_manifest(data, scratch)
     dataset = Dataset.open(scratch)
     network_dir, index_dir = scratch / "network", scratch / "index"
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
     train_network(dataset, one_epoch, scratch / "trained")
-    export(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
+    export_network(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
     gallery = _embed_all_as_gallery(network_dir, dataset, scratch / "embeddings")
-    index = build(gallery, dataset.labels, settings.index, index_dir)
+    index = build_index(gallery, dataset.labels, settings.index, index_dir)
     verdict = scratch / "verdict.json"
     rule = Rule(name="benchmark", passed=True, reason="only speed matters here")
     measured = System(
@@ -72,7 +72,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
         metrics={},
         parent=None,
     )
-    packed = archive(candidate, settings.serving, HANDLER, scratch / "release")
+    packed = make_archive(candidate, settings.serving, HANDLER, scratch / "release")
     registry = Registry(open_store(settings.store_uri))
     registry.publish(packed.archive)
     registry.set_champion(packed.manifest.version, None)
@@ -84,7 +84,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
 
 def _embed_all_as_gallery(network_dir: Path, dataset: Dataset, out_dir: Path) -> Embeddings:
     """Use every image outside the test split as the gallery (MNIST: 60,000), and the test split for calibration."""
-    described = embed(network_dir, dataset, out_dir, (*GALLERY, "test"))
+    described = embed_dataset(network_dir, dataset, out_dir, (*GALLERY, "test"))
     shards = tuple(
         shard.model_copy(update={"split": "gallery" if shard.split in GALLERY else "query"})
         for shard in described.shards

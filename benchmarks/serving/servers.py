@@ -62,7 +62,7 @@ def naive(served: Served, directory: Path) -> Generator[Running]:
 def evernear(served: Served, directory: Path) -> Generator[Running]:
     """evernear, started like `evernear serve`, over REST and gRPC."""
     settings = served.settings
-    local.serve(settings)
+    local.serve_local(settings)
     home = home_of(settings.workdir)
     try:
         key, model = read_key(home, "inference"), settings.serving.model_name
@@ -82,7 +82,7 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
         )
         yield Running({"evernear": rest, "evernear gRPC": rpc}, lambda: torchserve.processes(home))
     finally:
-        torchserve.stop(home)
+        torchserve.stop_server(home)
 
 
 @contextmanager

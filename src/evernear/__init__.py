@@ -2,8 +2,8 @@
 
 from evernear.common import masking, threads
 
-threads.configure()  # numerical libraries read the variables when they are loaded
-masking.configure()  # libraries read secrets from the environment
+threads.configure_threads()  # numerical libraries read the variables when they are loaded
+masking.configure_masking()  # libraries read secrets from the environment
 
 
 def __getattr__(name: str) -> str:

@@ -15,17 +15,17 @@ from evernear.common.disk import disk_errors
 from evernear.common.output import printable
 from evernear.common.progress import Event, RunCommand
 from evernear.data.shards import Dataset
-from evernear.local_run import RunResult, run
+from evernear.local_run import RunResult, run_pipeline
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
-from evernear.serving.torchserve import stop
+from evernear.serving.torchserve import stop_server
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
 SHOWN_NEIGHBORS = 3
 
 
-def demo(
+def run_demo(
     settings: Settings,
     console: Console,
     show: Callable[[Event], None],
@@ -37,14 +37,14 @@ def demo(
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
-        result = run(settings, show, command=command)
+        result = run_pipeline(settings, show, command=command)
         _print_verdict(result, console)
         if result.promoted:
             _recognize(settings, result, console)
         _print_next_steps(settings, result, console, keep=keep and result.promoted)
     finally:
         if not keep:
-            stop(home_of(settings.workdir))
+            stop_server(home_of(settings.workdir))
 
 
 def _print_verdict(result: RunResult, console: Console) -> None:

@@ -24,7 +24,7 @@ PIPELINE = "continuous-training"
 PROBE = "doctor.json"
 
 
-class Finding(Frozen):
+class CheckResult(Frozen):
     """The result of checking one part."""
 
     part: Part
@@ -44,7 +44,7 @@ def configured(settings: Settings) -> list[Part]:
     return parts
 
 
-def check(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
+def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
     """Check ``parts`` and yield each result as soon as it is known. An error becomes a finding."""
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
@@ -60,7 +60,7 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[Finding]:
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             message, ok = f"{package} is not installed; run `pip install 'evernear[pipeline,triggers]'`.", False
-        yield Finding(part=part, ok=ok, message=message)
+        yield CheckResult(part=part, ok=ok, message=message)
 
 
 def _store(settings: Settings) -> str:

@@ -28,7 +28,7 @@ from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, R
 from evernear.common.scratch import scratch, scratch_name
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.registry import whoami
-from evernear.reporting.notify import NextStep, Outcome
+from evernear.reporting.notify import NextStep, RunOutcome
 from evernear.settings import RunSettings, Settings
 from evernear.settings.sources import flat
 
@@ -95,7 +95,7 @@ class RunFailedError(EvernearError):
         self.exit_code = exit_code
 
 
-def run(
+def run_pipeline(
     settings: Settings,
     show: Callable[[Event], None],
     pipeline: Pipeline = "continuous_training",
@@ -181,7 +181,7 @@ def _prune(workdir: Path, own: Path, keep: int) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether `run` created ``path``, so that nothing else is deleted."""
+    """Whether `run_pipeline` created ``path``, so that nothing else is deleted."""
     return _started(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
@@ -404,7 +404,7 @@ def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunRes
         for artifact in sorted(directory.glob("*/*/*"))
         if artifact.name != "executor_output.json"
     }
-    outcome = Outcome.load(Path(paths["notify.outcome"]))
+    outcome = RunOutcome.load(Path(paths["notify.outcome"]))
     return RunResult(
         release=outcome.release,
         promoted=outcome.state == "promoted",

@@ -37,7 +37,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     deploy.
     """
     with step("ingest", run, store) as running:
-        from evernear.data.ingest import ingest as ingest_source
+        from evernear.data.ingest import ingest_source
         from evernear.data.manifest import SPLITS, save_manifest
         from evernear.data.sources import open_source
         from evernear.deployment import open_target
@@ -72,8 +72,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
     """Report problems of the dataset. A problem of severity ``error`` stops the run."""
     with _step("validate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.data.validate import require_valid
-        from evernear.data.validate import validate as validate_dataset
+        from evernear.data.validate import require_valid, validate_dataset
         from evernear.release.registry import Registry
 
         registry, data = Registry(open_store(chosen.store_uri)), Dataset.open(Path(dataset))
@@ -133,7 +132,7 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
     """Export the network to TorchScript; return the metadata of its artifact."""
     with _step("export", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.export import export as export_network
+        from evernear.embedding.export import export_network
 
         tolerance = chosen.train.parity_tolerance
         result = export_network(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
@@ -159,7 +158,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
     """Embed the gallery and query splits; return the metadata of the artifact: new and reused embeddings."""
     with _step("embed", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.embedding.embed import embed as embed_dataset
+        from evernear.embedding.embed import embed_dataset
         from evernear.embedding.export import training_dataset
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
@@ -181,12 +180,12 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
-        from evernear.index.build import build
+        from evernear.index.build import build_index
 
         data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))
         probed = OpenSet.load(Path(open_set))
-        result = build(
+        result = build_index(
             vectors,
             data.labels,
             chosen.index,
@@ -205,7 +204,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
     """Measure how well images of unseen classes are rejected, and calibrate the open-set threshold on them."""
     with _step("probe", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
-        from evernear.evaluation.probe import probe as probe_open_set
+        from evernear.evaluation.probe import probe_open_set
 
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
@@ -221,7 +220,7 @@ def evaluate(
     with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import describe_network, training_dataset
-        from evernear.evaluation.evaluate import evaluate as evaluate_systems
+        from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
@@ -277,8 +276,7 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.verdict import Verdict
-        from evernear.release.archive import Candidate
-        from evernear.release.archive import archive as pack_release
+        from evernear.release.archive import Candidate, make_archive
         from evernear.release.registry import Registry
         from evernear.serving import HANDLER
 
@@ -291,7 +289,7 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
         )
-        packed = pack_release(candidate, chosen.serving, HANDLER, Path(release))
+        packed = make_archive(candidate, chosen.serving, HANDLER, Path(release))
         store = open_store(chosen.store_uri)
         if not Verdict.load(Path(parts["verdict"])).promote:
             Registry(store).publish(packed.archive)
@@ -306,7 +304,7 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
     """Publish and roll out the release; do nothing unless the verdict promotes it."""
     with _step("deploy", run, settings) as (running, chosen):
-        from evernear.deployment import deploy as deploy_release
+        from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
         from evernear.release.registry import Cause
 
@@ -341,7 +339,7 @@ def promote(
     """
     with step("promote", run, store) as running:
         from evernear.deployment import apply as apply_settings
-        from evernear.deployment import promote as promote_release
+        from evernear.deployment import promote_release
         from evernear.release.registry import Cause
 
         chosen = of_run(settings, **parameters, store=store)

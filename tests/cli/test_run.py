@@ -29,8 +29,8 @@ def interrupted(*_: Any, **__: Any) -> None:
 def test_interrupt_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     written = io.StringIO()
     monkeypatch.setattr(run, "Console", lambda **_: Console(file=written, force_terminal=True))
-    monkeypatch.setattr(local_run, "run", interrupted)
-    monkeypatch.setattr(demo, "demo", interrupted)
+    monkeypatch.setattr(local_run, "run_pipeline", interrupted)
+    monkeypatch.setattr(demo, "run_demo", interrupted)
     with pytest.raises(KeyboardInterrupt):
         getattr(run, command)()
     assert HIDDEN in written.getvalue()
@@ -50,7 +50,7 @@ def test_reread_is_a_setting_of_one_run(
         received.append(settings)
         raise SettingsError("not run")
 
-    monkeypatch.setattr(local_run, "run", run_pipeline)
+    monkeypatch.setattr(local_run, "run_pipeline", run_pipeline)
     evernear(command, "--workdir", tmp_path, "--source", "digits", *options)
     (settings,) = received
     assert settings.data.reread == reread
@@ -61,7 +61,7 @@ def test_pipe_is_not_animated_even_if_colors_are_forced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in notebooks and CI
-    monkeypatch.setattr(local_run, "run", interrupted)
+    monkeypatch.setattr(local_run, "run_pipeline", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.run()
     assert "\x1b" not in capsys.readouterr().err
@@ -111,8 +111,8 @@ def pretend_run(monkeypatch: pytest.MonkeyPatch) -> list[RunCommand]:
         show(Event(at=datetime.now(UTC), step="validate", kind=state, message=""))
         raise TrainingError("The loss is not finite.")
 
-    monkeypatch.setattr(local_run, "run", end_after_validation)
-    monkeypatch.setattr(demo, "run", end_after_validation)
+    monkeypatch.setattr(local_run, "run_pipeline", end_after_validation)
+    monkeypatch.setattr(demo, "run_pipeline", end_after_validation)
     return commands
 
 

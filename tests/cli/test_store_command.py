@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evernear.cli import app
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.errors import IntegrityError, SettingsError
 from evernear.settings import DataSettings
 
@@ -16,7 +16,7 @@ from evernear.settings import DataSettings
 @pytest.fixture
 def lost(tmp_path: Path) -> Path:
     """A lost shard of a store."""
-    manifest = ingest(DataSettings(source="digits"), (tmp_path / "store").as_uri())
+    manifest = ingest_source(DataSettings(source="digits"), (tmp_path / "store").as_uri())
     path = tmp_path / "store/datasets/digits/shards" / f"{manifest.shards[0].sha256}.npy"
     path.unlink()
     return path

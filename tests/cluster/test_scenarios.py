@@ -20,7 +20,7 @@ NAME = "evernear-serving"
 
 
 def deploy(release: PackedRelease, settings: Settings) -> deployment.Deployment:
-    return deployment.deploy(release.archive, release.verdict, settings)
+    return deployment.deploy_release(release.archive, release.verdict, settings)
 
 
 def champion(sandbox: Sandbox) -> str | None:

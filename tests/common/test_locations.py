@@ -74,7 +74,7 @@ def test_steps_get_absolute_locations(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "executable", str(python))
     settings = load(environment={}, overrides=["workdir=work"])
     with pytest.raises(local_run.RunFailedError):
-        local_run.run(settings, lambda _: None)
+        local_run.run_pipeline(settings, lambda _: None)
     (log,) = (tmp_path / "work" / "runs").glob("*/log.txt")
     directory, environment = json.loads(log.read_text().splitlines()[0])
     assert Path(directory) != tmp_path

@@ -14,7 +14,7 @@ import pytest
 from scenarios.workspace import Workspace
 
 from evernear.common import masking
-from evernear.common.masking import MASK, configure, copy_masked, mask, remember
+from evernear.common.masking import MASK, configure_masking, copy_masked, mask, remember
 from evernear.common.output import printable
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
@@ -40,7 +40,7 @@ def test_values_made_with_echo_are_stripped() -> None:
         "HF_TOKEN": "\n",
         "PS1": "$ ",
     }
-    configure(environment)
+    configure_masking(environment)
     assert environment == {
         "AWS_SESSION_TOKEN": "session-token",
         "KFP_COOKIES": "a=12345678",
@@ -125,13 +125,13 @@ def test_guessable_values_and_names_do_not_garble_the_output() -> None:
         "EVERNEAR_KUBERNETES__TOKEN_SECRET": "name-of-a-secret",
         "TOKEN_SERVICE_PORT": "tcp://10.0.0.1:8080",
     }
-    configure(variables)
+    configure_masking(variables)
     text = f"evernear: a test of {variables}"
     assert mask(text) == text
 
 
 def test_secrets_inside_values_are_masked() -> None:
-    configure(
+    configure_masking(
         {
             "KFP_COOKIES": "authservice_session=MTY5ODc2NTQz; other=short",
             "OTEL_EXPORTER_OTLP_HEADERS": "api-key=0123456789abcdef,tenant=1",

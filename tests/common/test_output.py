@@ -32,7 +32,7 @@ from evernear.common.output import (
 from evernear.common.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.common.store import open_store
 from evernear.errors import DataError, EvernearError
-from evernear.kubeflow.runs import Run, State, Step
+from evernear.kubeflow.runs import KfpStep, Run, State
 from evernear.local_run import RunResult
 from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep
@@ -263,7 +263,7 @@ def test_server_responses_are_escaped(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def run(state: State) -> Run:
-    steps = (Step(name=HOSTILE, state=State.FAILED, error=HOSTILE),)
+    steps = (KfpStep(name=HOSTILE, state=State.FAILED, error=HOSTILE),)
     texts = dict.fromkeys(("id", "name", "pipeline", "pipeline_version", "url", "error"), HOSTILE)
     return Run(state=state, created=NOW, ended=NOW, steps=steps, parameters={}, key="", **texts)
 

@@ -88,7 +88,7 @@ def test_server_does_not_start_in_a_directory_of_another_user(tmp_path: Path, cr
         with user(OTHER_UID):
             create(directory)
         with pytest.raises(StoreError, match=rf"{directory} is not a directory of this user; remove it"):
-            torchserve.start(settings_on_free_ports(), home)
+            torchserve.start_server(settings_on_free_ports(), home)
         assert not torchserve.processes(home)
     finally:
         remove(directory)

@@ -174,7 +174,7 @@ def test_training_processes_divide_the_cpus(
     monkeypatch.delenv(threads.CHOSEN_THREADS, raising=False)
     if training:
         monkeypatch.delenv(threads.THREADS)
-        threads.configure()
+        threads.configure_threads()
         monkeypatch.setenv(threads.CHOSEN_THREADS, os.environ[threads.CHOSEN_THREADS])  # restored after the test
     with threads.divide_between(processes):
         assert os.environ[threads.THREADS] == expected

@@ -8,7 +8,7 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
-from evernear.data.validate import validate
+from evernear.data.validate import validate_dataset
 from evernear.errors import DataError
 from evernear.settings import ValidationSettings
 
@@ -51,7 +51,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_image_is_used_and_what_is_unusual_is_said(cases: Path, run_ingest, case: str) -> None:
     manifest = run_ingest(cases / case)
     dataset = Dataset(manifest, open_store(manifest.store_uri))
-    report = validate(dataset, ValidationSettings())
+    report = validate_dataset(dataset, ValidationSettings())
     images, findings = EXPECTED[case]
     assert _images_by_class(manifest) == images
     assert {finding.rule for finding in report.findings} == findings

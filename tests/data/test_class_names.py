@@ -9,7 +9,7 @@ from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.source_diff import diff_source
-from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
+from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset
 from evernear.errors import DataError, DataValidationError
 from evernear.settings import ClassSettings, DataSettings, ValidationSettings
 
@@ -32,7 +32,7 @@ def make_tree(tmp_path: Path, make_image):
 
 def check(manifest: Manifest, champion: tuple[str, ...] = (), classes: ClassSettings = NO_CHANGES) -> Report:
     dataset = Dataset(manifest, open_store(manifest.store_uri))
-    return validate(dataset, ValidationSettings(), champion, classes)
+    return validate_dataset(dataset, ValidationSettings(), champion, classes)
 
 
 @pytest.mark.parametrize(

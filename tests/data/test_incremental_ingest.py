@@ -12,7 +12,7 @@ import pytest
 
 from evernear.common.store import open_store
 from evernear.data.image_file import EncodedImage
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
@@ -200,13 +200,13 @@ def test_changed_image_shape_requires_another_store(tree, run_ingest, tmp_path: 
         run_ingest(tree, size_px=8)
     assert run_ingest(tree) == before
     other_size = DataSettings(source=f"folder:{tree}", size_px=8)
-    assert ingest(other_size, (tmp_path / "elsewhere").as_uri()).shape == (8, 8, 1)
+    assert ingest_source(other_size, (tmp_path / "elsewhere").as_uri()).shape == (8, 8, 1)
 
 
 def test_digest_depends_only_on_the_content(tree, tmp_path: Path) -> None:
     def digest(store: str, **settings: object) -> str:
         values = DataSettings.model_validate({"source": f"folder:{tree}", **settings})
-        return ingest(values, (tmp_path / store).as_uri()).digest
+        return ingest_source(values, (tmp_path / store).as_uri()).digest
 
     assert digest("here") == digest("there", dataset="other", decode_threads=7)
     assert digest("here") != digest("elsewhere", size_px=7)
@@ -303,7 +303,7 @@ def test_changed_preprocessing_applies_to_all_images_and_splits_stay(
     )
     messages: list[str] = []
     settings = DataSettings(source=f"folder:{tree}", shard_size_bytes=2**16)
-    second = ingest(settings, first.store_uri, messages.append)
+    second = ingest_source(settings, first.store_uri, messages.append)
     after = contents(second)
     assert len(decoded) == len(before) + 1
     assert messages[0].startswith("decoding all images again")
@@ -351,17 +351,17 @@ def test_swapped_classes_are_named(tree, run_ingest, make_image) -> None:
     warnings: list[str] = []
     store = (tree.parent / "store").as_uri()
     settings = DataSettings(source=f"folder:{tree}")
-    ingest(settings, store, warn=warnings.append)
+    ingest_source(settings, store, warn=warnings.append)
     assert not warnings
     (tree / "1").rename(tree / "swap")
     (tree / "2").rename(tree / "1")
     (tree / "swap").rename(tree / "2")
     (tree / "1" / "new.png").write_bytes(make_image(5000))
-    ingest(settings, store, warn=warnings.append)
+    ingest_source(settings, store, warn=warnings.append)
     (warning,) = warnings
     assert "of 1 are now 2" in warning
     assert warning.endswith("of 2 are now 1: these classes seem to have swapped their names")
-    ingest(settings, store, warn=warnings.append)
+    ingest_source(settings, store, warn=warnings.append)
     assert len(warnings) == 1
 
 

@@ -12,7 +12,7 @@ from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import Bucket
-from evernear.data.validate import validate
+from evernear.data.validate import validate_dataset
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings, Settings, ValidationSettings, load, overrides_from
 
@@ -203,7 +203,7 @@ def test_nested_folders_are_reported_with_settings_that_answer(make_tree, run_in
     root = make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"])
     manifest = run_ingest(root)
     assert manifest.labels == ("fruit", "veg")
-    (finding,) = validate(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
+    (finding,) = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
     assert (finding.rule, finding.severity, finding.names) == (
         "nested_folder",
         "warn",
@@ -233,18 +233,18 @@ def test_number_of_nested_folders_does_not_matter(make_tree, run_ingest) -> None
 
 def test_watcher_and_review_follow_the_layout(make_tree, run_ingest, make_image) -> None:
     from evernear.data.source_diff import diff_source
-    from evernear.review.answers import open_target
+    from evernear.review.answers import open_label_target
 
     root = make_tree(in_each(["train", "eval"]))
     uri = f"folder:{root}"
     with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
         diff_source(DataSettings(source=uri), [None])
     with pytest.raises(DataError, match=r"data\.split_folders\.eval=test"):
-        open_target(uri)
+        open_label_target(uri)
     settings = DataSettings(source=uri, split_folders={"eval": "test"})
     (diff,) = diff_source(settings, [None])
     assert (diff.labels, diff.explicit) == ({"a": 40, "b": 40}, {"test": 40})
-    target = open_target(uri, settings)
+    target = open_label_target(uri, settings)
     assert (target.labels, target.layout.class_folder("c")) == (["a", "b"], "train/c")
     assert target.layout.class_folder("b", "eval/a/0.png") == "eval/b"
 
@@ -253,10 +253,10 @@ def test_review_of_splits_in_class_folders(make_tree, make_image, tmp_path: Path
     import hashlib
     from datetime import UTC, datetime
 
-    from evernear.review.answers import Answer, Answers, open_target
+    from evernear.review.answers import Answer, Answers, open_label_target
 
     root = make_tree(["cat/train", "cat/test", "dog/train"], count=1)
-    target = open_target(f"folder:{root}")
+    target = open_label_target(f"folder:{root}")
     assert target.labels == ["cat", "dog"]
     answers = Answers(open_store((tmp_path / "store").as_uri()), target)
 

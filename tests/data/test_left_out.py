@@ -14,7 +14,7 @@ from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.sources.folder import Bucket
 from evernear.data.sources.names import is_litter, names_other_kind
-from evernear.data.validate import require_valid, validate
+from evernear.data.validate import require_valid, validate_dataset
 from evernear.errors import DataError, StoreError
 from evernear.settings import ValidationSettings
 
@@ -140,7 +140,7 @@ def test_findings_about_files_that_are_left_out_do_not_stop_a_run(tree, run_inge
     (tree / "1" / ".DS_Store").write_text("litter")
     (tree / "loose.png").write_bytes(make_image(500))
     manifest = run_ingest(tree)
-    report = validate(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
+    report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
     assert [(finding.rule, finding.severity, finding.message) for finding in report.findings] == [
         ("no_class", "warn", "1 image is in no class folder and was left out; move loose.png."),
         ("not_an_image", "info", "1 file is not an image and was left out: 1/0.json."),
@@ -274,4 +274,4 @@ def test_changes_of_an_earlier_ledger_are_applied(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "changes")) as db:
         db.execute("DROP TABLE notes")
     with closing(sqlite3.connect(tmp_path / "saved", isolation_level=None)) as db:
-        ledger_changes.apply(db, tmp_path / "changes")
+        ledger_changes.apply_row_changes(db, tmp_path / "changes")

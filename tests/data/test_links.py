@@ -8,7 +8,7 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.data.sources import open_source
-from evernear.data.validate import validate
+from evernear.data.validate import validate_dataset
 from evernear.errors import StoreError
 from evernear.settings import ValidationSettings
 
@@ -37,7 +37,7 @@ def test_linked_folder_is_used_and_reported(tree, disk: Path, run_ingest, conten
     manifest = run_ingest(tree)
     assert len(contents(manifest)) == 150 - 40  # those of 10 have two labels
     assert set(contents(manifest).label.values()) == {"1", "2", *([] if "/" in link else ["disk"])}
-    findings = validate(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
+    findings = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
     (finding,) = [finding for finding in findings if finding.rule == "outside_link"]
     assert (finding.severity, finding.names) == ("info", (f"{link} -> {target}",))
     assert finding.message == (
@@ -51,7 +51,7 @@ def test_many_links_out_of_the_source_are_counted_and_some_named(tree, disk: Pat
         (tree / "1" / f"disk{number:02}").symlink_to(disk.parent / f"disk{number}")
     manifest = run_ingest(tree)
     assert manifest.problem_counts == {"outside_link": 30}
-    (finding,) = validate(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
+    (finding,) = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings()).findings
     assert (finding.count, finding.message.count(" -> "), finding.message[-10:]) == (30, 5, " and more.")
 
 

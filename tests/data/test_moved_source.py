@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
@@ -32,7 +32,7 @@ def first(tmp_path: Path, store: Store) -> Manifest:
         path = tmp_path / "old" / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(path)
-    return ingest(DataSettings(source=f"folder:{tmp_path / 'old' / 'images'}"), store.uri)
+    return ingest_source(DataSettings(source=f"folder:{tmp_path / 'old' / 'images'}"), store.uri)
 
 
 def move(tmp_path: Path, target: str) -> str:
@@ -63,17 +63,17 @@ def test_deletions_and_labels_count_after_a_move(
     old, new = f"folder:{tmp_path / 'old' / 'images'}", move(tmp_path, target)
     before = splits(first, store)
     if followed_the_other_hint:
-        ingest(DataSettings(source=new, dataset="images"), store.uri)
+        ingest_source(DataSettings(source=new, dataset="images"), store.uri)
     settings = DataSettings(source=new, moved_from=old)
-    moved = ingest(settings, store.uri)
+    moved = ingest_source(settings, store.uri)
     after = splits(moved, store)
     assert moved.name == "images"
     assert len(after) == 36
     assert all(split == before[digest][0] for digest, (split, _) in after.items())
     assert sum(label != before[digest][1] for digest, (_, label) in after.items()) == 1
     assert not moved.problem_counts.get("conflicting_labels")
-    assert ingest(settings, store.uri) == moved  # the setting may stay
-    assert ingest(DataSettings(source=new, dataset="images"), store.uri) == moved
+    assert ingest_source(settings, store.uri) == moved  # the setting may stay
+    assert ingest_source(DataSettings(source=new, dataset="images"), store.uri) == moved
     assert find(store).images == 4
 
 
@@ -82,7 +82,7 @@ def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: 
     shutil.move(tmp_path / "old" / "images", tmp_path / "images")
     new = f"folder:{tmp_path / 'images'}"
     settings = DataSettings(source=new, moved_from=f"folder:{tmp_path / 'old' / 'images'}")
-    moved = ingest(settings, store.uri)
+    moved = ingest_source(settings, store.uri)
     assert (moved.digest, moved.source) == (first.digest, new)
     ledger = fetch_ledger(store, moved, tmp_path)
     (diff,) = diff_source(settings, [ledger])
@@ -95,4 +95,4 @@ def test_unchanged_images_are_new_to_nobody_after_a_move(tmp_path: Path, store: 
 
 def test_message_offers_the_move(tmp_path: Path, store: Store, first: Manifest) -> None:
     with pytest.raises(DataError, match=f"If the images have moved, set data.moved_from={first.source}"):
-        ingest(DataSettings(source=move(tmp_path, "new/images")), store.uri)
+        ingest_source(DataSettings(source=move(tmp_path, "new/images")), store.uri)

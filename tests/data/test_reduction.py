@@ -17,7 +17,7 @@ from evernear.data.image_file import inspect
 from evernear.data.preprocess import Flaw, Picture, bit_depth_of, decode, decode_inspected, is_gray
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.shards import Dataset
-from evernear.data.validate import validate
+from evernear.data.validate import validate_dataset
 from evernear.errors import DataError
 from evernear.settings import ValidationSettings
 
@@ -314,7 +314,7 @@ def test_later_images_beyond_the_range_are_reported(tmp_path: Path, run_ingest) 
     second = run_ingest(root)
     assert (first.bit_depth, second.bit_depth) == (10, 10)
     assert second.problem_counts == {"clipped": 1}
-    report = validate(Dataset(second, open_store(second.store_uri)), ValidationSettings())
+    report = validate_dataset(Dataset(second, open_store(second.store_uri)), ValidationSettings())
     (message,) = [finding.message for finding in report.findings if finding.rule == "clipped"]
     assert message == (
         "1 image has 16-bit values beyond the dataset's range (data.bit_depth) and was clipped; look at a/new.png."

@@ -7,7 +7,7 @@ from evernear.common.store import open_store
 from evernear.data.gallery import MIN_GALLERY_IMAGES, joining_gallery
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
-from evernear.data.validate import NO_CHANGES, Report, require_valid, validate
+from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset
 from evernear.errors import DataValidationError
 from evernear.settings import ClassSettings, ValidationSettings
 
@@ -16,7 +16,7 @@ def check(
     manifest: Manifest, champion: tuple[str, ...] = (), classes: ClassSettings = NO_CHANGES, **settings: object
 ) -> Report:
     dataset = Dataset(manifest, open_store(manifest.store_uri))
-    return validate(dataset, ValidationSettings.model_validate(settings), champion, classes)
+    return validate_dataset(dataset, ValidationSettings.model_validate(settings), champion, classes)
 
 
 def test_valid_data_has_no_findings(tree, run_ingest) -> None:

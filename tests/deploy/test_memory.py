@@ -11,7 +11,7 @@ from evernear.data.preprocess import decode_size_bytes
 from evernear.serving.decoding import pool_size_bytes
 from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.pod import pod_memory
-from evernear.serving.prep.server import memory_size_bytes
+from evernear.serving.prep.server import prep_memory_size_bytes
 from evernear.settings import PrepSettings, ServingSettings, Settings
 
 MIB = 2**20
@@ -58,15 +58,15 @@ def test_memory_of_a_predictor_is_at_least_that_of_torchserve(part: str) -> None
 @pytest.mark.parametrize("part", [part for part in PARTS if not part.startswith("kserve")])
 def test_memory_of_the_preprocessing_server_covers_its_settings(part: str) -> None:
     (container,) = running(part, "evernear", "prep")
-    assert memory_size_bytes(settings_in(part, container)) <= limit_bytes(container)
+    assert prep_memory_size_bytes(settings_in(part, container)) <= limit_bytes(container)
 
 
 def test_more_pixels_or_decodes_need_more_memory() -> None:
-    few = memory_size_bytes(Settings())
+    few = prep_memory_size_bytes(Settings())
     more = Settings(serving=ServingSettings(max_pixels=50_000_000))
-    assert memory_size_bytes(more) - few == decode_size_bytes(25_000_000)
+    assert prep_memory_size_bytes(more) - few == decode_size_bytes(25_000_000)
     two = Settings(prep=PrepSettings(large_decodes=2))
-    assert memory_size_bytes(two) - few == decode_size_bytes(25_000_000)
+    assert prep_memory_size_bytes(two) - few == decode_size_bytes(25_000_000)
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("kserve")])

@@ -16,7 +16,13 @@ from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
-from evernear.deployment.kubernetes.revision import Revision, apply, load_last_known_good, remove, save_last_known_good
+from evernear.deployment.kubernetes.revision import (
+    Revision,
+    apply_revision,
+    load_last_known_good,
+    remove,
+    save_last_known_good,
+)
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError
 from evernear.settings import Settings
@@ -71,19 +77,19 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
 
     with LeaseLock(api, settings.kubernetes.name, 2):
         old = serving_objects(settings, ServedRelease(OLD, "b" * 64, "c" * 64))
-        apply(api, old, dry_run=True)
-        apply(api, old)
+        apply_revision(api, old, dry_run=True)
+        apply_revision(api, old)
         await_rollout(api, settings.kubernetes)
         save_last_known_good(api, settings.kubernetes, Revision(OLD, old))
         assert load_last_known_good(api, settings.kubernetes) is not None
     with LeaseLock(api, settings.kubernetes.name, 2):
         cluster.set_pod_behavior(NotReady("not yet"), labeled(VERSION, SLOW))  # so that the deployer reads its events
-        apply(api, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
+        apply_revision(api, serving_objects(settings, ServedRelease(SLOW, "b" * 64, "c" * 64)))
         with pytest.raises(ClusterError, match="probe"):
             await_rollout(api, settings.kubernetes.model_copy(update={"rollout_timeout_s": 4}))
         cluster.set_pod_behavior(CrashLoop("no Java\n"), labeled(VERSION, NEW))
         new = serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64))
-        apply(api, new)
+        apply_revision(api, new)
         with pytest.raises(ClusterError, match="no Java"):
             await_rollout(api, settings.kubernetes)
         remove(api, new)

@@ -66,7 +66,7 @@ def test_foreground_server_ends_with_its_command(
     finally:
         server.kill()
         server.communicate()
-        torchserve.stop(home)
+        torchserve.stop_server(home)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 from evernear import deployment
 from evernear.common.store import open_store
-from evernear.deployment import local, promote, roll_back
+from evernear.deployment import local, promote_release, roll_back
 from evernear.errors import (
     ConflictError,
     EvernearError,
@@ -70,7 +70,7 @@ class Sandbox:
         return self._make_release(parent=self.champion)
 
     def deploy(self, release: PackedRelease, settings: Settings | None = None) -> deployment.Deployment:
-        return deployment.deploy(release.archive, release.verdict, settings or self.settings)
+        return deployment.deploy_release(release.archive, release.verdict, settings or self.settings)
 
     @contextmanager
     def under_load(self) -> Iterator[set[str]]:
@@ -125,7 +125,7 @@ def sandbox(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory)
         assert deployed.smoke_queries == settings.serving.smoke_queries
         yield sandbox
     finally:
-        torchserve.stop(home_of(settings.workdir))
+        torchserve.stop_server(home_of(settings.workdir))
     assert torchserve.processes(sandbox.home) == []
     assert deployment.open_target(settings).status()["server"] == "down"
 
@@ -192,14 +192,14 @@ def test_promotion_is_undone_if_the_champion_changes(sandbox: Sandbox, monkeypat
     assert candidate.version not in sandbox.registered
 
     # `serve` makes the server follow the registry, as after a kill before `set-default`:
-    assert local.serve(sandbox.settings) == rival.version
+    assert local.serve_local(sandbox.settings) == rival.version
     assert sandbox.default == rival.version
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from evernear.deployment import deploy, local
+from evernear.deployment import deploy_release, local
 from evernear.settings import Settings
 
 def die(source, target):
@@ -207,7 +207,7 @@ def die(source, target):
     os.kill(os.getpid(), signal.SIGKILL)
 
 local.shutil.copyfileobj = die
-deploy(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_json(sys.argv[3]))
+deploy_release(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_json(sys.argv[3]))
 """
 
 
@@ -241,7 +241,7 @@ def test_release_that_passed_its_smoke_test_stays_loaded_if_the_store_is_unreach
     assert versions == {champion}
     assert candidate.version in sandbox.registered
     with no_registration(monkeypatch), sandbox.under_load():
-        promote(candidate.version, sandbox.settings)
+        promote_release(candidate.version, sandbox.settings)
     assert sandbox.default == sandbox.champion == candidate.version
     roll_back(sandbox.settings)
 
@@ -293,7 +293,7 @@ def test_rollback_and_promotion_reuse_registered_releases(sandbox: Sandbox, monk
         assert (back.version, back.smoke_queries) == (good, sandbox.settings.serving.smoke_queries)
         assert sandbox.default == sandbox.champion == good
         with sandbox.under_load() as versions:
-            assert promote(bad.version, sandbox.settings).previous == good
+            assert promote_release(bad.version, sandbox.settings).previous == good
         assert versions == {good, bad.version}
         assert sandbox.default == sandbox.champion == bad.version
     history = [(promotion.version, promotion.how, promotion.why) for promotion in sandbox.registry.history()][-3:]
@@ -316,7 +316,7 @@ def test_running_server_is_used_wherever_it_is(sandbox: Sandbox) -> None:
 
     champion = sandbox.champion
     assert roll_back(elsewhere).url == address
-    assert promote(champion, elsewhere).url == address
+    assert promote_release(champion, elsewhere).url == address
     assert sandbox.default == sandbox.champion == champion
 
 
@@ -326,13 +326,13 @@ def test_unregistered_release_is_fetched_tested_and_promoted(sandbox: Sandbox) -
         Management(sandbox.home).unregister("embedding", oldest)
     (model_store(sandbox.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
     with sandbox.under_load() as versions:
-        moved = promote(oldest, sandbox.settings)
+        moved = promote_release(oldest, sandbox.settings)
     assert versions == {before, oldest}
     assert (moved.version, moved.previous) == (oldest, before)
     assert sandbox.default == sandbox.champion == oldest
     assert before in sandbox.registered
     with pytest.raises(StoreError, match="is already the champion"):
-        promote(oldest, sandbox.settings)
+        promote_release(oldest, sandbox.settings)
     assert roll_back(sandbox.settings).version == before
 
 
@@ -344,7 +344,7 @@ def test_failed_promotion_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> N
     sandbox.registry.publish(invalid.archive)
     champion, registered = sandbox.registry.champion(), sandbox.registered
     with sandbox.under_load() as versions, pytest.raises(ServingError, match="fails its smoke test"):
-        promote(invalid.version, sandbox.settings)
+        promote_release(invalid.version, sandbox.settings)
     assert versions == {sandbox.champion}
     assert sandbox.registry.champion() == champion
     assert sandbox.registered == registered
@@ -354,12 +354,14 @@ def test_held_release_is_promoted_only_by_force_with_a_reason(sandbox: Sandbox, 
     candidate, before = make_release(parent=sandbox.champion, promote=False), sandbox.champion
     sandbox.registry.publish(candidate.archive)
     with pytest.raises(IntegrityError, match=r"is hold: A test says so\. To promote it anyway, add --force"):
-        promote(candidate.version, sandbox.settings)
+        promote_release(candidate.version, sandbox.settings)
     with pytest.raises(SettingsError, match="needs a reason"):
-        promote(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why=" "))
+        promote_release(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why=" "))
     assert sandbox.default == sandbox.champion == before
     with sandbox.under_load():
-        promote(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why="the floor was wrong"))
+        promote_release(
+            candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why="the floor was wrong")
+        )
     assert sandbox.default == candidate.version
     last = list(sandbox.registry.history())[-1]
     assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
@@ -377,7 +379,7 @@ def test_one_of_two_concurrent_promotions_fails(sandbox: Sandbox) -> None:
     def compete(version: str) -> None:
         ready.wait()
         try:
-            outcomes.append(promote(version, sandbox.settings).version)
+            outcomes.append(promote_release(version, sandbox.settings).version)
         except ConflictError:
             outcomes.append("lost")
 
@@ -411,7 +413,7 @@ def test_pruning_the_registry_fails_no_request(sandbox: Sandbox) -> None:
     assert versions == {candidate.version, previous.previous}
     assert sandbox.registered == sorted([candidate.version, str(previous.previous)]), "the champion and its predecessor"
     assert roll_back(sandbox.settings).version == previous.previous
-    promote(candidate.version, sandbox.settings)
+    promote_release(candidate.version, sandbox.settings)
 
 
 @pytest.mark.slow
@@ -420,12 +422,12 @@ def test_candidate_replaces_a_champion_with_a_damaged_archive(sandbox: Sandbox) 
     store = open_store(sandbox.settings.store_uri)
     key = sandbox.registry.get(champion).archive_key
     archive = store.get(key)
-    torchserve.stop(home_of(sandbox.settings.workdir))
+    torchserve.stop_server(home_of(sandbox.settings.workdir))
     for stored in model_store(sandbox.home).glob("*.mar"):
         stored.unlink()
     store.put(key, b"damaged")
     with pytest.raises(IntegrityError, match="is damaged"):
-        local.serve(sandbox.settings)
+        local.serve_local(sandbox.settings)
     assert not torchserve.is_running(sandbox.home)
 
     faulty = forge(broken, candidate.archive.with_name("faulty.mar"), handler_py=BROKEN)
@@ -475,23 +477,23 @@ def test_server_killed_during_a_deployment_restarts_with_its_champion(
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Client.of(sandbox.settings).predict(sandbox.image)
 
-    assert local.serve(sandbox.settings) == champion == sandbox.default
+    assert local.serve_local(sandbox.settings) == champion == sandbox.default
     assert sandbox.registered == [champion]
 
 
 def test_serve_requires_a_champion(tmp_path: Path) -> None:
     settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
     with pytest.raises(ServingError, match="run `evernear run` first"):
-        local.serve(settings)
+        local.serve_local(settings)
     assert deployment.open_target(settings).status()["server"] == "down"
-    assert not torchserve.stop(home_of(settings.workdir))
+    assert not torchserve.stop_server(home_of(settings.workdir))
 
 
 def test_failed_first_release_leaves_no_server(make_release: MakeRelease, tmp_path: Path) -> None:
     settings = Settings(workdir=tmp_path / "work", serving=settings_on_free_ports())
     broken = forge(make_release(), tmp_path / "broken.mar", handler_py=BROKEN)
     with pytest.raises(ServingError):
-        deployment.deploy(broken.archive, broken.verdict, settings)
+        deployment.deploy_release(broken.archive, broken.verdict, settings)
     assert torchserve.processes(home_of(settings.workdir)) == []
     assert deployment.open_target(settings).status()["server"] == "down"
     assert deployment.open_target(settings).status()["champion"] is None

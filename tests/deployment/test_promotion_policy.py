@@ -7,7 +7,7 @@ import pytest
 from releases import MakeRelease, PackedRelease, System, decided
 
 from evernear.common.store import Store, open_store
-from evernear.deployment import Deployment, deploy, promote, roll_back
+from evernear.deployment import Deployment, deploy_release, promote_release, roll_back
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
@@ -25,7 +25,7 @@ def release(make_release: MakeRelease) -> PackedRelease:
 
 
 def publish(store: Store, archive: Path, verdict: Path) -> Deployment:
-    return deploy(archive, verdict, Settings(store=store.uri, target="registry"))
+    return deploy_release(archive, verdict, Settings(store=store.uri, target="registry"))
 
 
 def is_unchanged(store: Store) -> bool:
@@ -125,7 +125,7 @@ def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Pat
     second = make_release(parent=first.version)
     publish(store, second.archive, second.verdict)
     with pytest.raises(StoreError, match=r"Release 20260101\.000000\.00000000 does not exist"):
-        promote("20260101.000000.00000000", settings)
+        promote_release("20260101.000000.00000000", settings)
 
     back = roll_back(settings)
     assert (back.version, back.previous, back.url) == (first.version, None, None)
@@ -133,9 +133,9 @@ def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Pat
     archive = store.get(key)
     store.put(key, archive[:-1])
     with pytest.raises(IntegrityError, match="is damaged"):
-        promote(second.version, settings)
+        promote_release(second.version, settings)
     store.put(key, archive)
-    assert promote(second.version, settings).version == second.version
+    assert promote_release(second.version, settings).version == second.version
     assert [move.version for move in registry.history()][-2:] == [first.version, second.version]
 
 

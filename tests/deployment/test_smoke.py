@@ -13,11 +13,11 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import load_network
 from evernear.errors import ServingError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.index.search import Gallery
 from evernear.release import archive as archiving
-from evernear.release.archive import Candidate, Release, archive
+from evernear.release.archive import Candidate, Release, make_archive
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.serving import HANDLER
 from evernear.serving.core import Predictor
@@ -44,7 +44,7 @@ class Server:
 
 def released(system: System, directory: Path, threshold: float) -> Release:
     """The system as a release with that threshold."""
-    build(
+    build_index(
         Embeddings.open(system.index_dir.parent / "embeddings"),
         system.dataset.labels,
         IndexSettings(),
@@ -56,7 +56,7 @@ def released(system: System, directory: Path, threshold: float) -> Release:
     candidate = Candidate(
         system.dataset, system.network_dir, directory / "index", directory / "verdict.json", metrics={}, parent=None
     )
-    return archive(candidate, ServingSettings(), HANDLER, directory / "release")
+    return make_archive(candidate, ServingSettings(), HANDLER, directory / "release")
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 
@@ -19,7 +19,7 @@ TINY = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_siz
 def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("digits")
     store_uri = (directory / "store").as_uri()
-    manifest = ingest(DataSettings(source="digits", gallery_fraction=0.2, query_fraction=0.1), store_uri)
+    manifest = ingest_source(DataSettings(source="digits", gallery_fraction=0.2, query_fraction=0.1), store_uri)
     save_manifest(manifest, directory)
     return directory
 
@@ -44,5 +44,5 @@ def trained_dir(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def network_dir(digits: Dataset, trained_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("network")
-    export(trained_dir, digits, directory, tolerance=1e-4)
+    export_network(trained_dir, digits, directory, tolerance=1e-4)
     return directory

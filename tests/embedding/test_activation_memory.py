@@ -14,7 +14,7 @@ from torch import Tensor
 from evernear.data.shards import Dataset
 from evernear.embedding import memory
 from evernear.embedding.architecture import Architecture
-from evernear.embedding.network import EmbeddingNetwork, build
+from evernear.embedding.network import EmbeddingNetwork, build_network
 from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 
@@ -25,7 +25,7 @@ def architecture(side: int) -> Architecture:
 
 def test_a_larger_batch_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "INFERENCE_BYTES", 2**20)
-    network = build(architecture(32)).eval()
+    network = build_network(architecture(32)).eval()
     assert 1 < network.max_batch_size < 50
     images = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
     sizes: list[int] = []
@@ -38,7 +38,7 @@ def test_a_larger_batch_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_larger_images_are_processed_in_smaller_batches() -> None:
     cpu = torch.device("cpu")
-    small, large = build(architecture(16)), build(architecture(32))
+    small, large = build_network(architecture(16)), build_network(architecture(32))
     examples = [torch.zeros((1, 3, side, side), dtype=torch.uint8) for side in (16, 32)]
     assert 3.5 < small.max_batch_size / large.max_batch_size < 4.5
     training = [memory.training_batch_size(*case, cpu) for case in zip((small, large), examples, strict=True)]
@@ -74,17 +74,17 @@ def test_training_on_photographs_stays_below_three_gigabytes(tmp_path: Path) -> 
     script = f"""
 import tempfile
 from pathlib import Path
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
 from evernear.common.store import open_store
-manifest = ingest(DataSettings(source="folder:{tmp_path}/images", size_px=224), "file://{tmp_path}/store")
+manifest = ingest_source(DataSettings(source="folder:{tmp_path}/images", size_px=224), "file://{tmp_path}/store")
 dataset = Dataset(manifest, open_store(manifest.store_uri))
 train_network(dataset, TrainSettings(epochs=1, min_steps=2, precision="float32"), Path("{tmp_path}/trained"))
 # Two steps leave the statistics of batch normalization so far off that rounding is magnified.
-export(Path("{tmp_path}/trained"), dataset, Path("{tmp_path}/network"), 2.0)
+export_network(Path("{tmp_path}/trained"), dataset, Path("{tmp_path}/network"), 2.0)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 3e9

@@ -16,18 +16,18 @@ from sklearn.linear_model import LogisticRegression
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
-from evernear.data.validate import require_valid, validate
+from evernear.data.validate import require_valid, validate_dataset
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
-from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.embed import embed_dataset, embed_images
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import describe_network, export, load_network, load_torchscript, to_torchscript
+from evernear.embedding.export import describe_network, export_network, load_network, load_torchscript, to_torchscript
 from evernear.embedding.freeze import choose_architecture
-from evernear.embedding.network import build
+from evernear.embedding.network import build_network
 from evernear.embedding.recipe import choose_optimizer
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
@@ -72,7 +72,7 @@ def test_common_backbones_export_as_torchscript(name: str, tmp_path: Path) -> No
     architecture = Architecture(
         shape=(32, 32, 3), mean=(0.5,) * 3, std=(0.2,) * 3, patch_px=1, width=4, embedding_dim=16, backbone=name
     )
-    network = build(architecture).eval()
+    network = build_network(architecture).eval()
     (tmp_path / "network.pt").write_bytes(to_torchscript(network))
     images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_training_starts_from_the_weights_of_the_file_and_describes_them(
     )
     torch.testing.assert_close(gray.state_dict()["layer1.0.conv1.weight"], color.state_dict()["layer1.0.conv1.weight"])
 
-    exported = export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     assert (exported.backbone, exported.pretrained_sha256) == (TINY, sha256_file(weights))
     preprocessing = exported.preprocessing
     assert preprocessing.mean == (0.5,)
@@ -126,12 +126,12 @@ def test_a_frozen_network_is_the_backbone_with_whitened_features(
     assert isinstance(backbone.project, torch.nn.Identity)
     assert backbone.standardize.get_buffer("mean").abs().max() > 0
     assert not torch.equal(backbone.standardize.get_buffer("matrix"), torch.eye(96))
-    exported = export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     assert exported.embedding_dim == 96
     with torch.inference_mode():
         vectors = load_network(tmp_path / "network")(to_tensor(next(digits.blocks("test", 8)).images))
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(8))
-    described = embed(tmp_path / "network", digits, tmp_path / "embeddings", splits=("gallery",))
+    described = embed_dataset(tmp_path / "network", digits, tmp_path / "embeddings", splits=("gallery",))
     all_images = digits.manifest.count("gallery") + digits.manifest.count("train")
     assert described.count == all_images, "no class was trained on, so all train images join the gallery"
 
@@ -166,7 +166,9 @@ def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(
 def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weights: Path) -> None:
     from evernear.embedding.backbone import whiten
 
-    network = build(choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16)))
+    network = build_network(
+        choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16))
+    )
     images = to_tensor(next(digits.blocks("train", 4)).images)
     whiten(network, [(images, torch.arange(4))], 4)
     standardize = network.members[0].get_submodule("standardize")
@@ -273,7 +275,7 @@ def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, we
 
 def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:
     train_network(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16), tmp_path / "trained")
-    export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     np.save(tmp_path / "images.npy", next(digits.blocks("test", 2)).images)
     script = f"""
 import sys
@@ -303,13 +305,13 @@ def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digit
     weights = tmp_path / "pretrained" / "weights.pt"
     changes = ["train.backbone=test_resnet", f"train.weights={weights}", "train.backbone_size_px=16"]
     chosen = load(preset="frozen", environment={}, overrides=[*changes, f"data.source=folder:{tmp_path}/new"])
-    manifest = ingest(chosen.data, (tmp_path / "store").as_uri())
+    manifest = ingest_source(chosen.data, (tmp_path / "store").as_uri())
     dataset = Dataset(manifest, open_store(manifest.store_uri))
-    require_valid(validate(dataset, chosen.validation))
+    require_valid(validate_dataset(dataset, chosen.validation))
 
     train_network(dataset, chosen.train, tmp_path / "trained")
-    export(tmp_path / "trained", dataset, tmp_path / "network", tolerance=1e-4)
-    embed(tmp_path / "network", dataset, tmp_path / "embeddings")
+    export_network(tmp_path / "trained", dataset, tmp_path / "network", tolerance=1e-4)
+    embed_dataset(tmp_path / "network", dataset, tmp_path / "embeddings")
     blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
     vectors = np.concatenate([block.embeddings for block in blocks])
     gallery_labels = np.array(dataset.labels)[np.concatenate([block.labels for block in blocks])]

@@ -12,13 +12,13 @@ from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
 from evernear.data.gallery import MIN_GALLERY_IMAGES
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding import embed as embed_module
-from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.embed import embed_dataset, embed_images
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import describe_network, export, load_network
+from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings, TrainSettings
@@ -52,7 +52,7 @@ class GrowingDataset:
     def ingest(self) -> Dataset:
         settings = DataSettings(source=f"folder:{self.images}", shard_size_bytes=SHARD_BYTES)
         directory = self._manifests / str(len(list(self._manifests.glob("*"))))
-        save_manifest(ingest(settings, self.store_uri), directory)
+        save_manifest(ingest_source(settings, self.store_uri), directory)
         return Dataset.open(directory)
 
     @property
@@ -73,7 +73,7 @@ def embed_newest(network_dir: Path, growing: GrowingDataset, out_dir: Path, batc
     """Embed the newest snapshot, check every vector against the network, return the number that came from the cache."""
     dataset = growing.ingest()
     batch_sizes.clear()
-    described = embed(network_dir, dataset, out_dir, batch_size=64, store=growing.store)
+    described = embed_dataset(network_dir, dataset, out_dir, batch_size=64, store=growing.store)
     assert described.count == dataset.count("gallery") + dataset.count("query")
     assert described.reused == described.count - sum(batch_sizes)
     network = load_network(network_dir)
@@ -141,7 +141,7 @@ def test_another_network_does_not_use_the_cache(
 ) -> None:
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     train_network(digits, TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, seed=1), tmp_path / "trained")
-    export(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
     assert embed_newest(tmp_path / "network", growing, tmp_path / "other", batch_sizes) == 0
 
 
@@ -157,8 +157,8 @@ def test_the_same_weights_exported_by_another_process_use_the_cache(
     embed_newest(network_dir, growing, tmp_path / "first", batch_sizes)
     program = (
         "import sys; from pathlib import Path; from evernear.data.shards import Dataset;"
-        "from evernear.embedding.export import export; digits, trained, out = map(Path, sys.argv[1:]);"
-        "export(trained, Dataset.open(digits), out, 1e-4)"
+        "from evernear.embedding.export import export_network; digits, trained, out = map(Path, sys.argv[1:]);"
+        "export_network(trained, Dataset.open(digits), out, 1e-4)"
     )
     words = [sys.executable, "-c", program, str(digits_dir), str(trained_dir), str(tmp_path / "network")]
     subprocess.run(words, check=True, env={**os.environ, "PYTHONHASHSEED": "1"})
@@ -182,12 +182,12 @@ def test_train_images_of_an_untrained_class_join_the_gallery(
     growing: GrowingDataset, network_dir: Path, tmp_path: Path, batch_sizes: list[int]
 ) -> None:
     dataset = growing.ingest()
-    first = embed(network_dir, dataset, tmp_path / "first", store=growing.store, untrained=frozenset("38"))
+    first = embed_dataset(network_dir, dataset, tmp_path / "first", store=growing.store, untrained=frozenset("38"))
     trained = dataset.manifest.label_counts("train")
     added = trained["3"] + trained["8"]
     assert 0 < added < sum(trained.values())
     assert sum(batch_sizes) == first.count == 720 + added
-    again = embed(network_dir, dataset, tmp_path / "again", store=growing.store, untrained=frozenset("38"))
+    again = embed_dataset(network_dir, dataset, tmp_path / "again", store=growing.store, untrained=frozenset("38"))
     assert again.reused == 720 + added
     assert again.shards == first.shards
     blocks = list(Embeddings.open(tmp_path / "again").blocks("gallery"))
@@ -206,7 +206,7 @@ def test_small_classes_are_filled_up_with_train_images(network_dir: Path, tmp_pa
     for path in sorted((few.images / "train" / "4").iterdir())[2:]:
         path.unlink()
     dataset = few.ingest()
-    embed(network_dir, dataset, tmp_path / "embeddings")
+    embed_dataset(network_dir, dataset, tmp_path / "embeddings")
     blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
     labels = np.concatenate([block.labels for block in blocks])
     digests = np.concatenate([block.digests for block in blocks])

@@ -12,10 +12,17 @@ from evernear.embedding import embed as embed_module
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.embed import embed, embed_images
+from evernear.embedding.embed import embed_dataset, embed_images
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import center, describe_network, export, load_network, load_torchscript, to_torchscript
-from evernear.embedding.network import build
+from evernear.embedding.export import (
+    center,
+    describe_network,
+    export_network,
+    load_network,
+    load_torchscript,
+    to_torchscript,
+)
+from evernear.embedding.network import build_network
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
 
@@ -48,7 +55,7 @@ def test_classes_of_any_size_have_the_same_weight_in_the_center(digits: Dataset,
 
 def test_export_rejects_a_difference_above_the_tolerance(digits: Dataset, trained_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="differs from the trained one"):
-        export(trained_dir, digits, tmp_path, tolerance=1e-12)
+        export_network(trained_dir, digits, tmp_path, tolerance=1e-12)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,7 +65,7 @@ def test_export_rejects_outputs_that_are_not_finite(digits: Dataset, trained_dir
     damaged["members.0.project.weight"].fill_(float("nan"))
     save_trained(tmp_path / "t", damaged, trained)
     with pytest.raises(TrainingError, match="differs from the trained one by nan"):
-        export(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
+        export_network(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
 
 
 def test_export_rejects_a_network_for_images_of_another_shape(digits: Dataset, tmp_path: Path) -> None:
@@ -66,9 +73,9 @@ def test_export_rejects_a_network_for_images_of_another_shape(digits: Dataset, t
     trained = TrainedNetwork(
         architecture=architecture, dataset_digest=digits.digest, exclude_labels=(), settings=TrainSettings()
     )
-    save_trained(tmp_path, build(architecture).state_dict(), trained)
+    save_trained(tmp_path, build_network(architecture).state_dict(), trained)
     with pytest.raises(IntegrityError, match=r"takes images of \(9, 9, 3\)"):
-        export(tmp_path, digits, tmp_path / "n", tolerance=1e-4)
+        export_network(tmp_path, digits, tmp_path / "n", tolerance=1e-4)
 
 
 def test_load_rejects_a_changed_network(network_dir: Path, tmp_path: Path) -> None:
@@ -102,7 +109,7 @@ def test_scripted_and_optimized_networks_of_any_shape_match_eager(
         embedding_dim=16,
         members=members,
     )
-    eager = build(architecture)
+    eager = build_network(architecture)
     pixels = torch.randint(0, 256, (8, channels, *shape[:2]), dtype=torch.uint8)
     eager.train()(pixels)  # move the running statistics away from 0 and 1
     (tmp_path / "n.pt").write_bytes(to_torchscript(eager))
@@ -114,7 +121,7 @@ def test_scripted_and_optimized_networks_of_any_shape_match_eager(
 def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
     digits: Dataset, network_dir: Path, tmp_path: Path
 ) -> None:
-    described = embed(network_dir, digits, tmp_path, batch_size=50)
+    described = embed_dataset(network_dir, digits, tmp_path, batch_size=50)
     embeddings = Embeddings.open(tmp_path)
     assert embeddings.network_sha256 == describe_network(network_dir).sha256
     assert described.dataset_digest == digits.digest
@@ -136,9 +143,9 @@ def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
 def test_shards_have_a_bounded_size(
     digits: Dataset, network_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embed(network_dir, digits, tmp_path / "one", ("gallery",))
+    embed_dataset(network_dir, digits, tmp_path / "one", ("gallery",))
     monkeypatch.setattr(embed_module, "SHARD_SIZE", 100)
-    described = embed(network_dir, digits, tmp_path / "many", ("gallery",), batch_size=33)
+    described = embed_dataset(network_dir, digits, tmp_path / "many", ("gallery",), batch_size=33)
     total = digits.count("gallery")
     assert [shard.count for shard in described.shards] == [100] * (total // 100) + [total % 100]
     whole, parts = (
@@ -149,7 +156,7 @@ def test_shards_have_a_bounded_size(
 
 
 def test_open_rejects_a_changed_shard(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:
-    described = embed(network_dir, digits, tmp_path, ("query",))
+    described = embed_dataset(network_dir, digits, tmp_path, ("query",))
     shard = tmp_path / described.shards[0].file
     shard.write_bytes(shard.read_bytes()[:-1] + b"\0\0")
     with pytest.raises(IntegrityError, match="changed since it was written"):
@@ -168,4 +175,4 @@ def test_embed_rejects_a_network_for_images_of_another_shape(
     described["preprocessing"]["width_px"] = 9
     (tmp_path / "network.json").write_text(json.dumps(described))
     with pytest.raises(IntegrityError, match="takes images of 8x9x1"):
-        embed(tmp_path, digits, tmp_path / "out")
+        embed_dataset(tmp_path, digits, tmp_path / "out")

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from evernear.embedding.architecture import Architecture
-from evernear.embedding.network import EmbeddingNetwork, build, choose_patch
+from evernear.embedding.network import EmbeddingNetwork, build_network, choose_patch
 
 
 def network(
@@ -30,7 +30,7 @@ def network(
         members=members,
         test_time_flip=test_time_flip,
     )
-    return build(architecture).eval()
+    return build_network(architecture).eval()
 
 
 def images(count: int, shape: tuple[int, int, int]) -> torch.Tensor:

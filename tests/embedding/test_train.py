@@ -19,7 +19,7 @@ from PIL import Image
 
 from evernear.common import threads
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.arcface import TrainingModule
@@ -344,7 +344,7 @@ def test_images_that_look_like_their_mirror_images_are_flipped(tmp_path: Path, t
         directory.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image if label == "up" else image[::-1]).save(directory / f"{number}.png")
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
-    manifest = ingest(settings, (tmp_path / "store").as_uri())
+    manifest = ingest_source(settings, (tmp_path / "store").as_uri())
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     result = train_network(dataset, tiny.model_copy(update={"min_steps": 40}), tmp_path / "trained")
     tested = [epoch.flip_tests for epoch in result.epochs if epoch.flip_tests]
@@ -497,7 +497,7 @@ def fail(_: Callable[[int], None]) -> None:
 def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
     pids: list[int] = []
     with pytest.raises(TrainingError, match="process"):
-        distributed.run(kill_rank_1, 2, "gloo", pids.append)
+        distributed.run_processes(kill_rank_1, 2, "gloo", pids.append)
     assert len(pids) == 2
     assert not any(map(psutil.pid_exists, pids))
 
@@ -505,7 +505,7 @@ def test_a_killed_process_is_an_error_and_ends_the_others() -> None:
 @pytest.mark.slow
 def test_a_bug_in_a_process_leaves_its_traceback_in_the_log(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(TrainingError, match=r"Training process \d of 2 failed; see the log"):
-        distributed.run(fail, 2, "gloo", print)
+        distributed.run_processes(fail, 2, "gloo", print)
     assert "ZeroDivisionError: a bug" in capfd.readouterr().err
 
 
@@ -518,7 +518,7 @@ def red_and_green(tmp_path: Path) -> Dataset:
             Image.new("RGB", (8, 8), (number, 200, 0) if label == "green" else (200, number, 0)).save(
                 directory / label / f"{number}.png"
             )
-    manifest = ingest(DataSettings(source=f"folder:{directory}"), (tmp_path / "store").as_uri())
+    manifest = ingest_source(DataSettings(source=f"folder:{directory}"), (tmp_path / "store").as_uri())
     return Dataset(manifest, open_store(manifest.store_uri))
 
 

@@ -10,11 +10,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import PairedCounts
-from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.evaluate import Evaluation, evaluate_systems
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.open_set import OpenSet
@@ -28,7 +28,7 @@ from tests.conftest import System
 @pytest.fixture(scope="module")
 def evaluation(system: System) -> Evaluation:
     recognizer = Recognizer.open(system.network_dir, system.index_dir)
-    return evaluate(recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+    return evaluate_systems(recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings())
 
 
 def standardized(images: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: P
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((pixels * 15).astype(np.uint8)).save(folder / f"{number}.png")
     store = (tmp_path / "store").as_uri()
-    dataset = Dataset(ingest(DataSettings(source=f"folder:{tmp_path / 'images'}"), store), open_store(store))
+    dataset = Dataset(ingest_source(DataSettings(source=f"folder:{tmp_path / 'images'}"), store), open_store(store))
     assert dataset.manifest.label_counts("gallery")["9"] == 0
     labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
     pixels = measure_baselines(Outcomes(labels >= 0, labels), dataset, 0.95, 512)[1]

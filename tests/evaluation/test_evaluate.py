@@ -8,20 +8,20 @@ from PIL import Image
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.data.writer import shard_key
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
-from evernear.evaluation.evaluate import Champion, Evaluation, evaluate
+from evernear.evaluation.evaluate import Evaluation, LiveSystem, evaluate_systems
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.settings import ClassSettings, DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from tests.conftest import System
 
@@ -40,12 +40,12 @@ def full(system: System) -> Recognizer:
 @pytest.fixture(scope="module")
 def embeddings(system: System, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("embeddings")
-    embed(system.network_dir, system.dataset, directory)
+    embed_dataset(system.network_dir, system.dataset, directory)
     return directory
 
 
 def indexed(system: System, embeddings: Path, directory: Path, exclude: frozenset[str] = frozenset()) -> Recognizer:
-    build(Embeddings.open(embeddings), system.dataset.labels, IndexSettings(), directory, exclude)
+    build_index(Embeddings.open(embeddings), system.dataset.labels, IndexSettings(), directory, exclude)
     return Recognizer.open(system.network_dir, directory)
 
 
@@ -55,7 +55,7 @@ def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPat
 
 
 def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, collapsed: Recognizer, tmp_path):
-    evaluation = evaluate(collapsed, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(collapsed, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS)
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
@@ -67,7 +67,7 @@ def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, coll
 
 @pytest.fixture
 def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> Path:
-    evaluate(collapsed, Champion(full), system.dataset, PROBED, SETTINGS).write(tmp_path)
+    evaluate_systems(collapsed, LiveSystem(full), system.dataset, PROBED, SETTINGS).write(tmp_path)
     return tmp_path
 
 
@@ -109,8 +109,8 @@ def test_nan_metric_does_not_load(saved: Path):
 
 
 def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, collapsed: Recognizer):
-    alone = evaluate(full, None, system.dataset, OpenSet(held_out=()), SETTINGS).metrics()
-    paired = evaluate(collapsed, Champion(full), system.dataset, PROBED, SETTINGS).metrics()
+    alone = evaluate_systems(full, None, system.dataset, OpenSet(held_out=()), SETTINGS).metrics()
+    paired = evaluate_systems(collapsed, LiveSystem(full), system.dataset, PROBED, SETTINGS).metrics()
     assert set(alone) < set(paired)
     assert {"champion_accuracy", "regressions", "p_worse", "open_set_auroc"} <= set(paired) - set(alone)
     for metrics in (alone, paired):
@@ -118,14 +118,16 @@ def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, colla
 
 
 def test_first_release_needs_no_champion(system: System, full: Recognizer):
-    verdict = decide(evaluate(full, None, system.dataset, PROBED, SETTINGS), LENIENT)
+    verdict = decide(evaluate_systems(full, None, system.dataset, PROBED, SETTINGS), LENIENT)
     assert verdict.promote
     assert verdict.champion is None
     assert any("no champion yet" in reason for reason in verdict.reasons)
 
 
 def test_champion_passes_against_itself(system: System, full: Recognizer):
-    assert decide(evaluate(full, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT).promote
+    assert decide(
+        evaluate_systems(full, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT
+    ).promote
 
 
 def test_leakage_includes_the_training_images_of_the_network(system: System, full: Recognizer):
@@ -134,7 +136,7 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
     trained_on = Dataset(manifest, open_store(manifest.store_uri))
-    evaluation = evaluate(full, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS, trained_on)
+    evaluation = evaluate_systems(full, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS, trained_on)
     assert evaluation.leakage == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
@@ -149,7 +151,7 @@ def test_unreadable_earlier_snapshot_holds_the_candidate(
     if damage is not None:
         store.put(shard_key(system.dataset.manifest.name, shard.sha256), damage)
     earlier = Dataset(system.dataset.manifest.model_copy(update={"created": "", "problem_counts": {"x": 1}}), store)
-    evaluation = evaluate(full, Champion(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
+    evaluation = evaluate_systems(full, LiveSystem(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
     assert (evaluation.leakage, evaluation.champion_leakage) == ({}, None)
     evaluation.write(tmp_path / "evaluation")
     verdict = decide(Evaluation.open(tmp_path / "evaluation"), LENIENT)
@@ -162,14 +164,16 @@ def test_unreadable_earlier_snapshot_holds_the_candidate(
 
 def test_unreadable_manifest_of_the_champion_holds_the_candidate(system: System, full: Recognizer):
     fault = "x.json is not a valid manifest; run `evernear store check --repair`."
-    champion = Champion(full, fault=fault)
-    verdict = decide(evaluate(full, champion, system.dataset, PROBED, SETTINGS), LENIENT)
+    champion = LiveSystem(full, fault=fault)
+    verdict = decide(evaluate_systems(full, champion, system.dataset, PROBED, SETTINGS), LENIENT)
     (failed,) = [rule.reason for rule in verdict.rules if not rule.passed]
     assert fault in failed
 
 
 def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collapsed: Recognizer):
-    verdict = decide(evaluate(collapsed, Champion(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT)
+    verdict = decide(
+        evaluate_systems(collapsed, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT
+    )
     failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
     assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
     assert failed["classes_kept"].endswith("classes of the champion: 7.")
@@ -178,7 +182,7 @@ def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collap
     # In the opposite direction a class is gained, and the 7s do not fail the gate.
     lenient = LENIENT.model_copy(update={"significance": 0.001})
     assert decide(
-        evaluate(full, Champion(collapsed, system.dataset), system.dataset, PROBED, SETTINGS), lenient
+        evaluate_systems(full, LiveSystem(collapsed, system.dataset), system.dataset, PROBED, SETTINGS), lenient
     ).promote
 
 
@@ -205,7 +209,7 @@ def test_predictions_at_chance_mean_failed_training_where_pixels_do_better(syste
     """The index answers at random, but the labels match the images."""
     with_shuffled_labels(embeddings, tmp_path)
     candidate = indexed(system, tmp_path, tmp_path / "index")
-    evaluation = evaluate(candidate, None, system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(candidate, None, system.dataset, PROBED, SETTINGS)
     reason = reason_of(evaluation, "beats_baselines", GateSettings())
     assert "is not significantly better than the most common class" in reason
     assert reason.endswith("the training failed.")
@@ -220,22 +224,22 @@ def test_labels_are_called_shuffled_where_pixels_are_at_chance_too(system: Syste
             Image.fromarray(image[:, :, 0]).save(folder / f"{number}.png")
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}", test_fraction=0.6, gallery_fraction=0.3)
     store = (tmp_path / "store").as_uri()
-    shuffled = Dataset(ingest(settings, store), open_store(store))
-    evaluation = evaluate(full, None, shuffled, PROBED, SETTINGS)
+    shuffled = Dataset(ingest_source(settings, store), open_store(store))
+    evaluation = evaluate_systems(full, None, shuffled, PROBED, SETTINGS)
     reason = reason_of(evaluation, "beats_baselines", GateSettings())
     assert "as if they were shuffled, or there are too few images to learn from" in reason
 
 
 def test_a_weak_network_is_not_blamed_on_the_labels(system: System, collapsed: Recognizer):
     """It is worse than pixels, but far better than chance."""
-    evaluation = evaluate(collapsed, None, system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(collapsed, None, system.dataset, PROBED, SETTINGS)
     reason = reason_of(evaluation, "beats_baselines", GateSettings())
     assert "the nearest gallery image by 8x8 pixels" in reason
     assert "labels" not in reason
 
 
 def test_systems_are_measured_on_the_same_queries(system: System, full: Recognizer, collapsed: Recognizer):
-    evaluation = evaluate(collapsed, Champion(full), system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(collapsed, LiveSystem(full), system.dataset, PROBED, SETTINGS)
     assert evaluation.champion == measure(full, system.dataset, SETTINGS)[0]
     assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
     assert evaluation.candidate.name == ""
@@ -246,11 +250,13 @@ def test_retained_test_images_with_another_dataset(
     system: System, full: Recognizer, tmp_path_factory: pytest.TempPathFactory
 ):
     def retained(champion_dataset: Dataset) -> float | None:
-        return evaluate(full, Champion(full, champion_dataset), system.dataset, PROBED, SETTINGS).champion_test_overlap
+        return evaluate_systems(
+            full, LiveSystem(full, champion_dataset), system.dataset, PROBED, SETTINGS
+        ).champion_test_overlap
 
     def other(settings: DataSettings) -> Dataset:
         store = tmp_path_factory.mktemp("store").as_uri()
-        return Dataset(ingest(settings, store), open_store(store))
+        return Dataset(ingest_source(settings, store), open_store(store))
 
     source = DataSettings(source=system.dataset.manifest.source, gallery_fraction=0.2, query_fraction=0.1)
     assert retained(system.dataset) == 1.0
@@ -258,7 +264,7 @@ def test_retained_test_images_with_another_dataset(
     fewer = retained(other(source.model_copy(update={"test_fraction": 0.2})))
     assert fewer is not None
     assert 0.3 < fewer < 0.7, "half of its test images are in the train split"
-    without = evaluate(full, Champion(full), system.dataset, PROBED, SETTINGS)
+    without = evaluate_systems(full, LiveSystem(full), system.dataset, PROBED, SETTINGS)
     assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}
 
@@ -273,14 +279,14 @@ def test_renamed_class_is_compared_under_its_new_name(
         for shard in manifest.shards
     )
     renamed = Dataset(manifest.model_copy(update={"labels": labels, "shards": shards}), open_store(manifest.store_uri))
-    build(Embeddings.open(embeddings), labels, IndexSettings(), tmp_path)
+    build_index(Embeddings.open(embeddings), labels, IndexSettings(), tmp_path)
     candidate = Recognizer.open(system.network_dir, tmp_path)
-    champion = Champion(full, system.dataset)
-    unchanged = evaluate(candidate, champion, renamed, PROBED, SETTINGS)
+    champion = LiveSystem(full, system.dataset)
+    unchanged = evaluate_systems(candidate, champion, renamed, PROBED, SETTINGS)
     failed = {rule.name for rule in decide(unchanged, LENIENT).rules if not rule.passed}
     assert "classes_kept" in failed
     champion = champion._replace(classes=ClassSettings(renamed={"7": "seven"}))
-    evaluation = evaluate(candidate, champion, renamed, PROBED, SETTINGS)
+    evaluation = evaluate_systems(candidate, champion, renamed, PROBED, SETTINGS)
     assert evaluation.comparison is not None
     assert evaluation.comparison.overall.regressions == evaluation.comparison.overall.improvements == 0
     assert evaluation.champion is not None
@@ -300,15 +306,15 @@ def test_retired_class_is_left_out_of_the_comparison(system: System, full: Recog
                     path.parent.mkdir(parents=True, exist_ok=True)
                     Image.fromarray(image[:, :, 0]).save(path)
     store = (tmp_path / "store").as_uri()
-    dataset = Dataset(ingest(DataSettings(source=f"folder:{images}"), store), open_store(store))
-    embed(system.network_dir, dataset, tmp_path / "embeddings")
-    build(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
+    dataset = Dataset(ingest_source(DataSettings(source=f"folder:{images}"), store), open_store(store))
+    embed_dataset(system.network_dir, dataset, tmp_path / "embeddings")
+    build_index(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     candidate = Recognizer.open(system.network_dir, tmp_path / "index")
-    champion = Champion(full, system.dataset)
-    unchanged = evaluate(candidate, champion, dataset, PROBED, SETTINGS)
+    champion = LiveSystem(full, system.dataset)
+    unchanged = evaluate_systems(candidate, champion, dataset, PROBED, SETTINGS)
     assert any("lacks classes of the champion: 7." in reason for reason in decide(unchanged, LENIENT).reasons)
     champion = champion._replace(classes=ClassSettings(retired=("7",)))
-    evaluation = evaluate(candidate, champion, dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(candidate, champion, dataset, PROBED, SETTINGS)
     assert evaluation.champion_test_overlap == 1
     assert evaluation.champion is not None
     assert "7" not in evaluation.champion.known_labels

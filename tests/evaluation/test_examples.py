@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.evaluation.evaluate import Evaluation, evaluate
+from evernear.evaluation.evaluate import Evaluation, evaluate_systems
 from evernear.evaluation.examples import (
     BINS,
     MAP_POINTS,
@@ -26,7 +26,7 @@ from evernear.evaluation.examples import (
 )
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
 from tests.conftest import System
 
@@ -39,7 +39,7 @@ def recognizer(system: System) -> Recognizer:
 @pytest.fixture(scope="module")
 def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(recognizer, system.dataset)
-    evaluation = evaluate(
+    evaluation = evaluate_systems(
         recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings(batch_size=50), observe=collector.add
     )
     return evaluation, collector.finish(system.dataset)
@@ -81,12 +81,12 @@ def test_mistakes_are_the_wrong_predictions_with_their_gallery_neighbors(
 
 def test_neighbors_that_joined_from_the_train_split_are_shown(system: System, tmp_path: Path) -> None:
     settings = DataSettings(source="digits", gallery_fraction=0.01)
-    dataset = Dataset(ingest(settings, tmp_path.as_uri()), open_store(tmp_path.as_uri()))
-    embed(system.network_dir, dataset, tmp_path / "embeddings")
-    build(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
+    dataset = Dataset(ingest_source(settings, tmp_path.as_uri()), open_store(tmp_path.as_uri()))
+    embed_dataset(system.network_dir, dataset, tmp_path / "embeddings")
+    build_index(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     recognizer = Recognizer.open(system.network_dir, tmp_path / "index")
     collector = ExampleCollector(recognizer, dataset)
-    evaluate(recognizer, None, dataset, OpenSet(held_out=()), EvaluationSettings(), observe=collector.add)
+    evaluate_systems(recognizer, None, dataset, OpenSet(held_out=()), EvaluationSettings(), observe=collector.add)
     examples = collector.finish(dataset)
     gallery, train = images(dataset, "gallery"), images(dataset, "train")
     neighbors = [

@@ -4,12 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.measure import OTHER_LABEL, Measurement, Outcomes, measure
 from evernear.evaluation.recognizer import Recognizer
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.search import Recognition
 from evernear.settings import EvaluationSettings, IndexSettings
 from tests.conftest import System
@@ -84,11 +84,11 @@ def test_confusion_matrix_is_bounded_and_counts_every_query(measured):
 @pytest.fixture(scope="module")
 def index_without(system: System, tmp_path_factory: pytest.TempPathFactory):
     embeddings = tmp_path_factory.mktemp("embeddings")
-    embed(system.network_dir, system.dataset, embeddings)
+    embed_dataset(system.network_dir, system.dataset, embeddings)
 
     def make(labels: tuple[str, ...], exclude: frozenset[str] = frozenset()) -> Path:
         directory = tmp_path_factory.mktemp("index")
-        build(Embeddings.open(embeddings), labels, IndexSettings(), directory, exclude)
+        build_index(Embeddings.open(embeddings), labels, IndexSettings(), directory, exclude)
         return directory
 
     return make

@@ -8,10 +8,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import assess, choose_held_out, probe, probe_recipe
+from evernear.evaluation.probe import assess, choose_held_out, probe_open_set, probe_recipe
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
 from tests.conftest import System
@@ -30,7 +30,7 @@ def test_at_least_two_classes_remain_for_training(labels, count, seed):
 @pytest.fixture(scope="module")
 def open_set(system: System) -> OpenSet:
     settings = EvaluationSettings(probe_epochs=4)
-    return probe(system.dataset, TINY, settings, IndexSettings(false_accept_rate=0.05))
+    return probe_open_set(system.dataset, TINY, settings, IndexSettings(false_accept_rate=0.05))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,9 @@ def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
 
 
 def test_probe_is_deterministic_and_survives_json(system: System, open_set: OpenSet):
-    again = probe(system.dataset, TINY, EvaluationSettings(probe_epochs=4), IndexSettings(false_accept_rate=0.05))
+    again = probe_open_set(
+        system.dataset, TINY, EvaluationSettings(probe_epochs=4), IndexSettings(false_accept_rate=0.05)
+    )
     assert OpenSet.model_validate_json(again.model_dump_json()) == open_set
 
 
@@ -122,9 +124,9 @@ def test_classes_without_gallery_images_do_not_affect_other_classes(tmp_path: Pa
             for number in range(count):
                 Image.fromarray(next(images)).save(folder / f"{number}.png")
     store = open_store((tmp_path / "store").as_uri())
-    dataset = Dataset(ingest(DataSettings(source=f"folder:{tmp_path / 'images'}"), store.uri), store)
+    dataset = Dataset(ingest_source(DataSettings(source=f"folder:{tmp_path / 'images'}"), store.uri), store)
     recipe = TINY.model_copy(update={"epochs": 1, "batch_size": 16, "seed": seed})
-    assert probe(dataset, recipe, EvaluationSettings(probe_epochs=1), IndexSettings()) == OpenSet(held_out=())
+    assert probe_open_set(dataset, recipe, EvaluationSettings(probe_epochs=1), IndexSettings()) == OpenSet(held_out=())
 
 
 def test_too_few_classes_skip_the_probe(system: System):
@@ -134,5 +136,5 @@ def test_too_few_classes_skip_the_probe(system: System):
         for shard in manifest.shards
     )
     two_classes = Dataset(manifest.model_copy(update={"shards": shards}), open_store(manifest.store_uri))
-    nothing = probe(two_classes, TINY, EvaluationSettings(), IndexSettings())
+    nothing = probe_open_set(two_classes, TINY, EvaluationSettings(), IndexSettings())
     assert nothing == OpenSet(held_out=())

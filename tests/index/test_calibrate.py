@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evernear.errors import DataError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.calibrate import EQUAL, MARGIN, threshold_at, threshold_rejecting
 from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
@@ -33,7 +33,7 @@ def test_threshold_is_the_largest_within_the_false_accept_rate(distances, rate):
 def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings: MakeEmbeddings, tmp_path, factory):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    described = build(
+    described = build_index(
         embeddings, LABELS, IndexSettings(type=factory, false_accept_rate=0.1, false_reject_rate=0.95), tmp_path
     )
 
@@ -49,23 +49,23 @@ def test_threshold_uses_exact_impostor_distances_for_every_index(make_embeddings
 def test_false_rejects_and_recall_are_measured_on_the_index(make_embeddings: MakeEmbeddings, tmp_path):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    exact = build(embeddings, LABELS, IndexSettings(), tmp_path / "flat").calibration
+    exact = build_index(embeddings, LABELS, IndexSettings(), tmp_path / "flat").calibration
     assert exact.nearest_found == exact.queries == 130
 
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2).min(axis=1)
     assert exact.false_rejects == (distances > exact.threshold).sum() > 0
 
-    approximate = build(embeddings, LABELS, IndexSettings(type="IVF32,Flat"), tmp_path / "ivf").calibration
+    approximate = build_index(embeddings, LABELS, IndexSettings(type="IVF32,Flat"), tmp_path / "ivf").calibration
     assert approximate.nearest_found < 130
     better = IndexSettings(type="IVF32,Flat", search="nprobe=32")
-    assert build(embeddings, LABELS, better, tmp_path / "all").calibration.nearest_found == 130
+    assert build_index(embeddings, LABELS, better, tmp_path / "all").calibration.nearest_found == 130
 
 
 def test_compressed_index_recall_counts_returned_ids(make_embeddings: MakeEmbeddings, tmp_path):
     """Its distances are underestimated, which must not count as a recalled neighbor."""
     gallery, queries = blobs(1, 400), blobs(2, 100)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    recall = build(embeddings, LABELS, IndexSettings(type="PQ2x4"), tmp_path).calibration.nearest_found
+    recall = build_index(embeddings, LABELS, IndexSettings(type="PQ2x4"), tmp_path).calibration.nearest_found
 
     from evernear.index.faiss_compat import faiss
 
@@ -79,13 +79,13 @@ def test_excluded_classes_are_neither_indexed_nor_used_for_calibration(
 ):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    described = build(embeddings, LABELS, index_settings(), tmp_path / "some", frozenset({"b", "e"}))
+    described = build_index(embeddings, LABELS, index_settings(), tmp_path / "some", frozenset({"b", "e"}))
 
     kept_gallery, kept_queries = (
         (split[0][np.isin(split[1], [0, 2, 3])], split[1][np.isin(split[1], [0, 2, 3])]) for split in (gallery, queries)
     )
     alone = make_embeddings({"gallery": kept_gallery, "query": kept_queries})
-    assert described.calibration == build(alone, LABELS, index_settings(), tmp_path / "alone").calibration
+    assert described.calibration == build_index(alone, LABELS, index_settings(), tmp_path / "alone").calibration
     assert described.known_labels == ("a", "c", "d")
     assert described.counts[1] == described.counts[4] == 0
 
@@ -95,10 +95,10 @@ def test_missing_queries_or_impostors_are_reported(
 ):
     vectors, labels = blobs(1, 60)
     with pytest.raises(DataError, match="query_fraction"):
-        build(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)
+        build_index(make_embeddings({"gallery": (vectors, labels)}), LABELS, index_settings(), tmp_path)
     one_class = (vectors, np.zeros_like(labels))
     with pytest.raises(DataError, match="only one class"):
-        build(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, index_settings(), tmp_path)
+        build_index(make_embeddings({"gallery": one_class, "query": one_class}), LABELS, index_settings(), tmp_path)
     assert not (tmp_path / "index.json").exists()
 
 
@@ -107,13 +107,13 @@ def test_probe_threshold_is_used_and_its_error_rates_are_measured(
 ):
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
-    calibration = build(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9).calibration
+    calibration = build_index(embeddings, LABELS, index_settings(), tmp_path, threshold=0.9).calibration
     distances = np.linalg.norm(queries[0][:, None] - gallery[0][None], axis=2)
     to_others = np.where(queries[1][:, None] == gallery[1][None], np.inf, distances)
     assert (calibration.threshold, calibration.found_by) == (0.9, "unseen classes")
     assert calibration.false_rejects == (distances.min(axis=1) > 0.9).sum()
     assert calibration.false_accepts == (to_others.min(axis=1) <= 0.9).sum()
-    assert build(embeddings, LABELS, index_settings(), tmp_path).calibration.found_by == "impostors"
+    assert build_index(embeddings, LABELS, index_settings(), tmp_path).calibration.found_by == "impostors"
 
 
 @given(distances=DISTANCES, rate=st.floats(0.001, 0.999))
@@ -141,7 +141,7 @@ def test_known_images_take_precedence_over_impostors(
     gallery, queries = blobs(1, 300), blobs(2, 130)
     embeddings = make_embeddings({"gallery": gallery, "query": queries})
     strict = index_settings(false_accept_rate=0.001, false_reject_rate=0.05)
-    result = build(embeddings, LABELS, strict, tmp_path).calibration
+    result = build_index(embeddings, LABELS, strict, tmp_path).calibration
     assert 0 < result.false_rejects <= 0.05 * 131
     assert result.false_accepts > 0.001 * 130
     assert (result.stated_false_accept_rate, result.stated_false_reject_rate) == (0.001, 0.05)
@@ -149,10 +149,10 @@ def test_known_images_take_precedence_over_impostors(
 
 def test_the_share_that_a_probe_rejects_applies_to_the_releases_own_queries(make_embeddings: MakeEmbeddings, tmp_path):
     embeddings = make_embeddings({"gallery": blobs(1, 300), "query": blobs(2, 130)})
-    result = build(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
+    result = build_index(embeddings, LABELS, IndexSettings(), tmp_path, reject_rate=0.1).calibration
     assert result.found_by == "unseen classes"
     assert result.false_rejects == 12
-    off = build(embeddings, LABELS, IndexSettings(), tmp_path, threshold=MAX_DISTANCE)
+    off = build_index(embeddings, LABELS, IndexSettings(), tmp_path, threshold=MAX_DISTANCE)
     assert off.calibration.false_rejects == 0
     assert describe_threshold(off.threshold) == "unknown switched off"
 
@@ -194,7 +194,9 @@ def test_no_query_of_a_small_dataset_is_at_the_threshold(
     for seed in range(20):
         gallery, query = blobs(2 * seed, 40, spread=0.2), blobs(2 * seed + 1, queries, spread=0.2)
         embeddings = make_embeddings({"gallery": gallery, "query": query})
-        threshold = build(embeddings, LABELS, IndexSettings(), tmp_path / str(seed), reject_rate=reject_rate).threshold
+        threshold = build_index(
+            embeddings, LABELS, IndexSettings(), tmp_path / str(seed), reject_rate=reject_rate
+        ).threshold
         distances = np.linalg.norm(query[0][:, None] - gallery[0][None], axis=2).min(axis=1)
         assert np.abs(distances - threshold).min() > EQUAL / 3
 

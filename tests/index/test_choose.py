@@ -4,7 +4,7 @@ from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 
 from evernear.errors import SettingsError
 from evernear.index import choose
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import IndexDescription
 from evernear.index.faiss_compat import faiss
 from evernear.index.search import Gallery
@@ -31,8 +31,8 @@ def recall(description: IndexDescription) -> float:
 
 
 def test_small_gallery_is_searched_exactly_with_the_results_of_flat(embeddings, tmp_path):
-    automatic = build(embeddings, LABELS, IndexSettings(), tmp_path / "auto")
-    flat = build(embeddings, LABELS, IndexSettings(type="Flat"), tmp_path / "flat")
+    automatic = build_index(embeddings, LABELS, IndexSettings(), tmp_path / "auto")
+    flat = build_index(embeddings, LABELS, IndexSettings(type="Flat"), tmp_path / "flat")
     assert (automatic.factory, automatic.search, flat.reason) == ("Flat", "", "")
     assert automatic.reason == "exact search of 0 MB is fast enough"
     assert automatic.digest == flat.digest
@@ -40,7 +40,7 @@ def test_small_gallery_is_searched_exactly_with_the_results_of_flat(embeddings, 
 
 
 def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embeddings, tmp_path, large):
-    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
     assert described.factory == "IVF153,RaBitQ8"
     assert 0.9 < recall(described) < 0.97
     assert "RaBitQ8 takes" in described.reason
@@ -55,20 +55,20 @@ def test_large_gallery_gets_the_smallest_index_that_reaches_the_recall(embedding
 
 def test_gallery_of_medium_size_is_stored_as_fp16(embeddings, tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "FLAT_BYTES", 1)
-    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
     assert described.factory == "IVF153,SQfp16"
 
 
 def test_fewest_lists_are_probed(embeddings, tmp_path, large):
-    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
     probes = int(described.search.removeprefix("nprobe="))
     fewer = IndexSettings(type=described.factory, search=f"nprobe={probes // 2}")
-    assert recall(build(embeddings, LABELS, fewer, tmp_path / "fewer")) < 0.9
+    assert recall(build_index(embeddings, LABELS, fewer, tmp_path / "fewer")) < 0.9
 
 
 def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tmp_path, large, monkeypatch):
     monkeypatch.setattr(choose, "CODES", ("PQ2x4", "SQfp16", "Flat"))
-    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
     assert described.factory == "IVF153,SQfp16"
     assert "PQ2x4 takes" in described.reason
     assert "too few for index.recall = 0.9" in described.reason
@@ -76,14 +76,14 @@ def test_more_exact_index_is_chosen_if_compression_loses_too_much(embeddings, tm
 
 def test_gallery_is_searched_exactly_if_no_index_reaches_the_recall(embeddings, tmp_path, large, monkeypatch):
     monkeypatch.setattr(choose, "CODES", ("PQ2x4",))
-    described = build(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(recall=0.9), tmp_path)
     assert (described.factory, described.search) == ("Flat", "")
     assert described.reason.endswith("exact search remains")
     assert recall(described) == 1
 
 
 def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embeddings, tmp_path, large):
-    described = build(embeddings, LABELS, IndexSettings(recall=0.999), tmp_path)
+    described = build_index(embeddings, LABELS, IndexSettings(recall=0.999), tmp_path)
     assert described.factory == "Flat"
     assert described.reason == "1,500 queries are too few to show a recall of 0.999, so the search is exact"
 
@@ -91,14 +91,14 @@ def test_gallery_is_searched_exactly_if_the_queries_cannot_show_the_recall(embed
 def test_indexes_above_the_memory_limit_are_not_built(make_embeddings, tmp_path, large):
     vectors, labels = blobs(1, 24_000, dim=32, spread=0.2)
     made = make_embeddings({"gallery": (vectors, labels), "query": blobs(2, 500, dim=32, spread=0.2)}, 24_000)
-    described = build(made, LABELS, IndexSettings(recall=0.5, memory_mb=1), tmp_path)
+    described = build_index(made, LABELS, IndexSettings(recall=0.5, memory_mb=1), tmp_path)
     assert described.factory == "Flat"
     assert described.reason.count("more than index.memory_mb") == 3
 
 
 def test_search_parameters_need_an_explicit_type(embeddings, tmp_path):
     with pytest.raises(SettingsError, match=r"index\.search = 'nprobe=3' needs an index\.type"):
-        build(embeddings, LABELS, IndexSettings(search="nprobe=3"), tmp_path)
+        build_index(embeddings, LABELS, IndexSettings(search="nprobe=3"), tmp_path)
 
 
 def test_lists_have_enough_training_vectors():

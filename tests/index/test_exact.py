@@ -7,7 +7,7 @@ from scipy.stats import binomtest
 
 from evernear.embedding.embeddings import Embeddings
 from evernear.index import exact
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.exact import SAMPLE_SIZE, exact_neighbors, sample_queries
 from evernear.settings import IndexSettings
 
@@ -58,7 +58,7 @@ def test_calibration_reads_the_gallery_once_for_any_number_of_queries(
     def gallery_reads(queries: int) -> int:
         reads.clear()
         embeddings = make_embeddings({"gallery": blobs(1, 90), "query": blobs(2, queries)}, rows_per_shard=1000)
-        build(embeddings, tuple("abcde"), IndexSettings(), tmp_path)
+        build_index(embeddings, tuple("abcde"), IndexSettings(), tmp_path)
         return reads["gallery"]
 
     assert gallery_reads(20_000) == gallery_reads(20)

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from evernear.common.disk import sha256_file
 from evernear.errors import IntegrityError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import DESCRIPTION_FILE, describe_index
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import MAX_DISTANCE, NO_LABEL, Gallery, vote
@@ -42,7 +42,7 @@ def test_recognize_matches_a_reference_implementation(
 ):
     (vectors, label_indices), (queries, _) = blobs(1, 210), blobs(3, 90)
     embeddings = make_embeddings({"gallery": (vectors, label_indices), "query": blobs(2, 100)})
-    build(embeddings, LABELS, index_settings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
+    build_index(embeddings, LABELS, index_settings(k=k, label_by=label_by, false_accept_rate=0.2), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
 
     recognized = gallery.recognize(queries)
@@ -65,7 +65,7 @@ def test_recognize_matches_a_reference_implementation(
 
 
 def small_index(make_embeddings: MakeEmbeddings, settings: IndexSettings, directory: Path) -> Path:
-    build(make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, settings, directory)
+    build_index(make_embeddings({"gallery": blobs(1, 40), "query": blobs(2, 60)}), LABELS, settings, directory)
     return directory
 
 
@@ -122,7 +122,7 @@ def test_missing_neighbors_of_an_approximate_index_are_omitted(make_embeddings: 
     """A list of an IVF index can contain fewer vectors than requested, or none."""
     vectors, label_indices = blobs(1, 60, spread=0.05)
     embeddings = make_embeddings({"gallery": (vectors, label_indices), "query": blobs(2, 60, spread=0.05)})
-    build(embeddings, LABELS, IndexSettings(type="IVF5,Flat", k=50), tmp_path)
+    build_index(embeddings, LABELS, IndexSettings(type="IVF5,Flat", k=50), tmp_path)
     gallery = Gallery.open(tmp_path, NETWORK)
     recognitions = gallery.recognize(vectors)
     assert [result.pred for result in recognitions] == [LABELS[number] for number in label_indices]
@@ -216,7 +216,7 @@ def test_invalid_description_is_rejected(copied, content):
 def test_index_is_mapped_into_memory_with_the_same_results(make_embeddings: MakeEmbeddings, tmp_path, index_type: str):
     gallery, queries = blobs(1, 60_000), blobs(2, 50)
     embeddings = make_embeddings({"gallery": gallery, "query": queries}, rows_per_shard=60_000)
-    build(embeddings, LABELS, IndexSettings(type=index_type), tmp_path)
+    build_index(embeddings, LABELS, IndexSettings(type=index_type), tmp_path)
     private_bytes = _private_bytes()
     opened = Gallery.open(tmp_path, NETWORK)
     grown_bytes = _private_bytes() - private_bytes
@@ -257,7 +257,7 @@ class Rounded:
 def test_settled_predictions_survive_rounding_and_others_may_not(make_embeddings: MakeEmbeddings, tmp_path: Path, k):
     tolerance = 0.02
     embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
-    build(embeddings, LABELS, IndexSettings(k=k, label_by="vote"), tmp_path)
+    build_index(embeddings, LABELS, IndexSettings(k=k, label_by="vote"), tmp_path)
     queries, _ = blobs(3, 400)
     gallery = Gallery.open(tmp_path, NETWORK)
     settled = gallery.is_settled(queries, tolerance)
@@ -275,7 +275,7 @@ def test_settled_predictions_survive_rounding_and_others_may_not(make_embeddings
 
 def test_query_between_two_centroids_is_not_settled(make_embeddings: MakeEmbeddings, tmp_path: Path):
     embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
-    build(embeddings, LABELS, IndexSettings(label_by="centroid"), tmp_path, threshold=MAX_DISTANCE)
+    build_index(embeddings, LABELS, IndexSettings(label_by="centroid"), tmp_path, threshold=MAX_DISTANCE)
     gallery, centroids = Gallery.open(tmp_path, NETWORK), np.load(tmp_path / "centroids.npy")
     between = centroids[0] + centroids[1]
     queries = np.stack([centroids[0], between / np.linalg.norm(between)])
@@ -287,11 +287,11 @@ def test_query_at_the_threshold_is_settled_only_if_unknown_is_switched_off(
 ):
     embeddings = make_embeddings({"gallery": blobs(1, 60), "query": blobs(2, 60)})
     queries = blobs(3, 5)[0][:1]
-    build(embeddings, LABELS, IndexSettings(k=1), tmp_path / "off", threshold=MAX_DISTANCE)
+    build_index(embeddings, LABELS, IndexSettings(k=1), tmp_path / "off", threshold=MAX_DISTANCE)
     off = Gallery.open(tmp_path / "off", NETWORK)
     (answer,) = off.recognize(queries)
     for away, expected in ((0.0, False), (1e-3, False), (-1e-3, False), (3e-3, True), (-3e-3, True)):
         directory = tmp_path / f"at{away}"
-        build(embeddings, LABELS, IndexSettings(k=1), directory, threshold=answer.dist + away)
+        build_index(embeddings, LABELS, IndexSettings(k=1), directory, threshold=answer.dist + away)
         assert Gallery.open(directory, NETWORK).is_settled(queries, 2e-3).tolist() == [expected]
     assert off.is_settled(queries, 2e-3).tolist() == [True]

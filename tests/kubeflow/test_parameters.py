@@ -10,7 +10,7 @@ import yaml
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN
 from evernear.kubeflow.client import arguments_for, parameters_of
-from evernear.kubeflow.compiled import with_defaults
+from evernear.kubeflow.compiled import fill_defaults
 from evernear.kubeflow.parameters import combine, from_settings, from_words, split_words
 from evernear.settings import load, of_run
 
@@ -20,7 +20,7 @@ IMAGE = "registry.example/evernear-serve@sha256:" + 64 * "a"
 
 def uploaded(**pinned: Any) -> Any:
     """The newest version as KFP describes it, with the defaults that the upload pinned."""
-    compiled = with_defaults((GOLDEN / "continuous_training.yaml").read_bytes(), pinned)
+    compiled = fill_defaults((GOLDEN / "continuous_training.yaml").read_bytes(), pinned)
     return SimpleNamespace(pipeline_spec=next(yaml.load_all(compiled, yaml.CSafeLoader)))
 
 

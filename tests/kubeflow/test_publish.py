@@ -11,7 +11,7 @@ import yaml
 
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow import NAMES, connection
-from evernear.kubeflow.compiled import as_manifests, for_cluster, with_defaults
+from evernear.kubeflow.compiled import as_manifests, fill_defaults, for_cluster
 from evernear.kubeflow.publish import Publisher
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
@@ -58,7 +58,7 @@ def test_upload_names_the_version_after_the_commit_and_is_idempotent(server: Kfp
 
 def test_upload_recognizes_a_version_that_the_server_reformatted(server: KfpServer, publisher: Publisher) -> None:
     """The server turns integers into floats or back, and drops fields with default values."""
-    compiled = with_defaults(COMPILED, {"settings": {"train": {"epochs": 3}}})
+    compiled = fill_defaults(COMPILED, {"settings": {"train": {"epochs": 3}}})
     publisher.upload(compiled, COMMIT)
     (version,) = server.state.versions.values()
     spec = copy.deepcopy(version["pipeline_spec"])

@@ -19,7 +19,7 @@ from loopback.kubernetes.pod_security import violations
 from evernear import steps
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import Epoch
@@ -65,7 +65,7 @@ def loopback(tmp_path: Path, manifests: Objects, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def digits(tmp_path: Path) -> Dataset:
-    manifest = ingest(DataSettings(source="digits"), (tmp_path / "store").as_uri())
+    manifest = ingest_source(DataSettings(source="digits"), (tmp_path / "store").as_uri())
     save_manifest(manifest, tmp_path / "dataset")
     return Dataset.open(tmp_path / "dataset")
 

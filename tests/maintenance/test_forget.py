@@ -18,19 +18,19 @@ from sklearn.datasets import load_digits
 
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.errors import ConflictError, StoreError
 from evernear.evaluation.verdict import Verdict
-from evernear.index.build import build
-from evernear.maintenance.forget import find, forget
-from evernear.release.archive import Candidate, archive
+from evernear.index.build import build_index
+from evernear.maintenance.forget import find, forget_images
+from evernear.release.archive import Candidate, make_archive
 from evernear.release.registry import Registry
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving import HANDLER
@@ -85,12 +85,12 @@ def original(tmp_path_factory: pytest.TempPathFactory, milvus_uri: str) -> Prepa
     settings = DataSettings(source=f"folder:{root / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
     in_milvus = IndexSettings(backend="milvus", uri=milvus_uri, collection="forget")
 
-    before = ingest(settings, store)
+    before = ingest_source(settings, store)
     first, trained, collection = release(root, before, 0, None, in_milvus)
     shutil.rmtree(root / "images/c")
     for number in range(10):
         (root / f"images/b/{number}.png").unlink()
-    after = ingest(settings, store)
+    after = ingest_source(settings, store)
     _, reindexed, _ = release(root, after, 1, first, IndexSettings())
     _, retrained, _ = release(root, after, 2, None, IndexSettings())
 
@@ -121,13 +121,13 @@ def release(
     if network is None:
         network = directory / "network"
         train_network(dataset, TINY, directory / "trained", store)
-        export(directory / "trained", dataset, network, TINY.parity_tolerance)
-    embed(network, dataset, directory / "embeddings", store=store)
-    described = build(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")
+        export_network(directory / "trained", dataset, network, TINY.parity_tolerance)
+    embed_dataset(network, dataset, directory / "embeddings", store=store)
+    described = build_index(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")
     verdict = decided(System(dataset, network, directory / "index"), None, promote=True)
     verdict.save(directory / "verdict.json")
     candidate = Candidate(dataset, network, directory / "index", directory / "verdict.json", {}, None)
-    packed = archive(candidate, ServingSettings(), HANDLER, directory / "release", NOW + timedelta(seconds=number))
+    packed = make_archive(candidate, ServingSettings(), HANDLER, directory / "release", NOW + timedelta(seconds=number))
     Registry(store).publish(packed.archive)
     record_run(RunRecord(store, f"run-{number}"), verdict)
     return network, packed.manifest.version, described.collection.name if described.collection else ""
@@ -194,7 +194,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     milvus = MilvusClient(milvus_uri)
     assert milvus.has_collection(prepared.collection)
 
-    forgotten = forget(prepared.store)
+    forgotten = forget_images(prepared.store)
     everything = content(prepared)
     assert prepared.kept in everything
     assert not any(pixels in everything for pixels in prepared.removed.values())
@@ -224,7 +224,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
 
 def test_objects_without_removed_images_remain(prepared: Prepared):
     promote(prepared, prepared.trained, prepared.retrained)
-    forget(prepared.store)
+    forget_images(prepared.store)
     registry = Registry(prepared.store)
     assert list(registry.list()) == [prepared.retrained]
     registry.fetch(prepared.retrained, prepared.root / "fetched.mar")
@@ -250,10 +250,10 @@ def returned(prepared: Prepared):
 
 def test_removed_image_can_be_added_again(prepared: Prepared, request: pytest.FixtureRequest):
     promote(prepared, prepared.retrained)
-    forget(prepared.store)
-    assert ingest(prepared.source, prepared.store.uri).digest == prepared.after.digest
+    forget_images(prepared.store)
+    assert ingest_source(prepared.source, prepared.store.uri).digest == prepared.after.digest
     request.getfixturevalue("returned")
-    returned = ingest(prepared.source, prepared.store.uri)
+    returned = ingest_source(prepared.source, prepared.store.uri)
     assert len(pixels_by_hash(prepared.store.uri, returned)) == 111
 
 
@@ -264,7 +264,7 @@ def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared,
     promote(prepared, prepared.retrained, champion)
     before = content(prepared)
     with pytest.raises(ConflictError, match=f"The champion {champion} was built from images that the source no longer"):
-        forget(prepared.store)
+        forget_images(prepared.store)
     assert find(prepared.store).champion == champion
     assert content(prepared) == before
 
@@ -272,7 +272,7 @@ def test_affected_champion_is_refused_and_nothing_is_deleted(prepared: Prepared,
 def test_releases_are_not_deleted_without_a_champion(prepared: Prepared):
     before = content(prepared)
     with pytest.raises(StoreError, match="only while another one is live"):
-        forget(prepared.store)
+        forget_images(prepared.store)
     assert content(prepared) == before
 
 
@@ -289,8 +289,8 @@ def test_killed_forget_is_completed_by_the_next_one(prepared: Prepared, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(FileStore, "delete", delete)
         with pytest.raises(KeyboardInterrupt):
-            forget(prepared.store)
-    forget(prepared.store)
+            forget_images(prepared.store)
+    forget_images(prepared.store)
     everything = content(prepared)
     assert not any(pixels in everything for pixels in prepared.removed.values())
     assert not any(digest in everything for digest in prepared.removed)
@@ -303,14 +303,14 @@ def test_ingest_in_progress_fails_and_can_be_repeated(prepared: Prepared, monkey
     promote(prepared, prepared.retrained)
 
     def reconcile(self: Ledger, reconcile: Callable[[Ledger], list[int]] = Ledger.reconcile) -> list[int]:
-        forget(prepared.store)
+        forget_images(prepared.store)
         return reconcile(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "reconcile", reconcile)
         with pytest.raises(ConflictError, match="finished in the meantime; run again"):
-            ingest(prepared.source, prepared.store.uri)
-    manifest = ingest(prepared.source, prepared.store.uri)
+            ingest_source(prepared.source, prepared.store.uri)
+    manifest = ingest_source(prepared.source, prepared.store.uri)
     assert len(pixels_by_hash(prepared.store.uri, manifest)) == 111
 
 
@@ -335,7 +335,7 @@ def test_one_damaged_record_does_not_break_the_rest(prepared: Prepared) -> None:
     found = find(prepared.store)
     assert found.unreadable == (prepared.reindexed, LOG)
     assert found.releases == (prepared.trained,)
-    assert forget(prepared.store) == found
+    assert forget_images(prepared.store) == found
     rebuilt = Registry(prepared.store)
     rebuilt.rebuild_record(prepared.reindexed)
     assert find(prepared.store).unreadable == ()

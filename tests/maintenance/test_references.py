@@ -9,7 +9,7 @@ from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.maintenance.references import Reference, Unreadable, references
 from evernear.release.registry import Registry
@@ -51,9 +51,9 @@ def keys(found: list[Reference | Unreadable]) -> set[str]:
 def test_earlier_snapshot_is_not_referenced(store: Store, tmp_path: Path) -> None:
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
-    first = ingest(settings, store.uri)
+    first = ingest_source(settings, store.uri)
     write_images(tmp_path / "images", 12, seed=1)
-    second = ingest(settings, store.uri)
+    second = ingest_source(settings, store.uri)
     found = keys(list(references(store)))
     assert f"datasets/images/manifests/{first.digest}.json" not in found
     assert f"datasets/images/manifests/{second.digest}.json" in found
@@ -61,7 +61,7 @@ def test_earlier_snapshot_is_not_referenced(store: Store, tmp_path: Path) -> Non
         if info.key not in found:
             store.delete(info.key)
     assert sum(len(block) for block in Dataset(second, store).blocks("train")) == second.count("train")
-    assert ingest(settings, store.uri).digest == second.digest
+    assert ingest_source(settings, store.uri).digest == second.digest
 
 
 def test_hashes_are_those_of_the_content(store: Store, releases: list[PackedRelease]) -> None:
@@ -104,7 +104,7 @@ def test_unfinished_ingest_is_referenced_until_the_head_moves(store: Store, tmp_
 
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     shard = manifest.shards[0].model_copy(update={"sha256": "0" * 64})
     unfinished = manifest.model_copy(update={"parent": manifest.digest, "shards": (shard,)})
     store.put("datasets/images/checkpoint.json", Checkpoint(settings=settings, manifest=unfinished).to_json())

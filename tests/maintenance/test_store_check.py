@@ -9,13 +9,13 @@ from PIL import Image
 from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
-from evernear.maintenance.check import Damage, check, repair
+from evernear.maintenance.check import Damage, check_store, repair
 from evernear.release.registry import CHAMPION, Registry
 from evernear.settings import DataSettings
 
@@ -52,18 +52,18 @@ def settings(tmp_path: Path) -> DataSettings:
 def with_history(settings: DataSettings, store: Store) -> Manifest:
     """A dataset after ingests that added, removed, relabeled and renamed images, and added a class."""
     images = Path(settings.source.removeprefix("folder:"))
-    ingest(settings, store.uri)
+    ingest_source(settings, store.uri)
     write_images(images, 8, seed=1)
-    ingest(settings, store.uri)
+    ingest_source(settings, store.uri)
     (images / "a" / "0-3.png").unlink()
     (images / "a" / "0-4.png").rename(images / "b" / "moved.png")
     (images / "a" / "1-5.png").rename(images / "a" / "renamed.png")
-    ingest(settings, store.uri)
+    ingest_source(settings, store.uri)
     (images / "0").mkdir()
     for number in range(5):
         (images / "a" / f"0-{20 + number}.png").rename(images / "0" / f"{number}.png")
     write_images(images, 3, seed=2)
-    return ingest(settings, store.uri)
+    return ingest_source(settings, store.uri)
 
 
 def damaged(found: list[Damage]) -> set[str]:
@@ -80,33 +80,33 @@ def lose(store: Store, key: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["lost", "empty", "changed"])
 def test_every_lost_shard_is_found_and_rebuilt_byte_for_byte(store: Store, settings: DataSettings, how: str) -> None:
     manifest = with_history(settings, store)
-    assert check(store) == []
+    assert check_store(store) == []
     before = splits(manifest, store)
     keys = {shard_key(manifest.name, shard.sha256) for shard in manifest.shards}
     for key in keys:
         lose(store, key, how)
-    found = check(store)
+    found = check_store(store)
     assert damaged(found) == keys
     assert all("store check --repair" in damage.consequence for damage in found)
     repaired = repair(store, settings, moved=False)
     assert {damage.key for damage in repaired if damage.repaired} == keys
-    assert check(store) == []
+    assert check_store(store) == []
     assert splits(manifest, store) == before
-    assert ingest(settings, store.uri).digest == manifest.digest
+    assert ingest_source(settings, store.uri).digest == manifest.digest
 
 
 def test_shards_are_rebuilt_from_a_source_of_arrays(tmp_path: Path) -> None:
     store, settings = open_store((tmp_path / "store").as_uri()), DataSettings(source="digits")
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     for shard in manifest.shards:
         store.delete(shard_key(manifest.name, shard.sha256))
     assert damaged(repair(store, settings, moved=False)) == set()
-    assert check(store) == []
+    assert check_store(store) == []
 
 
 def test_shards_are_rebuilt_from_files_that_were_renamed_since(tmp_path: Path, settings: DataSettings) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     for number, path in enumerate(sorted((tmp_path / "images").rglob("*.png"))):
         path.rename(path.with_name(f"renamed-{number}.png"))
     store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
@@ -115,7 +115,7 @@ def test_shards_are_rebuilt_from_files_that_were_renamed_since(tmp_path: Path, s
 
 def test_shards_are_rebuilt_from_a_source_that_moved(tmp_path: Path, settings: DataSettings) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     shutil.move(tmp_path / "images", tmp_path / "elsewhere")
     key = shard_key(manifest.name, manifest.shards[0].sha256)
     store.delete(key)
@@ -125,14 +125,14 @@ def test_shards_are_rebuilt_from_a_source_that_moved(tmp_path: Path, settings: D
     assert "--source" in damage.consequence
     moved = settings.model_copy(update={"source": f"folder:{tmp_path / 'elsewhere'}"})
     assert damaged(repair(store, moved, moved=True)) == set()
-    assert check(store) == []
+    assert check_store(store) == []
 
 
 def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot(
     store: Store, settings: DataSettings
 ) -> None:
     images = Path(settings.source.removeprefix("folder:"))
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     before = splits(manifest, store)
     lost = next(shard for shard in manifest.shards if shard.split == "train")
     store.delete(shard_key(manifest.name, lost.sha256))
@@ -142,11 +142,11 @@ def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot
     (damage,) = repair(store, settings, moved=False)
     assert "The source has no longer" in damage.reason
     assert "without these images" in damage.repaired
-    assert check(store) == []
+    assert check_store(store) == []
     head = Snapshots(store, manifest.name).head()
     assert head is not None
     assert head.count("train") == manifest.count("train") - lost.count
-    after = ingest(settings, store.uri)
+    after = ingest_source(settings, store.uri)
     kept = splits(after, store)
     assert len(kept) == len(before) - 11
     assert all(before[digest] == split for digest, split in kept.items() if digest in before)
@@ -159,10 +159,10 @@ def test_lost_head_returns_to_the_newest_intact_snapshot(
     manifest = with_history(settings, store)
     key = f"datasets/{manifest.name}/head.json"
     store.delete(key) if damage is None else store.put(key, damage)
-    assert damaged(check(store)) == {key}
+    assert damaged(check_store(store)) == {key}
     repair(store, settings, moved=False)
-    assert check(store) == []
-    assert ingest(settings, store.uri).digest == manifest.digest
+    assert check_store(store) == []
+    assert ingest_source(settings, store.uri).digest == manifest.digest
 
 
 def test_lost_manifest_returns_to_an_earlier_snapshot(store: Store, settings: DataSettings) -> None:
@@ -170,21 +170,21 @@ def test_lost_manifest_returns_to_an_earlier_snapshot(store: Store, settings: Da
     before = splits(manifest, store)
     store.put(manifest_key(manifest.name, manifest.digest), b"{")
     repair(store, settings, moved=False)
-    assert check(store) == []
+    assert check_store(store) == []
     head = Snapshots(store, manifest.name).head()
     assert head is not None
     assert head.digest == manifest.parent
-    after = splits(ingest(settings, store.uri), store)
+    after = splits(ingest_source(settings, store.uri), store)
     assert after.keys() == before.keys()
 
 
 def test_dataset_without_an_intact_snapshot_starts_over(tmp_path: Path, settings: DataSettings) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     store.put(manifest_key(manifest.name, manifest.digest), b"")
     (damage,) = repair(store, settings, moved=False)
     assert "starts over" in damage.repaired
-    assert ingest(settings, store.uri).digest == manifest.digest
+    assert ingest_source(settings, store.uri).digest == manifest.digest
 
 
 def test_lost_ledger_is_made_again_with_the_same_splits(store: Store, settings: DataSettings) -> None:
@@ -193,21 +193,21 @@ def test_lost_ledger_is_made_again_with_the_same_splits(store: Store, settings: 
     for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
         store.delete(ledger_key(manifest.name, sha256))
     with pytest.raises(IntegrityError, match="run `evernear store check --repair`"):
-        ingest(settings, store.uri)
+        ingest_source(settings, store.uri)
     repair(store, settings, moved=False)
-    assert check(store) == []
-    after = ingest(settings, store.uri)
+    assert check_store(store) == []
+    after = ingest_source(settings, store.uri)
     assert splits(after, store) == before
     assert after.problem_counts == manifest.problem_counts
 
 
 def test_unfinished_first_ingest_is_no_damage(tmp_path: Path, settings: DataSettings) -> None:
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     store.delete(f"datasets/{manifest.name}/head.json")
-    assert check(store) == []
+    assert check_store(store) == []
     store.delete(manifest_key(manifest.name, manifest.digest))
-    assert check(store) == []
+    assert check_store(store) == []
 
 
 @pytest.fixture
@@ -231,10 +231,10 @@ def test_registry_is_repaired_or_its_damage_explained(store: Store, released: li
     for damage in (lambda: store.put(record, b""), lambda: store.delete(record)):
         intact = store.get(record)
         damage()
-        assert damaged(check(store)) == {record}
+        assert damaged(check_store(store)) == {record}
         assert damaged(repair(store, settings, moved=False)) == set()
         assert store.get(record) == intact
-    assert check(store) == []
+    assert check_store(store) == []
     unrepairable: list[tuple[str, str]] = [
         (registry.get(released[1].version).archive_key, "registry promote"),
         ("releases/history/00000001.json", "registry promote"),
@@ -247,7 +247,7 @@ def test_registry_is_repaired_or_its_damage_explained(store: Store, released: li
         assert damaged([damage]) == {key}
         assert step in damage.consequence
         store.put(key, intact)
-    assert check(store) == []
+    assert check_store(store) == []
 
 
 def test_lost_snapshot_of_a_release_is_explained(store: Store, released: list[PackedRelease]) -> None:

@@ -19,13 +19,13 @@ from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepRecord, this_host
 from evernear.common.store import FileStore, Store, files, lease, open_store
 from evernear.common.store.lease import KEY, Lease
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.shards import Dataset
 from evernear.errors import BusyError, ConflictError
 from evernear.maintenance import prune as store_prune
-from evernear.maintenance.check import check
-from evernear.maintenance.prune import prune, surplus
+from evernear.maintenance.check import check_store
+from evernear.maintenance.prune import prune_store, surplus
 from evernear.maintenance.references import references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
@@ -33,7 +33,7 @@ from evernear.settings import DataSettings
 KILLED_AT_DELETION = """
 import os, signal, sys
 from evernear.common.store import FileStore, open_store
-from evernear.maintenance.prune import prune
+from evernear.maintenance.prune import prune_store
 
 delete, left = FileStore.delete, [int(sys.argv[2])]
 
@@ -44,7 +44,7 @@ def delete_or_die(store, key):
     delete(store, key)
 
 FileStore.delete = delete_or_die
-prune(open_store(sys.argv[1]), 1)
+prune_store(open_store(sys.argv[1]), 1)
 """
 
 
@@ -79,11 +79,11 @@ def ingest_three(settings: DataSettings, store: Store) -> list[Manifest]:
     snapshots: list[Manifest] = []
     for count, seed in ((12, 0), (12, 1)):
         write_images(settings, count, seed)
-        snapshots.append(ingest(settings, store.uri))
+        snapshots.append(ingest_source(settings, store.uri))
     for path in Path(settings.source.removeprefix("folder:")).glob("*/1-*.png"):
         path.unlink()
     write_images(settings, 4, 2)
-    return [*snapshots, ingest(settings, store.uri)]
+    return [*snapshots, ingest_source(settings, store.uri)]
 
 
 def publish(store: Store, system: System, releases: list[PackedRelease]) -> None:
@@ -113,15 +113,15 @@ def test_snapshots_that_nothing_names_are_deleted(store: Store, settings: DataSe
     before = {info.key: info.size_bytes for info in store.list("")}
     planned = surplus(store, 1)
     assert keys(store) == set(before)
-    assert prune(store, 1) == planned
+    assert prune_store(store, 1) == planned
     going = {key for group in planned.surplus for key in group.keys}
     assert {manifest_key("images", first.digest), manifest_key("images", second.digest)} <= going
     assert keys(store) == set(before) - going == needed(store)
     assert planned.size_bytes == sum(before[key] for key in going) > 0
-    assert check(store) == []
+    assert check_store(store) == []
     assert sum(len(block) for block in Dataset(third, store).blocks("train")) == third.count("train")
-    assert ingest(settings, store.uri).digest == third.digest
-    assert prune(store, 1).surplus == ()
+    assert ingest_source(settings, store.uri).digest == third.digest
+    assert prune_store(store, 1).surplus == ()
 
 
 def test_remaining_releases_keep_what_they_need(store: Store, system: System, make_release: MakeRelease) -> None:
@@ -136,7 +136,7 @@ def test_remaining_releases_keep_what_they_need(store: Store, system: System, ma
     store.put(f"runs/starting/{'2' * 32}", b"x")
     store.put("triggers/audit/2026-01-01/x.json", b"x")
     store.put("review/answers.jsonl", b"x")
-    pruning = prune(store, 1)
+    pruning = prune_store(store, 1)
     assert pruning.releases == (made[1].version,)
     assert [*Registry(store).list()] == [made[0].version, made[2].version]
     assert {key for key in keys(store) if key.startswith("embeddings/")} == set()
@@ -148,7 +148,7 @@ def test_remaining_releases_keep_what_they_need(store: Store, system: System, ma
     assert store.find(manifest_key(name, digest))
     assert store.find("triggers/audit/2026-01-01/x.json")
     assert store.find("review/answers.jsonl")
-    assert check(store) == []
+    assert check_store(store) == []
 
 
 def test_embeddings_of_images_of_the_newest_snapshot_stay(
@@ -159,7 +159,7 @@ def test_embeddings_of_images_of_the_newest_snapshot_stay(
     digest = next(iter(system.dataset.blocks("gallery"))).digests[0].tobytes().hex()
     embeddings = f"embeddings/{release.manifest.network_identity}/{digest}.npy"
     folder.put(embeddings, b"x")
-    prune(folder, 1)
+    prune_store(folder, 1)
     assert folder.find(embeddings)
 
 
@@ -172,7 +172,7 @@ def test_checkpoint_of_an_interrupted_training_stays(
     folder.put("checkpoints/given-up/state.pt", b"x")
     long_ago = (datetime.now(UTC) - timedelta(days=8)).timestamp()
     os.utime(folder.path("checkpoints/given-up/state.pt"), (long_ago, long_ago))
-    prune(folder, 1)
+    prune_store(folder, 1)
     assert {key for key in keys(folder) if key.startswith("checkpoints/")} == {"checkpoints/interrupted/state.pt"}
     assert not (folder.root / "checkpoints" / "finished").exists()
 
@@ -182,7 +182,7 @@ def test_archive_of_a_killed_publish_goes_after_a_while(folder: FileStore) -> No
     folder.put("releases/archives/old.mar", b"x")
     long_ago = (datetime.now(UTC) - timedelta(hours=2)).timestamp()
     os.utime(folder.path("releases/archives/old.mar"), (long_ago, long_ago))
-    prune(folder, 1)
+    prune_store(folder, 1)
     assert keys(folder) == {"releases/archives/new.mar"}
 
 
@@ -193,7 +193,7 @@ def test_all_of_a_dataset_stays_while_a_document_is_damaged(
     *_, newest = ingest_three(settings, folder)
     folder.put("datasets/images/head.json" if damage == "head.json" else manifest_key("images", newest.digest), b"")
     before = keys(folder)
-    (sentence,) = prune(folder, 1).kept
+    (sentence,) = prune_store(folder, 1).kept
     assert "datasets/images/" in sentence
     assert keys(folder) == before
 
@@ -206,7 +206,7 @@ def test_damaged_record_keeps_everything_that_it_may_need(
     ingest_three(settings, folder)
     folder.put(f"releases/manifests/{made[2].version}.json", b"{")
     before = {key for key in keys(folder) if key.startswith("datasets/")}
-    pruning = prune(folder, 1)
+    pruning = prune_store(folder, 1)
     assert {key for key in keys(folder) if key.startswith("datasets/")} == before
     assert pruning.releases == ()
     assert pruning.kept
@@ -227,10 +227,10 @@ def test_killed_prune_loses_nothing(
     folder.put("checkpoints/old/state.pt", b"x")
     command = [sys.executable, "-c", KILLED_AT_DELETION, folder.uri, str(deletions)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert check(folder) == []
+    assert check_store(folder) == []
     monkeypatch.setattr(lease, "EXPIRES_S", 0.5)
-    prune(folder, 1)
-    assert check(folder) == []
+    prune_store(folder, 1)
+    assert check_store(folder) == []
     assert {key for key in keys(folder) if key.startswith("datasets/")} <= needed(folder)
     assert [*Registry(folder).list()] == [made[0].version, made[2].version]
 
@@ -245,13 +245,13 @@ def test_unfinished_ingest_stays_until_another_one_finishes(
         killing.setattr("evernear.data.ingest._CHECKPOINT_FRACTION", 0.0)
         killing.setattr("evernear.data.snapshots.Snapshots.publish", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            ingest(settings, folder.uri)
+            ingest_source(settings, folder.uri)
     assert folder.find("datasets/images/checkpoint.json")
-    prune(folder, 1)
+    prune_store(folder, 1)
     assert folder.find("datasets/images/checkpoint.json")
-    assert check(folder) == []
-    ingest(settings, folder.uri)
-    prune(folder, 1)
+    assert check_store(folder) == []
+    ingest_source(settings, folder.uri)
+    prune_store(folder, 1)
     assert keys(folder) == needed(folder)
 
 
@@ -260,9 +260,9 @@ def test_prune_refuses_while_a_step_runs(folder: FileStore, settings: DataSettin
     before = keys(folder)
     refused = pytest.raises(BusyError, match=r"Run run-1 is in progress.*`evernear store prune --ended run-1`")
     with step("train", "run-1", folder.uri), refused:
-        prune(folder, 1)
+        prune_store(folder, 1)
     assert before <= keys(folder)
-    assert prune(folder, 1).surplus
+    assert prune_store(folder, 1).surplus
 
 
 @pytest.mark.parametrize(
@@ -309,10 +309,10 @@ def test_run_on_another_machine_blocks_for_a_week(folder: FileStore) -> None:
     record = StepRecord(step="train", state="running", started=datetime.now(UTC), host="elsewhere")
     RunRecord(folder, "run-1").save_step(record)
     with pytest.raises(BusyError):
-        prune(folder, 1)
+        prune_store(folder, 1)
     a_week_ago = (datetime.now(UTC) - store_prune.ABANDONED_AFTER).timestamp()
     os.utime(folder.path("runs/run-1/steps/train.json"), (a_week_ago, a_week_ago))
-    prune(folder, 1)
+    prune_store(folder, 1)
 
 
 def test_run_on_this_machine_blocks_until_its_process_ends(folder: FileStore) -> None:
@@ -324,9 +324,9 @@ def test_run_on_this_machine_blocks_until_its_process_ends(folder: FileStore) ->
         long_ago = (datetime.now(UTC) - 4 * store_prune.ABANDONED_AFTER).timestamp()
         os.utime(folder.path("runs/run-1/steps/train.json"), (long_ago, long_ago))
         with pytest.raises(BusyError):
-            prune(folder, 1)
+            prune_store(folder, 1)
         process.communicate(b"\n")
-    prune(folder, 1)
+    prune_store(folder, 1)
 
 
 def test_step_waits_for_a_prune(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,14 +357,14 @@ def test_killed_prune_delays_a_step_for_a_while(folder: FileStore, monkeypatch: 
     killed._renewed_s -= 3 * lease.RENEW_S  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ConflictError, match="run again"):
         killed.require()
-    prune(folder, 1)
+    prune_store(folder, 1)
 
 
 def test_one_prune_at_a_time(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW_S", 0.1)
     with Lease(folder, "the first"), pytest.raises(BusyError, match="the first"):
-        prune(folder, 1)
-    prune(folder, 1)
+        prune_store(folder, 1)
+    prune_store(folder, 1)
 
 
 def test_listing_a_directory_reads_no_object(folder: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:

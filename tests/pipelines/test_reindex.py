@@ -8,11 +8,11 @@ import pytest
 
 from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, load_network, training_dataset
 from evernear.errors import DataError, IntegrityError, StoreError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.release.registry import Registry
 from evernear.release.reuse import reuse_network
 from evernear.settings import IndexSettings
@@ -51,9 +51,9 @@ def test_reuse_extracts_the_network_unchanged(
 
 
 def test_threshold_of_unseen_classes_is_reused(system: System, store: Store, tmp_path: Path) -> None:
-    embed(system.network_dir, system.dataset, tmp_path / "embeddings")
+    embed_dataset(system.network_dir, system.dataset, tmp_path / "embeddings")
     vectors = Embeddings.open(tmp_path / "embeddings")
-    build(vectors, system.dataset.labels, IndexSettings(), tmp_path / "index", threshold=0.375)
+    build_index(vectors, system.dataset.labels, IndexSettings(), tmp_path / "index", threshold=0.375)
     probed = System(system.dataset, system.network_dir, tmp_path / "index")
     (tmp_path / "release").mkdir()
     promote(store, release_maker(probed, lambda: tmp_path / "release"))

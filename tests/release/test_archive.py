@@ -15,7 +15,7 @@ from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError, StoreError
 from evernear.index.search import Gallery
-from evernear.release.archive import Candidate, archive, git_commit
+from evernear.release.archive import Candidate, git_commit, make_archive
 from evernear.release.archive_reader import open_release, read_release_manifest
 from evernear.release.champion import open_champion
 from evernear.release.registry import Registry
@@ -101,7 +101,7 @@ def test_index_of_another_network_is_not_packed(system: System, tmp_path: Path) 
 
     candidate = Candidate(system.dataset, system.network_dir, index_dir, verdict, metrics={}, parent=None)
     with pytest.raises(IntegrityError, match="contains vectors of network 000000000000"):
-        archive(candidate, ServingSettings(), HANDLER, tmp_path / "release")
+        make_archive(candidate, ServingSettings(), HANDLER, tmp_path / "release")
     assert not (tmp_path / "release").exists()
 
 

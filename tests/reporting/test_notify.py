@@ -11,7 +11,7 @@ from evernear.common.store import Store, open_store
 from evernear.reporting.notify import (
     CONFUSION_MATRIX,
     NextStep,
-    Outcome,
+    RunOutcome,
     finalize,
     load_outcome,
     load_rules,
@@ -81,7 +81,7 @@ def test_outcome_is_derived_from_the_record(record: RunRecord, recorded: dict, s
     record.save(**recorded)
     outcome = finalize(record, "continuous-training", state, "")
     assert outcome.summary() == summary
-    assert Outcome.model_validate_json(record.store.get("runs/run/outcome.json")) == outcome
+    assert RunOutcome.model_validate_json(record.store.get("runs/run/outcome.json")) == outcome
 
 
 def step(name: str, state: str, message: str = "") -> StepRecord:
@@ -156,7 +156,7 @@ def test_held_run_offers_the_settings_that_would_promote_it(
 def test_next_steps_of_a_local_run_repeat_only_where_it_is() -> None:
     words = ("run", "--retire", "cat", "--workdir=my w", "--set", "store=s3://b/p", "--set=train.epochs=3")
     setting = "gate.beat_baseline=false"
-    held = Outcome(run="1", state="held", candidate=VERSION, gate_settings=(setting,), command=words)
+    held = RunOutcome(run="1", state="held", candidate=VERSION, gate_settings=(setting,), command=words)
     shared = "'--workdir=my w' --set store=s3://b/p"
     again = f"evernear run --retire cat {shared} --set=train.epochs=3"
     inspect = f"evernear inspect run {VERSION} --image IMAGE {shared}"
@@ -204,4 +204,4 @@ def test_failed_run_repeats_its_options_unless_the_directory_remembers_them(
     record.save_step(step("train", "failed", "The loss is not finite."))
     outcome, page = tmp_path / "outcome", tmp_path / "page.html"
     notify(record.run, record.store.uri, "continuous-training", "FAILED", "", str(outcome), str(page))
-    assert Outcome.load(outcome).next_steps() == (NextStep("run again", command),)
+    assert RunOutcome.load(outcome).next_steps() == (NextStep("run again", command),)

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
-from evernear.data.validate import validate
+from evernear.data.validate import validate_dataset
 from evernear.errors import StoreError
-from evernear.evaluation.evaluate import Champion, Evaluation, evaluate
+from evernear.evaluation.evaluate import Evaluation, LiveSystem, evaluate_systems
 from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
@@ -96,16 +96,18 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Exampl
     return measure(
         system,
         recognizer,
-        Champion(recognizer, system.dataset),
+        LiveSystem(recognizer, system.dataset),
         assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95),
     )
 
 
 def measure(
-    system: System, candidate: Recognizer, champion: Champion | None, open_set: OpenSet
+    system: System, candidate: Recognizer, champion: LiveSystem | None, open_set: OpenSet
 ) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(candidate, system.dataset)
-    evaluation = evaluate(candidate, champion, system.dataset, open_set, EvaluationSettings(), observe=collector.add)
+    evaluation = evaluate_systems(
+        candidate, champion, system.dataset, open_set, EvaluationSettings(), observe=collector.add
+    )
     return evaluation, collector.finish(champion.dataset if champion else None)
 
 
@@ -120,7 +122,7 @@ def save(
     """Record a run up to its outcome."""
     evaluation, examples = measured
     verdict = decide(evaluation, GateSettings(accuracy_floor=floor, beat_baseline=False))
-    report = validate(system.dataset, ValidationSettings())
+    report = validate_dataset(system.dataset, ValidationSettings())
     record.save_step(
         StepRecord(
             step="evaluate",
@@ -251,7 +253,7 @@ def test_labels_and_messages_are_escaped(
     evaluation, examples = (renamed(each.model_dump(mode="json"), "8", HOSTILE) for each in measured)
     examples["mistakes"] = examples["mistakes"] or []
     warned = evaluation | {"training_warnings": [HOSTILE]}
-    report = validate(system.dataset, ValidationSettings()).model_dump(mode="json")
+    report = validate_dataset(system.dataset, ValidationSettings()).model_dump(mode="json")
     finding = {"rule": HOSTILE, "severity": "warn", "message": HOSTILE, "names": [], "count": 1}
     validation = renamed(report, "8", HOSTILE) | {"findings": [finding]}
     settings = RunSettings(target="registry").model_dump(mode="json") | {"store": HOSTILE}
@@ -266,7 +268,7 @@ def test_labels_and_messages_are_escaped(
 def test_information_of_the_validation_is_no_warning(
     record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
 ) -> None:
-    report = validate(system.dataset, ValidationSettings()).model_dump(mode="json")
+    report = validate_dataset(system.dataset, ValidationSettings()).model_dump(mode="json")
     finding = {"rule": "litter", "severity": "info", "message": "7 files were left out.", "names": [], "count": 7}
     save(record, system, measured, validation=report | {"findings": [finding]})
     assert '<p class="muted"><b>litter</b>: 7 files were left out.</p>' in run_page(record)

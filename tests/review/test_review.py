@@ -22,9 +22,9 @@ from evernear.review.answers import (
     AnswerRefusedError,
     Answers,
     LabelTarget,
-    open_target,
+    open_label_target,
 )
-from evernear.review.page import create_app
+from evernear.review.page import create_review_app
 from evernear.review.queue import Item, Queue
 
 
@@ -48,7 +48,7 @@ def test_label_is_an_object_of_the_bucket_and_undo_removes_it(store: Store, buck
     uri = f"s3://{bucket}/images"
     open_store(uri).put("train/cat/a.png", png(100))
     log_queries(store, png(1))
-    answers = Answers(store, open_target(uri))
+    answers = Answers(store, open_label_target(uri))
     (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     assert {(entry.label, entry.name) for entry in open_source(uri).entries()} == {
@@ -62,7 +62,7 @@ def test_label_is_an_object_of_the_bucket_and_undo_removes_it(store: Store, buck
 def test_label_is_an_image_of_the_source_and_undo_removes_it(store: Store, source: Path) -> None:
     before = names(source)
     log_queries(store, png(1))
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     assert names(source) - before == {(f"bird/review-{item.id[:16]}.png", "bird")}
@@ -84,7 +84,7 @@ def test_source_with_split_folders_gets_training_images(store: Store, tmp_path: 
         (tmp_path / "given" / split / "cat" / "a.png").write_bytes(png(number))
     log_queries(store, png(9))
     (item,) = Queue(store).pending((), 10)
-    Answers(store, open_target(f"folder:{tmp_path / 'given'}")).label(item.image, answer(item, label="cat"))
+    Answers(store, open_label_target(f"folder:{tmp_path / 'given'}")).label(item.image, answer(item, label="cat"))
     assert (tmp_path / "given" / splits[0] / "cat" / f"review-{item.id[:16]}.png").read_bytes() == png(9)
 
 
@@ -94,7 +94,7 @@ def test_unusable_class_name_is_refused_and_nothing_is_recorded(store: Store, so
     (item,) = Queue(store).pending((), 10)
     before = names(source)
     with pytest.raises(SettingsError, match="cannot be the name of a class"):
-        Answers(store, open_target(f"folder:{source}")).label(item.image, answer(item, label=label))
+        Answers(store, open_label_target(f"folder:{source}")).label(item.image, answer(item, label=label))
     assert store.find(ANSWERS) is None
     assert names(source) == before
 
@@ -109,7 +109,7 @@ def test_change_of_a_killed_process_is_completed(
 ) -> None:
     log_queries(store, png(1))
     (item,) = Queue(store).pending((), 10)
-    target = open_target(f"folder:{source}")
+    target = open_label_target(f"folder:{source}")
     answers, path = Answers(store, target), source / "cat" / f"review-{item.id[:16]}.png"
     if action == "undo":
         answers.label(item.image, answer(item, label="cat"))
@@ -122,7 +122,7 @@ def test_change_of_a_killed_process_is_completed(
     with pytest.raises(KilledError):
         act(answer(item, action, "cat" if action == "label" else ""))
     assert path.exists() is (action == "undo")
-    Answers(store, open_target(f"folder:{source}")).recover()
+    Answers(store, open_label_target(f"folder:{source}")).recover()
     assert path.exists() is (action == "label")
     assert list(store.list(PENDING)) == []
 
@@ -130,7 +130,7 @@ def test_change_of_a_killed_process_is_completed(
 def test_undo_that_was_not_recorded_leaves_the_label(store: Store, source: Path) -> None:
     log_queries(store, png(1))
     (item,) = Queue(store).pending((), 10)
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     answers.label(item.image, answer(item, label="cat"))
     store.put(PENDING + item.id, b"")
     answers.recover()
@@ -141,7 +141,7 @@ def test_undo_that_was_not_recorded_leaves_the_label(store: Store, source: Path)
 def test_undo_leaves_a_class_folder_that_was_empty_before(store: Store, source: Path) -> None:
     (source / "bird").mkdir()
     log_queries(store, png(1))
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     (item,) = Queue(store).pending((), 10)
     answers.label(item.image, answer(item, label="bird"))
     answers.undo(answer(item, "undo"))
@@ -165,7 +165,7 @@ def test_queue_reads_answered_log_files_once(store: Store, monkeypatch: pytest.M
 
 def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path) -> None:
     log_queries(store, png(1))
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     (item,) = Queue(store).pending((), 10)
     (source / "bird").write_text("in the way")
     with pytest.raises(Exception, match="bird"):
@@ -184,7 +184,7 @@ def relabel(source: Path, name: str, digit: int = 1) -> Answer:
 
 
 def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(store: Store, source: Path) -> None:
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     too_long, other = relabel(source, LONG), relabel(source, "b.png", 2)
     before = names(source)
     with pytest.raises(AnswerRefusedError, match=r"is undone: .* too long a name .* shorten the name"):
@@ -193,11 +193,11 @@ def test_answer_that_the_file_system_refuses_is_undone_and_the_others_go_on(stor
     assert list(store.list(PENDING)) == []
     answers.label(b"", other)
     assert list(answers.latest()) == [other.image]
-    Answers(store, open_target(f"folder:{source}")).recover()
+    Answers(store, open_label_target(f"folder:{source}")).recover()
 
 
 def test_file_with_a_name_as_long_as_possible_can_be_moved_back(store: Store, source: Path) -> None:
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     answer = relabel(source, f"{'y' * 227}.png")
     before = names(source)
     answers.label(b"", answer)
@@ -211,7 +211,7 @@ def test_store_with_a_stuck_answer_heals(store: Store, source: Path) -> None:
     undo = answer.model_copy(update={"action": "undo", "label": ""})
     store.put(ANSWERS, b"".join(each.model_dump_json().encode() + b"\n" for each in (answer, undo)))
     store.put(PENDING + answer.image, b"")
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     answers.label(b"", relabel(source, "b.png", 2))
     assert answers.set_aside == {}
     assert list(store.list(PENDING)) == []
@@ -223,7 +223,7 @@ def test_answer_of_a_killed_process_that_cannot_be_completed_is_set_aside(store:
     for each in (answer, gone):
         store.put(PENDING + each.image, b"")
     (source / "cat" / "gone.png").unlink()
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     answers.recover()
     assert answers.latest() == {}, "they are open again"
     assert "too long" in answers.set_aside[answer.image]
@@ -238,7 +238,7 @@ def test_image_in_several_files_is_moved_completely_or_not_at_all(store: Store, 
     answer = answer.model_copy(update={"files": ("cat/b.png", f"cat/{LONG}"), "label": "bird"})
     before = names(source)
     with pytest.raises(AnswerRefusedError, match="too long"):
-        Answers(store, open_target(f"folder:{source}")).label(b"", answer)
+        Answers(store, open_label_target(f"folder:{source}")).label(b"", answer)
     assert names(source) == before
     assert not (source / "bird").exists(), "the folder of a class that the answer would have created"
 
@@ -249,7 +249,7 @@ def test_source_that_cannot_be_written_keeps_its_labels(store: Store, source: Pa
     answer, other = relabel(source, "b.png"), relabel(source, "c.png", 2)
     before = names(source)
     (source / folder).chmod(0o555)
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     with pytest.raises(AnswerRefusedError, match="Permission denied"):
         answers.label(b"", answer)
     assert names(source) == before
@@ -277,7 +277,7 @@ class DeniedTarget:
 def test_change_that_cannot_be_taken_back_now_is_taken_back_later(store: Store, source: Path) -> None:
     answer, other = relabel(source, "b.png"), relabel(source, "c.png", 2)
     before = names(source)
-    target = DeniedTarget(open_target(f"folder:{source}"))
+    target = DeniedTarget(open_label_target(f"folder:{source}"))
     answers = Answers(store, target)
     with pytest.raises(AnswerRefusedError, match=r"cat/b\.png is undone, but .*DeleteObject is not permitted"):
         answers.label(b"", answer)
@@ -296,9 +296,9 @@ def test_page_shows_what_was_set_aside_and_takes_other_answers(store: Store, sou
     answer = relabel(source, LONG)
     store.put(ANSWERS, answer.model_dump_json().encode() + b"\n")
     store.put(PENDING + answer.image, b"")
-    target = open_target(f"folder:{source}")
+    target = open_label_target(f"folder:{source}")
     answers = Answers(store, target)
-    client = TestClient(create_app(store, answers, target, "secret", "ann"), base_url="http://127.0.0.1")
+    client = TestClient(create_review_app(store, answers, target, "secret", "ann"), base_url="http://127.0.0.1")
     (item,) = Queue(store).pending((), 10)
     page = client.post("/?token=secret", data={"image": item.id, "action": "label", "label": "dog"})
     assert page.status_code == 200
@@ -309,7 +309,7 @@ def test_page_shows_what_was_set_aside_and_takes_other_answers(store: Store, sou
 def test_missing_source_is_not_created_again(store: Store, source: Path) -> None:
     log_queries(store, png(1))
     (item,) = Queue(store).pending((), 10)
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     source.rename(source.with_name("unmounted"))
     with pytest.raises(AnswerRefusedError, match="does not exist"):
         answers.label(item.image, answer(item, label="cat"))
@@ -319,13 +319,15 @@ def test_missing_source_is_not_created_again(store: Store, source: Path) -> None
 
 def test_source_without_class_folders_is_refused() -> None:
     with pytest.raises(SettingsError, match="review needs folder"):
-        open_target("digits")
+        open_label_target("digits")
 
 
 def test_page_labels_and_undoes(store: Store, source: Path) -> None:
     log_queries(store, png(1), png(2), candidates=("dog", "<b>x</b>"))
-    target = open_target(f"folder:{source}")
-    client = TestClient(create_app(store, Answers(store, target), target, "secret", "ann"), base_url="http://127.0.0.1")
+    target = open_label_target(f"folder:{source}")
+    client = TestClient(
+        create_review_app(store, Answers(store, target), target, "secret", "ann"), base_url="http://127.0.0.1"
+    )
     page = client.get("/?token=secret")
     assert "<b>x</b>" not in page.text
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
@@ -345,8 +347,8 @@ def test_page_labels_and_undoes(store: Store, source: Path) -> None:
 
 
 def test_page_requires_the_token(store: Store, source: Path) -> None:
-    target = open_target(f"folder:{source}")
-    client = TestClient(create_app(store, Answers(store, target), target, "secret", "ann"))
+    target = open_label_target(f"folder:{source}")
+    client = TestClient(create_review_app(store, Answers(store, target), target, "secret", "ann"))
     for response in (client.get("/"), client.get("/?token=other"), client.post("/?token=x", data={"action": "skip"})):
         assert response.status_code == 403
     assert client.post("/?token=secret", content=b"x" * 5000).status_code == 413

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 
 from evernear.cli import app
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.sources import open_source
 from evernear.errors import DataError
 from evernear.evaluation.label_errors import Embedded, find_label_errors, nearest_others
-from evernear.review.answers import Answer, Answers, open_target
-from evernear.review.page import create_app
+from evernear.review.answers import Answer, Answers, open_label_target
+from evernear.review.page import create_review_app
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects, load_suspects, picture
 from evernear.settings import DataSettings
 
@@ -102,7 +102,7 @@ def test_check_finds_wrong_labels_of_a_source_with_networks_that_have_not_seen_t
     refused = CliRunner().invoke(app, ["labels", "check", *options])
     assert isinstance(refused.exception, DataError)
     assert "has not been ingested" in str(refused.exception)
-    ingest(DataSettings(source=f"folder:{source}"), store.uri)
+    ingest_source(DataSettings(source=f"folder:{source}"), store.uri)
     result = CliRunner().invoke(app, ["labels", "check", "--json", *options], catch_exceptions=False)
     checked = json.loads(result.stdout)
     assert checked["images"] == 720
@@ -118,7 +118,7 @@ def test_check_finds_wrong_labels_of_a_source_with_networks_that_have_not_seen_t
 def test_relabel_moves_the_file_and_undo_moves_it_back(store: Store, source: Path) -> None:
     before = names(source)
     suspect = suspect_of(source, "1/000-is-0.png", "0")
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     image = (source / suspect.files[0]).read_bytes()
     answers.label(b"", answer(suspect, label="0"))
     moved = f"0/000-is-0-review-{'ab' * 8}.png"
@@ -134,7 +134,7 @@ def test_relabel_of_a_bucket_stays_in_its_split(store: Store, bucket: str) -> No
     for name in ("train/1/a.png", "test/1/b.png", "train/0/c.png"):
         open_store(uri).put(name, name.encode())
     suspect = suspect_of(Path(), "test/1/b.png", "0")
-    answers = Answers(store, open_target(uri))
+    answers = Answers(store, open_label_target(uri))
     answers.label(b"", answer(suspect, label="0"))
     moved = f"test/0/b-review-{'ab' * 8}.png"
     assert {entry.name for entry in open_source(uri).entries()} == {"train/1/a.png", "train/0/c.png", moved}
@@ -143,7 +143,7 @@ def test_relabel_of_a_bucket_stays_in_its_split(store: Store, bucket: str) -> No
 
 
 def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, source: Path) -> None:
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     with pytest.raises(DataError, match="no longer in the source"):
         answers.label(b"", answer(suspect_of(source, "1/gone.png", "0"), label="0"))
     assert answers.latest() == {}
@@ -151,7 +151,7 @@ def test_relabel_of_a_missing_file_is_refused_and_not_recorded(store: Store, sou
 
 def test_name_that_was_taken_in_the_meantime_is_reported_once(store: Store, source: Path) -> None:
     suspect = suspect_of(source, "1/000-is-0.png", "0")
-    answers = Answers(store, open_target(f"folder:{source}"))
+    answers = Answers(store, open_label_target(f"folder:{source}"))
     answers.label(b"", answer(suspect, label="0"))
     (source / suspect.files[0]).write_bytes(b"another image")
     with pytest.raises(DataError, match="another image has that name"):
@@ -169,9 +169,9 @@ def test_page_relabels_keeps_and_undoes(store: Store, source: Path) -> None:
         source=f"folder:{source}", dataset_digest="", created=NOW, found=2, images=720, suspects=(suspect, other)
     )
     store.put(SUSPECTS, checked.to_json())
-    target = open_target(f"folder:{source}")
+    target = open_label_target(f"folder:{source}")
     suspects = load_suspects(store, f"folder:{source}")
-    client = TestClient(create_app(store, Answers(store, target), target, "secret", "ann", suspects))
+    client = TestClient(create_review_app(store, Answers(store, target), target, "secret", "ann", suspects))
     page = client.get("/?token=secret").text
     assert page.count('class="pair"') == 1, "a file that is gone is not shown"
     assert "nearly the same image is labeled <b>0</b>" in page

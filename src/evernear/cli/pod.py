@@ -27,7 +27,7 @@ def fetch(
     from evernear.serving import pod
 
     settings = local_settings(config, overrides, workdir)
-    fetched = pod.fetch(release, sha256, settings)
+    fetched = pod.fetch_release(release, sha256, settings)
     print_line(f"Fetched release {fetched.version}, sha256 {sha256}.")
 
 
@@ -45,7 +45,7 @@ def serve(
     from evernear.serving import pod
 
     settings = local_settings(config, overrides, workdir)
-    pod.serve(settings, without_token=without_token)
+    pod.serve_pod(settings, without_token=without_token)
 
 
 @app.command()

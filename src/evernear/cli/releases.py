@@ -183,7 +183,7 @@ def promote(
     workdir: WorkdirOption = None,
 ) -> None:
     """Make a release the champion. A running server loads it first and must pass its stored queries."""
-    from evernear.deployment import promote as promote_release
+    from evernear.deployment import promote_release
     from evernear.release.registry import Cause
 
     settings = registry_settings(store, config, overrides, workdir)

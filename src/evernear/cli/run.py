@@ -82,7 +82,7 @@ def demo(
     rename: RenameOption = None,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
-    from evernear.demo import demo as run_demo
+    from evernear.demo import run_demo
 
     layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
@@ -138,14 +138,14 @@ def _run_and_show(
     reread: bool,
     as_json: bool,
 ) -> None:
-    from evernear.local_run import run
+    from evernear.local_run import run_pipeline
 
     settings = _rereading(layers.settings(), reread)
     command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)
     _print_changes(layers, remember)
     # rich would also animate a pipe if FORCE_COLOR is set, as in notebooks and CI.
     with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
-        result = run(settings, _and_keep(show, layers, remember), pipeline, command)
+        result = run_pipeline(settings, _and_keep(show, layers, remember), pipeline, command)
     if as_json:
         print_json(result)
     else:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from evernear.common.run_record import RunRecord
     from evernear.common.store import Store
     from evernear.kubeflow.client import KfpRuns
-    from evernear.kubeflow.runs import Run, Step
-    from evernear.reporting.notify import Outcome
+    from evernear.kubeflow.runs import KfpStep, Run
+    from evernear.reporting.notify import RunOutcome
 
 POLL_S = 2.0
 
@@ -50,7 +50,7 @@ def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
         raise EvernearError(_failure(run, outcome))
 
 
-def show(run: "Run", outcome: "Outcome | None", as_json: bool, steps: bool = True) -> None:
+def show(run: "Run", outcome: "RunOutcome | None", as_json: bool, steps: bool = True) -> None:
     """Print a run, its steps and its outcome."""
     if as_json:
         print_json({**run.model_dump(), "outcome": outcome})
@@ -78,7 +78,7 @@ def row(run: "Run") -> tuple[str, ...]:
     return run.id, run.pipeline, version, run.state, f"{run.created:%Y-%m-%d %H:%M}", _duration(run.created, run.ended)
 
 
-def outcome_of(run: "Run", runs: "KfpRuns") -> "Outcome | None":
+def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
     """The outcome of a finished run; None if it recorded none or its store is not readable from here."""
     from evernear.reporting.notify import load_outcome
 
@@ -128,14 +128,14 @@ def _get(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
     raise AssertionError("not reached")
 
 
-def _step_line(step: "Step") -> str:
+def _step_line(step: "KfpStep") -> str:
     marks = {"succeeded": "ok", "skipped": "--", "failed": "!!", "canceled": "!!"}
     duration = f"{(step.ended - step.started).total_seconds():6.0f} s" if step.started and step.ended else " " * 8
     detail = step.error or ("" if step.state == "succeeded" else step.state)
     return f"  {marks.get(step.state, '..')} {step.name:<10} {duration}  {detail}".rstrip()
 
 
-def _failure(run: "Run", outcome: "Outcome | None") -> str:
+def _failure(run: "Run", outcome: "RunOutcome | None") -> str:
     if outcome is not None and outcome.state in ("failed", "stopped"):
         return f"The run {run.id} {outcome.summary()}"
     if run.state == "canceled":

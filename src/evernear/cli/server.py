@@ -48,7 +48,7 @@ def serve(
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""
     from evernear.deployment.local import await_champion, follow, stopped_by_signals
-    from evernear.deployment.local import serve as start_torchserve
+    from evernear.deployment.local import serve_local as start_torchserve
     from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
 
@@ -88,7 +88,7 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Stop the local TorchServe after it has answered the requests in flight."""
     from evernear.serving.endpoints import home_of
-    from evernear.serving.torchserve import stop as stop_torchserve
+    from evernear.serving.torchserve import stop_server as stop_torchserve
 
     settings = local_settings(config, overrides, workdir)
     home = home_of(settings.workdir)
@@ -109,7 +109,7 @@ def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
 
     settings = local_settings(config, overrides, workdir)
     try:
-        from evernear.serving.prep.server import serve
+        from evernear.serving.prep.server import serve_prep
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install evernear[prep]`.") from None
 
@@ -119,4 +119,4 @@ def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: Work
     with message_on_interrupt(
         "Interrupted. All requests in flight were answered; `evernear prep` starts the server again."
     ):
-        serve(settings)
+        serve_prep(settings)

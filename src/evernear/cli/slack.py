@@ -31,7 +31,7 @@ def slack(
     settings = local_settings(config, overrides, workdir)
     try:
         from evernear.kubeflow.client import KfpRuns
-        from evernear.triggers.slack.server import serve
+        from evernear.triggers.slack.server import serve_slack
     except ModuleNotFoundError as error:
         raise SlackError(f"{error.name} is not installed; run `pip install evernear[triggers,pipeline]`.") from None
 
@@ -39,7 +39,7 @@ def slack(
     stop = threading.Event()
     remains = "Interrupted. All requests from Slack are stored; the next `evernear slack` continues with them."
     with stop_on_signals(stop, remains):
-        serve(settings, KfpRuns(settings.pipeline), stop)
+        serve_slack(settings, KfpRuns(settings.pipeline), stop)
 
 
 @app.command()

@@ -27,7 +27,7 @@ def check(
 ) -> None:
     """Read and hash every object that a release, a dataset or the champion needs, and report what is damaged."""
     from evernear.common.store import open_store
-    from evernear.maintenance.check import check as check_store
+    from evernear.maintenance.check import check_store
     from evernear.maintenance.check import repair as repair_store
     from evernear.settings import DataSettings
     from evernear.settings.sources import parse
@@ -75,8 +75,7 @@ def prune(
     progress.
     """
     from evernear.common.store import open_store
-    from evernear.maintenance.prune import prune as prune_store
-    from evernear.maintenance.prune import surplus
+    from evernear.maintenance.prune import prune_store, surplus
 
     settings = registry_settings(store, config, overrides, workdir)
     opened = open_store(settings.store_uri)

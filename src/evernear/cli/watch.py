@@ -57,14 +57,14 @@ def run(
 ) -> None:
     """Run the watcher until SIGTERM or Ctrl-C: check on the schedule, and soon after MinIO reports a change."""
     from evernear.common.store import open_store
-    from evernear.triggers.watch.service import Service
+    from evernear.triggers.watch.service import WatchService
     from evernear.triggers.watch.watcher import Watcher
 
     settings = watch_settings(source, config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
-        service = Service(watcher, settings)
+        service = WatchService(watcher, settings)
         remains = (
             "Interrupted after the last check. No process is left; `evernear watch run` continues with the next one."
         )
@@ -148,7 +148,7 @@ def ship(
     log_to_stderr(logging.WARNING, settings.log_format)
     directory, store = logged_queries(home_of(settings.workdir)), open_store(settings.store_uri)
     if once:
-        shipped = query_log.ship(directory, store)
+        shipped = query_log.ship_query_log(directory, store)
         print_line(f"Shipped {quantity(shipped, 'file')} from {directory} to {store.uri}.")
         if not shipped:
             period_s = settings.serving.query_log_period_s

@@ -85,7 +85,7 @@ _remembered: set[str] = set()
 _forms: tuple[str, ...] = ()
 
 
-def configure(environment: MutableMapping[str, str] = os.environ) -> None:
+def configure_masking(environment: MutableMapping[str, str] = os.environ) -> None:
     """Strip credentials and addresses in ``environment``, for this process and its children, and remember the secrets.
 
     A secret that was made with ``echo`` ends in a line break, which no HTTP header may contain: libraries would fail
@@ -187,7 +187,7 @@ def mask_streams() -> None:
 
     The entry point of every program calls this; importing evernear does not replace a program's streams.
     """
-    configure()
+    configure_masking()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, MaskedStream):

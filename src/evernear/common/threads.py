@@ -2,7 +2,7 @@
 
 By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node, and a waiting thread spins: see
 docs/decisions/0013-what-a-pod-runs.md. The libraries read the environment when they are loaded, and child processes
-inherit it. Importing evernear therefore calls `configure` first.
+inherit it. Importing evernear therefore calls `configure_threads` first.
 """
 
 import math
@@ -16,10 +16,10 @@ from evernear.common.container import ROOT, cpu_limit
 THREADS = "OMP_NUM_THREADS"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 CHOSEN_THREADS = "_EVERNEAR_THREADS"
-"""The value that `configure` chose for `THREADS`, to distinguish it from a value of the user."""
+"""The value that `configure_threads` chose for `THREADS`, to distinguish it from a value of the user."""
 
 
-def configure() -> None:
+def configure_threads() -> None:
     """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user set them.
 
     Libraries that are already loaded are not affected.

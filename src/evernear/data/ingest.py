@@ -116,7 +116,7 @@ class Batch:
         )
 
 
-def ingest(
+def ingest_source(
     settings: DataSettings,
     store_uri: str,
     report: Callable[[str], None] = lambda _: None,

@@ -135,7 +135,7 @@ class Ledger:
                     self._db.execute(statement)
             _add_missing_tables(self._db)
             if not is_new:
-                ledger_changes.track(self._db)
+                ledger_changes.track_changes(self._db)
             self._has_moved = bool(moved_from) and self._move_source(_source_uri(moved_from), _source_uri(source))
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
@@ -150,7 +150,7 @@ class Ledger:
             self._db.execute("COMMIT")
             self._db.execute("VACUUM INTO ?", (str(path),))
             self._db.execute("BEGIN")
-            ledger_changes.track(self._db)
+            ledger_changes.track_changes(self._db)
 
     def save_changes(self, path: Path) -> None:
         """Write what changed since the ledger was opened or last saved to ``path``, for `apply_changes`."""
@@ -158,7 +158,7 @@ class Ledger:
             self._db.execute("COMMIT")
             ledger_changes.save(self._db, path)
             self._db.execute("BEGIN")
-            ledger_changes.track(self._db)
+            ledger_changes.track_changes(self._db)
 
     def has_changed(self) -> bool:
         """Whether anything changed since the ledger was opened or last saved."""
@@ -550,7 +550,7 @@ def apply_changes(ledger: Path, changes: Path) -> None:
     with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         _without_journal(db)
         _add_missing_tables(db)
-        ledger_changes.apply(db, changes)
+        ledger_changes.apply_row_changes(db, changes)
 
 
 def stored_digests(ledger: Path) -> list[bytes]:

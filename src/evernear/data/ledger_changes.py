@@ -17,7 +17,7 @@ _TABLES = {
 _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 
 
-def track(db: sqlite3.Connection) -> None:
+def track_changes(db: sqlite3.Connection) -> None:
     """From here on, note in temporary tables which rows are written, with their content before.
 
     Rows are also written where nothing changes: of decoded images, of broken files, of files that are read again.
@@ -39,12 +39,12 @@ def track(db: sqlite3.Connection) -> None:
 
 
 def any_changed(db: sqlite3.Connection) -> bool:
-    """Whether a row differs from its content at `track`."""
+    """Whether a row differs from its content at `track_changes`."""
     return any(db.execute(f"SELECT 1 FROM {_changed(table)} LIMIT 1").fetchone() for table in _TABLES)
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
-    """Write what changed since `track` to ``path``; call this outside of a transaction."""
+    """Write what changed since `track_changes` to ``path``; call this outside of a transaction."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
     for table, (keys, _) in _TABLES.items():
@@ -58,7 +58,7 @@ def save(db: sqlite3.Connection, path: Path) -> None:
     db.execute("DETACH part")
 
 
-def apply(db: sqlite3.Connection, path: Path) -> None:
+def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
     """Apply a file of `save` to the ledger that it was written for."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")

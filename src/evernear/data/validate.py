@@ -168,7 +168,7 @@ class Report(Frozen):
         return "\n".join([*lines, f"| all | {totals} |", ""])
 
 
-def validate(
+def validate_dataset(
     dataset: Dataset,
     settings: ValidationSettings,
     champion_labels: Sequence[str] = (),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evernear.common.store import open_store
-from evernear.deployment.local import LocalTarget, at_running_server, serve
+from evernear.deployment.local import LocalTarget, at_running_server, serve_local
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, SettingsError, StoreError
@@ -19,7 +19,7 @@ from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
 
 
-def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
+def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Deploy an archived release to ``settings.target`` and make it the champion.
 
     Deploying the champion again repeats the verification and changes nothing else. ``cause`` (default: this process) is
@@ -49,7 +49,9 @@ def deploy(archive: Path, verdict_file: Path, settings: RunSettings, cause: Caus
     return deployed
 
 
-def promote(version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None) -> Deployment:
+def promote_release(
+    version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None
+) -> Deployment:
     """Promote a release on a person's decision: make it live at ``settings.target``, then the champion.
 
     ``force`` overrules a verdict of hold and requires a reason in ``cause``.
@@ -58,7 +60,7 @@ def promote(version: str, settings: RunSettings, *, force: bool = False, cause: 
         StoreError: no such release, or it is already the champion, or the registry is unreachable.
         IntegrityError: the archive is damaged, or its verdict is hold and ``force`` is not set.
         SettingsError: ``force`` without a reason.
-        ServingError, ClusterError, BusyError, ConflictError: as in `deploy`.
+        ServingError, ClusterError, BusyError, ConflictError: as in `deploy_release`.
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
@@ -83,8 +85,8 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
     Raises:
         SettingsError: the target has no settings of a release.
         StoreError: no release was promoted yet, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as in `promote`; the previous settings are
-            live.
+        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as in `promote_release`; the previous
+            settings are live.
     """
     if settings.target != "kubernetes":
         raise SettingsError(
@@ -109,7 +111,7 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
     Raises:
         ConflictError: the champion is not ``expected``.
         StoreError: no previous champion, or it was pruned, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, IntegrityError: as in `promote`.
+        ServingError, ClusterError, BusyError, IntegrityError: as in `promote_release`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -130,10 +132,10 @@ def forget_releases(settings: RunSettings) -> None:
     """Unload the releases that the registry no longer has from the TorchServe of ``settings.workdir``, if it runs.
 
     Raises:
-        StoreError, ServingError, BusyError: as `evernear.deployment.local.serve`.
+        StoreError, ServingError, BusyError: as `evernear.deployment.local.serve_local`.
     """
     if settings.target == "local" and LocalTarget(settings).is_running():
-        serve(at_running_server(settings))
+        serve_local(at_running_server(settings))
 
 
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:

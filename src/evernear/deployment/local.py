@@ -1,6 +1,6 @@
 """The TorchServe of a working directory as a deployment target.
 
-The registry's champion is the truth. Whenever a crash leaves the server behind it, `serve` or the next deployment
+The registry's champion is the truth. Whenever a crash leaves the server behind it, `serve_local` or the next deployment
 makes the server follow.
 """
 
@@ -157,13 +157,13 @@ class LocalTarget:
     @contextlib.contextmanager
     def _server(self) -> Generator[None]:
         """Start the server if it is down; stop it if the body fails and leaves it without a model."""
-        torchserve.start(self._settings.serving, self._home)
+        torchserve.start_server(self._settings.serving, self._home)
         try:
             yield
         except BaseException:
             with contextlib.suppress(ServingError):
                 if not self._registered():
-                    torchserve.stop(self._home)
+                    torchserve.stop_server(self._home)
             raise
 
     def _registered(self) -> dict[str, RegisteredVersion]:
@@ -265,7 +265,7 @@ def at_running_server(settings: RunSettings) -> RunSettings:
     return settings.model_copy(update={"serving": serving})
 
 
-def serve(settings: RunSettings) -> str:
+def serve_local(settings: RunSettings) -> str:
     """Bring the champion up unless it is live already; returns its version.
 
     Raises:
@@ -320,10 +320,10 @@ def stopped_by_signals(home: Path) -> Generator[None]:
     try:
         yield
     except SystemExit:
-        torchserve.stop(home)
+        torchserve.stop_server(home)
         raise
     except KeyboardInterrupt:
-        torchserve.stop(home)
+        torchserve.stop_server(home)
         raise UserInterruptError(
             "Interrupted. TorchServe answered the requests in flight and stopped; `evernear serve` starts it again."
         ) from None

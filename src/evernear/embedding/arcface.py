@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evernear.embedding.architecture import Architecture
-from evernear.embedding.network import build
+from evernear.embedding.network import build_network
 from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7
@@ -98,7 +98,7 @@ class TrainingModule(nn.Module):
         self, architecture: Architecture, classes: int, settings: TrainSettings, precision: torch.dtype
     ) -> None:
         super().__init__()
-        self.network = build(architecture)
+        self.network = build_network(architecture)
         self.classes, self.label_smoothing = classes, settings.label_smoothing
         dim = architecture.embedding_dim // architecture.members
         scale = settings.scale or choose_scale(classes, settings.label_smoothing)

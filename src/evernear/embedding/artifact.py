@@ -12,7 +12,7 @@ from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.common.frozen import Frozen
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
-from evernear.embedding.network import EmbeddingNetwork, build
+from evernear.embedding.network import EmbeddingNetwork, build_network
 from evernear.errors import IntegrityError
 from evernear.settings import TrainSettings
 
@@ -122,7 +122,7 @@ def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:
     data = path.read_bytes() if path.is_file() else b""
     if sha256_bytes(data) != trained.weights_sha256:
         raise IntegrityError(f"{path} is missing or does not match {DESCRIPTION_FILE}; {trained.remedy}.")
-    network = build(trained.architecture)
+    network = build_network(trained.architecture)
     network.load_state_dict(from_bytes(data))
     network.eval()
     return trained, network

@@ -72,7 +72,7 @@ class Node:
 ONE_NODE = Node()
 
 
-def run(
+def run_processes(
     function: Callable[[Callable[[Message], None]], None],
     processes: int,
     backend: str,

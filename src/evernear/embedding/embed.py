@@ -30,7 +30,7 @@ SHARD_SIZE = 8_192
 BATCH_SIZE = 256
 
 
-def embed(
+def embed_dataset(
     network_dir: Path,
     dataset: Dataset,
     out_dir: Path,

@@ -93,7 +93,7 @@ def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collecti
     return CenteredNetwork(network, (sums[present] / counts[present, None]).mean(dim=0)).eval()
 
 
-def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
+def export_network(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
     """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript with its description.
 
     Parity is the largest absolute difference of any coordinate between the eager network and the file as it will be
@@ -144,7 +144,7 @@ def export(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float)
 
 
 def describe_network(directory: Path) -> ExportedNetwork:
-    """Read the description that `export` wrote.
+    """Read the description that `export_network` wrote.
 
     Raises:
         IntegrityError: it is missing or invalid.
@@ -169,7 +169,7 @@ def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Datas
 
 
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:
-    """Load the network of an `export` directory, verified against its description, and optimize it for large batches.
+    """Load the network of an `export_network` directory, verified by its description, and optimize it for big batches.
 
     It maps uint8 images (N, C, H, W) to unit vectors (N, D) of float32. With oneDNN's operators and memory layout, a
     batch of 256 takes 2% to 14% less time, but a single image up to 3 times as much, so servers do not use them. An

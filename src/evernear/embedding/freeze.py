@@ -9,7 +9,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.data_loader import TrainingImages
-from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build, choose_patch
+from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
 from evernear.settings import TrainSettings
 
 
@@ -84,7 +84,7 @@ def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_lab
     images = TrainingImages(dataset, exclude_labels)
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
-    network = build(architecture)
+    network = build_network(architecture)
     pretrained_sha256 = initialize(network, architecture, settings)
     whiten(network, images.in_order("train"), images.classes)
     trained = TrainedNetwork(

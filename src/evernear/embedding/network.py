@@ -114,7 +114,7 @@ def _build_member(architecture: Architecture) -> nn.Module:
     return TimmMember(architecture)
 
 
-def build(architecture: Architecture) -> EmbeddingNetwork:
+def build_network(architecture: Architecture) -> EmbeddingNetwork:
     """Build a network with random weights, in channels-last memory format."""
     network = EmbeddingNetwork(architecture)
     height, width, channels = architecture.shape

@@ -115,7 +115,7 @@ def train_in_processes(
     function = partial(_train_rank, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     backend = "nccl" if gpus >= settings.processes else "gloo"
-    distributed.run(function, settings.processes, backend, on_message, node)
+    distributed.run_processes(function, settings.processes, backend, on_message, node)
 
 
 def _train_rank(
@@ -139,7 +139,7 @@ def write_result_of_nodes(
     Raises:
         TrainingError: the training is not finished.
     """
-    training = prepare(dataset, settings, exclude_labels, torch.device("cpu"))
+    training = prepare_training(dataset, settings, exclude_labels, torch.device("cpu"))
     load_checkpoint(store, training.key, training.state)
     if not training.state.is_finished(training.settings):
         raise TrainingError(
@@ -167,7 +167,7 @@ def train_in_this_process(
     device = choose_device(settings, rank % settings.processes)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the device for `distributed.broadcast_from_rank_0`
-    training = prepare(dataset, settings, exclude_labels, device)
+    training = prepare_training(dataset, settings, exclude_labels, device)
     settings, state = training.settings, training.state
     load_checkpoint(store, training.key, state)
     resumed_after_epoch = len(state.history)
@@ -207,7 +207,7 @@ class Training:
     """The key of the checkpoint."""
 
 
-def prepare(
+def prepare_training(
     dataset: Dataset, settings: TrainSettings, exclude_labels: frozenset[str], device: torch.device
 ) -> Training:
     """Choose the recipe, and initialize the network and its optimizer."""

@@ -29,7 +29,7 @@ OUTCOMES_FILE = "outcomes.npz"
 SYSTEMS = ("candidate", "champion")
 
 
-class Champion(NamedTuple):
+class LiveSystem(NamedTuple):
     """The live release, which is measured together with the candidate."""
 
     recognizer: "Recognizer"
@@ -146,9 +146,9 @@ class _Leakage(NamedTuple):
     unreadable: dict[Literal["training", "champion"], str]
 
 
-def evaluate(
+def evaluate_systems(
     candidate: "Recognizer",
-    champion: Champion | None,
+    champion: LiveSystem | None,
     dataset: Dataset,
     open_set: OpenSet,
     settings: EvaluationSettings,
@@ -186,7 +186,7 @@ def evaluate(
     )
 
 
-def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: Champion | None) -> _Leakage:
+def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: LiveSystem | None) -> _Leakage:
     """Count leaked test images. An earlier snapshot that cannot be read leaves its counts unknown."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import OnStep, train_network
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.calibrate import threshold_at, threshold_rejecting
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
@@ -32,7 +32,7 @@ FEWEST_KNOWN = 2
 """Minimum number of classes to train on; calibration needs two in the gallery."""
 
 
-def probe(
+def probe_open_set(
     dataset: Dataset,
     train_settings: TrainSettings,
     settings: EvaluationSettings,
@@ -128,9 +128,9 @@ def _recognizer_without(
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
-        export(trained, dataset, network, recipe.parity_tolerance)
-        embed(network, dataset, embeddings, batch_size=batch_size)
-        build(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)
+        export_network(trained, dataset, network, recipe.parity_tolerance)
+        embed_dataset(network, dataset, embeddings, batch_size=batch_size)
+        build_index(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)
         return Recognizer.open(network, index)
 
 

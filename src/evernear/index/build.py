@@ -16,7 +16,7 @@ from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
-from evernear.index.choose import AUTO, TRAINING_VECTORS, Choice, choose
+from evernear.index.choose import AUTO, TRAINING_VECTORS, Choice, choose_index
 from evernear.index.description import (
     CENTROIDS_FILE,
     DESCRIPTION_FILE,
@@ -33,7 +33,7 @@ from evernear.plugins import FAISS, index_backend
 from evernear.settings import IndexSettings
 
 
-def build(
+def build_index(
     embeddings: Embeddings,
     labels: Sequence[str],
     settings: IndexSettings,
@@ -117,7 +117,7 @@ def _create(gallery: GalleryVectors, settings: IndexSettings, queries: Embedding
         with index_backend(settings.backend) as backend:
             chosen = backend.create(gallery, settings, queries, exact)
     elif settings.type == AUTO:
-        chosen = choose(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
+        chosen = choose_index(gallery.size, gallery.embeddings.dim, settings, partial(_make, gallery), queries, exact)
     else:
         chosen = Choice(_make(gallery, settings.type), settings.type, settings.search, "")
     if settings.search:

@@ -43,7 +43,7 @@ class Choice:
     reason: str
 
 
-def choose(
+def choose_index(
     size: int,
     dim: int,
     settings: IndexSettings,
@@ -55,8 +55,8 @@ def choose(
 
     A gallery is searched exactly if `exact_search_reason` gives a reason. Otherwise inverted files are tried in the
     order of `CODES`, without those that exceed ``settings.memory_mb``, and below `COMPRESSED_FROM_BYTES` without the
-    first. The first is taken that reaches ``settings.recall`` on ``queries`` (see `tune`). If none does, the index is
-    Flat, even above ``settings.memory_mb``.
+    first. The first is taken that reaches ``settings.recall`` on ``queries`` (see `tune_index`). If none does, the
+    index is Flat, even above ``settings.memory_mb``.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
@@ -71,7 +71,7 @@ def choose(
             continue
         index = make(factory)
         probes = [f"nprobe={number}" for number in _probes(lists)]
-        tuned = tune(index, probes, settings.recall, queries, exact)
+        tuned = tune_index(index, probes, settings.recall, queries, exact)
         reached = f"{factory} takes {_mb(size_bytes)} and finds {tuned.hits:,} of {tuned.queries:,} nearest vectors"
         if tuned.suffices:
             reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence; Flat takes {_mb(flat_bytes)}"
@@ -104,7 +104,7 @@ class Tuned:
     suffices: bool
 
 
-def tune(
+def tune_index(
     index: VectorIndex, candidates: Sequence[str], target_recall: float, queries: EmbeddingBlock, exact: ExactNeighbors
 ) -> Tuned:
     """Set the first of ``candidates`` whose recall@1 against exact search reaches ``target_recall`` at 95% confidence.

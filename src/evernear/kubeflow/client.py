@@ -16,7 +16,7 @@ from evernear.common.run_record import RUNS, STARTING
 from evernear.common.store import Store
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
 from evernear.kubeflow.connection import ApiError, Connection
-from evernear.kubeflow.runs import Parameter, Run, State, Step
+from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import PipelineSettings, merge
 
 LOCK_POLL_S = 0.5
@@ -230,7 +230,7 @@ class KfpRuns:
             self._versions[key] = self._kfp.find("pipeline_service_get_pipeline_version", **ids)
         return self._versions[key]
 
-    def _steps(self, run: Any) -> tuple[Step, ...]:
+    def _steps(self, run: Any) -> tuple[KfpStep, ...]:
         """The run's tasks. KFP also lists drivers, executors and groups; the pipeline spec tells them apart."""
         version = self._version(run) if run.pipeline_version_reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
@@ -238,7 +238,7 @@ class KfpRuns:
         details = (run.run_details and run.run_details.task_details) or ()
         last = {d.display_name: d for d in details if _is_task(d.display_name, names)}
         steps = [
-            Step(
+            KfpStep(
                 name=detail.display_name,
                 state=_state(detail.state),
                 started=_utc(detail.start_time),

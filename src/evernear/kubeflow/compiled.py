@@ -32,12 +32,12 @@ def for_cluster(pipeline: str, image: str) -> bytes:
     return golden.read_bytes().replace(PLACEHOLDER_IMAGE.encode(), image.encode())
 
 
-def parameters_of(compiled: bytes) -> Sequence[Parameter]:
+def compiled_parameters(compiled: bytes) -> Sequence[Parameter]:
     """The parameters of a compiled pipeline."""
     return parameters_in(next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["root"])
 
 
-def with_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
+def fill_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
     """``compiled`` with its parameter defaults replaced by ``defaults``."""
     if not defaults:
         return compiled

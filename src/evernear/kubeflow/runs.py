@@ -36,7 +36,7 @@ class State(StrEnum):
         return self in (State.SUCCEEDED, State.SKIPPED, State.FAILED, State.CANCELED)
 
 
-class Step(Frozen):
+class KfpStep(Frozen):
     """One task of a run."""
 
     name: str
@@ -63,7 +63,7 @@ class Run(Frozen):
     error: str = ""
     url: str = ""
     """The run's page in the KFP UI; empty if the URL of the UI is unknown."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[KfpStep, ...] = ()
     """Steps in the order in which they started; set only by `evernear.kubeflow.client.KfpRuns.show`."""
 
 

@@ -1,8 +1,8 @@
 """Check a store, and repair what can be made again: every object that a release, a head or the champion needs.
 
-`check` reads each of them and compares hashes. `repair` restores shards from the images of their sources, the newest
-snapshot of a dataset from earlier ones, ledgers from shards, and records of releases from their archives. Nothing is
-deleted. The rest is reported with its consequence.
+`check_store` reads each of them and compares hashes. `repair` restores shards from the images of their sources, the
+newest snapshot of a dataset from earlier ones, ledgers from shards, and records of releases from their archives.
+Nothing is deleted. The rest is reported with its consequence.
 """
 
 import tempfile
@@ -49,7 +49,7 @@ class Damage(Frozen):
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 
-def check(store: Store, report: Report = lambda _: None) -> list[Damage]:
+def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
     """Read every object that is needed, and return those that are missing or damaged.
 
     Raises:

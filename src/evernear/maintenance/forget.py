@@ -2,7 +2,7 @@
 
 An image is *removed* if a stored snapshot has it and the newest snapshot of its dataset does not. A snapshot is
 *affected* if it has a removed image, and a release if it was built from an affected snapshot or if its network was
-trained on one. `find` only reads. `forget` deletes
+trained on one. `find` only reads. `forget_images` deletes
 
 - affected releases, with their archives and their collections in Milvus;
 - affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
@@ -10,8 +10,8 @@ trained on one. `find` only reads. `forget` deletes
 - sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
 - logged queries whose image may show a class of a removed image.
 
-The champion is never deleted: `forget` refuses while it is affected. Shards and snapshots are deleted last, so a killed
-`forget` finds the same images when it is repeated.
+The champion is never deleted: `forget_images` refuses while it is affected. Shards and snapshots are deleted last, so
+a killed `forget_images` finds the same images when it is repeated.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ Digests = NDArray[np.bytes_]
 
 
 class Forgotten(Frozen):
-    """What `forget` deletes, or has deleted."""
+    """What `forget_images` deletes, or has deleted."""
 
     images: int
     """Distinct removed images in stored shards."""
@@ -86,7 +86,7 @@ class _DatasetState:
 
 
 def find(store: Store) -> Forgotten:
-    """Find out what `forget` would delete.
+    """Find out what `forget_images` would delete.
 
     Raises:
         StoreError: the store fails.
@@ -95,7 +95,7 @@ def find(store: Store) -> Forgotten:
     return _Forgetting(store).forgotten
 
 
-def forget(store: Store) -> Forgotten:
+def forget_images(store: Store) -> Forgotten:
     """Delete removed images and all that was made from them. No ingest may run at the same time. Safe to repeat after a
     kill.
 
@@ -252,7 +252,7 @@ def _state(store: Store, name: str) -> _DatasetState:
         for shard in manifest.shards:
             if shard.sha256 in clean_shards | affected_shards:
                 continue
-            # A shard may be missing because a `forget` was killed.
+            # A shard may be missing because a `forget_images` was killed.
             of_shard = _removed(dataset, shard, current) if shard.sha256 in stored else None
             (clean_shards if of_shard == {} else affected_shards).add(shard.sha256)
             removed |= of_shard or {}

@@ -1,6 +1,6 @@
 """Delete what nothing in a store needs: what grows with every run.
 
-`surplus` only reads. `prune` removes old releases (`Registry.prune`), then deletes, in this order:
+`surplus` only reads. `prune_store` removes old releases (`Registry.prune`), then deletes, in this order:
 
 - records of runs that made no remaining release, but for the newest ones;
 - training checkpoints, unless one may belong to a training that was interrupted after the newest release;
@@ -9,7 +9,7 @@
 - archives without a release.
 
 A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
-next `prune` deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
+next `prune_store` deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
 
 Everything else stays: the history of the champion, records of pruned releases, the audit log, answers and requests.
 Logged queries have a retention time, `watch.query_retention_s`.
@@ -55,7 +55,7 @@ class Surplus(Frozen):
 
 
 class Pruning(Frozen):
-    """What `prune` deletes, or has deleted."""
+    """What `prune_store` deletes, or has deleted."""
 
     releases: tuple[str, ...]
     """Versions that are removed; their records remain, as pruned."""
@@ -86,7 +86,7 @@ class _Needs:
 
 
 def surplus(store: Store, keep: int) -> Pruning:
-    """Find out what `prune` would delete now.
+    """Find out what `prune_store` would delete now.
 
     Raises:
         IntegrityError: the pointer to the champion is damaged or lost.
@@ -95,13 +95,13 @@ def surplus(store: Store, keep: int) -> Pruning:
     return _plan(store, keep, Registry(store).surplus(keep))
 
 
-def prune(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
+def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
     """Remove all but the newest ``keep`` releases and runs, and delete what nothing needs. Safe to repeat after a kill.
 
     ``ended`` are runs that were killed on another machine, so that they recorded no end.
 
     Raises:
-        BusyError: a run or another `prune` is in progress; nothing was deleted.
+        BusyError: a run or another `prune_store` is in progress; nothing was deleted.
         ConflictError: the champion changed in the meantime, or this process was stopped for too long; repeat it.
         IntegrityError: the pointer to the champion is damaged or lost.
         StoreError: the store or Milvus fails; repeat it.

@@ -85,7 +85,7 @@ class Release:
     smoke_settled: bool
 
 
-def archive(
+def make_archive(
     candidate: Candidate, settings: ServingSettings, handler: Path, out_dir: Path, created: datetime | None = None
 ) -> Release:
     """Pack a release into ``out_dir``.

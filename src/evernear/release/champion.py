@@ -8,7 +8,7 @@ from pathlib import Path
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
-from evernear.evaluation.evaluate import Champion
+from evernear.evaluation.evaluate import LiveSystem
 from evernear.evaluation.measure import NO_CHANGES
 from evernear.evaluation.recognizer import Recognizer
 from evernear.release.archive_reader import open_release
@@ -17,7 +17,7 @@ from evernear.settings import ClassSettings
 
 
 @contextmanager
-def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[Champion | None]:
+def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[LiveSystem | None]:
     """The champion of a store, if there is one, with its removed and renamed ``classes``.
 
     The recognizer is named after the champion's version. Its files are in a temporary directory, deleted on exit.
@@ -46,4 +46,4 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
             dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
         except IntegrityError as error:
             dataset, fault = None, str(error)
-        yield Champion(recognizer, dataset, classes, fault)
+        yield LiveSystem(recognizer, dataset, classes, fault)

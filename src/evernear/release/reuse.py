@@ -16,7 +16,7 @@ from evernear.release.registry import Registry
 
 
 def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:
-    """Copy the champion's network to ``network_dir``, in the format of `evernear.embedding.export.export`.
+    """Copy the champion's network to ``network_dir``, in the format of `evernear.embedding.export.export_network`.
 
     Returns the manifest of the champion and its open-set threshold. A threshold that was measured on unseen classes is
     a property of the network, which does not change, so it is reused. A threshold that was calibrated on impostors

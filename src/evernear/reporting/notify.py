@@ -34,7 +34,7 @@ class NextStep(NamedTuple):
     command: str
 
 
-class Outcome(Frozen):
+class RunOutcome(Frozen):
     """The outcome of a run."""
 
     run: str
@@ -130,9 +130,9 @@ class Outcome(Frozen):
         return f" Nevertheless, release {self.release} {self.release_state()}." if self.release else ""
 
 
-def load_outcome(store: Store, run: str) -> Outcome | None:
+def load_outcome(store: Store, run: str) -> RunOutcome | None:
     """The outcome of ``run``; None before `finalize`."""
-    return RunRecord(store, run).find("outcome", Outcome)
+    return RunRecord(store, run).find("outcome", RunOutcome)
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
@@ -142,7 +142,7 @@ def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
 
 def finalize(
     record: RunRecord, pipeline: str, state: str, error_message: str, command: tuple[str, ...] = ()
-) -> Outcome:
+) -> RunOutcome:
     """Derive the outcome of a run, and record it.
 
     ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...) and ``error_message`` its error,
@@ -153,7 +153,7 @@ def finalize(
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
     deployed = rollback or promotion or deployment
     candidate = record.load("archived").get("version")
-    outcome = Outcome(
+    outcome = RunOutcome(
         run=record.run,
         pipeline=pipeline,
         state="failed",

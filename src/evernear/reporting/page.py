@@ -28,7 +28,7 @@ from evernear.index.description import describe_threshold
 from evernear.release.manifest import is_version
 from evernear.release.registry import Record, Registry
 from evernear.reporting import plots
-from evernear.reporting.notify import EXIT_STEP, Outcome
+from evernear.reporting.notify import EXIT_STEP, RunOutcome
 from evernear.settings import CostSettings, RunSettings
 from evernear.settings.sources import flat
 
@@ -75,7 +75,7 @@ class ClassRow(NamedTuple):
 class RunReport:
     """All records of a run; None for a step that it did not reach."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     steps: tuple[StepRecord, ...]
     verdict: Verdict | None
     evaluation: Evaluation | None
@@ -93,7 +93,7 @@ class RunReport:
             StoreError: the run is unknown or has no outcome yet, or the store fails.
             IntegrityError: the record is damaged.
         """
-        outcome = record.find("outcome", Outcome)
+        outcome = record.find("outcome", RunOutcome)
         if outcome is None:
             raise StoreError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
         evaluation = record.find("evaluation", Evaluation)
@@ -300,7 +300,7 @@ def _charts(report: RunReport) -> dict[str, Markup]:
         drawn.append(plots.probe_distances(probe, probe.roc))
         drawn.append(plots.trade_off(probe, probe.roc))
     if examples.live:
-        drawn.append(plots.live_distances(examples.live))
+        drawn.append(plots.plot_live_distances(examples.live))
     charts["distances"] = Markup("").join(drawn)
     return charts
 
@@ -315,7 +315,7 @@ def _colors(examples: Examples | None) -> dict[str, str]:
     }
 
 
-def _lineage(store: Store, outcome: Outcome, evaluation: Evaluation | None) -> dict[str, str]:
+def _lineage(store: Store, outcome: RunOutcome, evaluation: Evaluation | None) -> dict[str, str]:
     """Where the candidate comes from: digests, code and parent."""
     lineage = {"run": outcome.run, "pipeline": outcome.pipeline, "store": store.uri}
     if evaluation:

@@ -79,7 +79,7 @@ def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
     return _histogram("Open-set probe: known and unseen classes", series, threshold)
 
 
-def live_distances(live: LiveDistances) -> Markup:
+def plot_live_distances(live: LiveDistances) -> Markup:
     """The histogram of the champion's live queries."""
     return _histogram("Live queries of the champion", {"live queries": live.histogram}, live.threshold)
 

@@ -156,7 +156,7 @@ class BucketTarget:
         return stored[0] if stored else None
 
 
-def open_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
+def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
     """Open ``data.source`` for writing. Lists it once, for its classes. The ``settings`` say how its folders are meant.
 
     Raises:

@@ -65,7 +65,7 @@ class SuspectItem(NamedTuple):
     duplicate: bytes | None
 
 
-def create_app(
+def create_review_app(
     store: Store, answers: Answers, target: LabelTarget, token: str, who: str, suspects: Sequence[Suspect] = ()
 ) -> Starlette:
     """The application. Each request needs ``token`` in its query; answers are recorded as ``who``'s."""
@@ -137,7 +137,7 @@ def create_app(
     return Starlette(routes=[Route("/", guarded(get)), Route("/", guarded(post), methods=["POST"])])
 
 
-def serve(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
+def serve_review(app: Starlette, port: int, on_bound: Callable[[int], None]) -> None:
     """Serve on 127.0.0.1 until Ctrl-C. ``port`` 0 chooses a free one; ``on_bound`` receives the port.
 
     Raises:

@@ -15,7 +15,7 @@ from evernear.settings import ServingSettings
 TIMEOUT_S = 30
 
 
-class Worker(Frozen, extra="ignore"):
+class ModelWorker(Frozen, extra="ignore"):
     """A Python process of a registered version."""
 
     status: str
@@ -31,7 +31,7 @@ class RegisteredVersion(Frozen, extra="ignore"):
 
     version: str = Field(alias="modelVersion")
     archive: str = Field(alias="modelUrl")
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[ModelWorker, ...] = ()
     queue: _Queue = Field(alias="jobQueueStatus")
 
     @property

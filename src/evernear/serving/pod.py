@@ -96,8 +96,8 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
     return chosen
 
 
-def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
-    """Download a release from the store of ``settings`` for `serve`.
+def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
+    """Download a release from the store of ``settings`` for `serve_pod`.
 
     ``sha256`` is the archive's according to the deployer. The registry's record and the archive must agree with it. The
     store is only read. Safe to repeat, also after a kill.
@@ -132,7 +132,7 @@ def fetch(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
     return parts.manifest
 
 
-def serve(settings: Settings, *, without_token: bool = False) -> NoReturn:
+def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """Replace this process with TorchServe and the fetched release.
 
     Inference and metrics listen on all addresses, management on loopback, and no model can be registered. Inference

@@ -199,7 +199,7 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
         raise IntegrityError(f"{source} is not a file of the query log.") from None
 
 
-def ship(directory: Path, store: Store) -> int:
+def ship_query_log(directory: Path, store: Store) -> int:
     """Move the files in ``directory`` to the store; returns their number. Safe to repeat after a kill.
 
     Raises:
@@ -218,11 +218,11 @@ def ship(directory: Path, store: Store) -> int:
 
 
 def ship_until(ended: threading.Event, directory: Path, store: Store) -> None:
-    """`ship` once a minute, and once more at the end. Failures are logged and retried."""
+    """`ship_query_log` once a minute, and once more at the end. Failures are logged and retried."""
     while True:
         at_end = ended.wait(SHIP_EVERY_S)
         try:
-            ship(directory, store)
+            ship_query_log(directory, store)
         except (EvernearError, OSError) as error:
             _log.warning("Logged queries wait until they can be shipped: %s", error)
         if at_end:

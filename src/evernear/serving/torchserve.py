@@ -45,7 +45,7 @@ JAVA_EXIT_TIMEOUT_S = 5.0  # after the drain
 KILL_TIMEOUT_S = 15.0
 
 
-def start(settings: ServingSettings, home: Path) -> Endpoints:
+def start_server(settings: ServingSettings, home: Path) -> Endpoints:
     """Start TorchServe in ``home`` unless it runs already, and wait until its management API answers.
 
     The server outlives this process and inherits none of its pipes.
@@ -100,10 +100,10 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
-    """Fail early where `start` would fail, rather than after hours of training.
+    """Fail early where `start_server` would fail, rather than after hours of training.
 
     Raises:
-        PortInUseError, ServingError: as `start`.
+        PortInUseError, ServingError: as `start_server`.
     """
     requested = Endpoints.of(settings)
     if is_running(home):
@@ -113,7 +113,7 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
     _require_free_ports(requested)
 
 
-def stop(home: Path) -> bool:
+def stop_server(home: Path) -> bool:
     """Stop the server of ``home`` with all its workers; returns whether one was running.
 
     The server drains: it refuses new connections and answers the requests in flight, for at most the

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Checkpoint, Snapshots
@@ -50,7 +50,7 @@ def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: P
     before, after = moved
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
-    first = ingest(settings, before.uri)
+    first = ingest_source(settings, before.uri)
     copy(before, after)
     for info in list(before.list("")):
         before.delete(info.key)
@@ -59,10 +59,10 @@ def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: P
     assert found is not None
     assert found.manifest.store_uri == after.uri
     assert images(found) == 24
-    unchanged = ingest(settings, after.uri)
+    unchanged = ingest_source(settings, after.uri)
     assert (unchanged.digest, unchanged.store_uri) == (first.digest, after.uri)
     write_images(tmp_path / "images", 3, seed=1)
-    second = ingest(settings, after.uri)
+    second = ingest_source(settings, after.uri)
     assert images(Dataset(second, open_store(second.store_uri))) == 30
     assert not list(before.list(""))
 
@@ -72,7 +72,7 @@ def test_manifest_of_an_earlier_version_is_read_from_the_store_that_has_it(tmp_p
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     original = open_store((tmp_path / "original").as_uri())
-    manifest = ingest(settings, original.uri)
+    manifest = ingest_source(settings, original.uri)
     key = manifest_key(manifest.name, manifest.digest)
     original.put(key, manifest.to_json())
     assert original.uri.encode() in original.get(key)
@@ -82,14 +82,14 @@ def test_manifest_of_an_earlier_version_is_read_from_the_store_that_has_it(tmp_p
     head = Snapshots(copied, manifest.name).head()
     assert head is not None
     assert head.store_uri == copied.uri
-    assert ingest(settings, copied.uri).digest == manifest.digest
+    assert ingest_source(settings, copied.uri).digest == manifest.digest
 
 
 def test_checkpoint_does_not_name_its_store(tmp_path: Path) -> None:
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     foreign = manifest.model_copy(update={"store_uri": "s3://elsewhere", "parent": manifest.digest})
     ledger = (manifest.ledger_sha256, *manifest.ledger_changes)
     normalized = settings.model_copy(update={"requests_in_flight": 1, "decode_threads": 1})
@@ -105,22 +105,22 @@ def test_damaged_head_and_manifest_name_the_command_that_repairs_them(damage: by
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     head = f"datasets/{manifest.name}/head.json"
     for key in (manifest_key(manifest.name, manifest.digest), head):
         intact = store.get(key)
         store.put(key, damage)
         with pytest.raises(IntegrityError, match="run `evernear store check --repair`"):
-            ingest(settings, store.uri)
+            ingest_source(settings, store.uri)
         store.put(key, intact)
-    assert ingest(settings, store.uri) == manifest
+    assert ingest_source(settings, store.uri) == manifest
 
 
 def test_another_snapshot_under_the_name_of_a_digest_is_detected(tmp_path: Path) -> None:
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest(settings, store.uri)
+    manifest = ingest_source(settings, store.uri)
     other: Manifest = manifest.model_copy(update={"labels": ("b", "a")})
     store.put(manifest_key(manifest.name, manifest.digest), other.to_store())
     with pytest.raises(IntegrityError, match="does not describe the snapshot"):
@@ -131,11 +131,11 @@ def test_lost_head_is_not_taken_for_a_new_dataset(tmp_path: Path) -> None:
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     store = open_store((tmp_path / "store").as_uri())
-    first = ingest(settings, store.uri)
+    first = ingest_source(settings, store.uri)
     store.delete(f"datasets/{first.name}/head.json")  # as a first ingest that was killed leaves it
-    assert ingest(settings, store.uri).digest == first.digest
+    assert ingest_source(settings, store.uri).digest == first.digest
     write_images(tmp_path / "images", 3, seed=1)
-    ingest(settings, store.uri)
+    ingest_source(settings, store.uri)
     store.delete(f"datasets/{first.name}/head.json")
     with pytest.raises(IntegrityError, match=r"head\.json does not exist .*`evernear store check --repair`"):
-        ingest(settings, store.uri)
+        ingest_source(settings, store.uri)

@@ -21,7 +21,7 @@ from seaweedfs import seaweedfs
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import S3Store, Store, open_store
 from evernear.errors import ConflictError, StoreError
-from evernear.serving.query_log import ship
+from evernear.serving.query_log import ship_query_log
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.schedule_state import ScheduleStore
 
@@ -193,7 +193,7 @@ def test_shipper_policy_allows_only_uploading_query_logs(use_keys: UseKeys, tmp_
     use_keys("shipper")
     store = open_store(STORE)
     (tmp_path / "20270301T120000Z-v-host-1-a.jsonl").write_text("{}")
-    assert ship(tmp_path, store) == 1
+    assert ship_query_log(tmp_path, store) == 1
     _refused(lambda: store.get("queries/20270301/x"), "s3:GetObject", f"{STORE}/queries")
     _refused(lambda: store.put("releases/x", b"1"), "s3:PutObject", f"{STORE}/releases/x")
     _refused(lambda: list(store.list("")), "s3:ListBucket", STORE)

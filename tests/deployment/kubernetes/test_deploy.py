@@ -115,7 +115,7 @@ class Sandbox:
         return self.settings.model_copy(update={"kubernetes": chosen})
 
     def deploy(self, release: PackedRelease, **changes: Any) -> deployment.Deployment:
-        return deployment.deploy(release.archive, release.verdict, self.with_settings(**changes))
+        return deployment.deploy_release(release.archive, release.verdict, self.with_settings(**changes))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_deploy_roll_back_and_promote(sandbox: Sandbox, releases: tuple[PackedRe
     assert (back.version, back.previous, back.smoke_queries) == (first.version, None, 8)
     assert sandbox.live[0] == {first.version}
     assert sandbox.champion == first.version
-    assert deployment.promote(second.version, sandbox.settings).version == second.version
+    assert deployment.promote_release(second.version, sandbox.settings).version == second.version
     assert sandbox.live[0] == {second.version}
     assert [move.how for move in sandbox.registry.history()] == ["deploy", "deploy", "rollback", "promote"]
     assert sandbox.champion == second.version
@@ -180,7 +180,7 @@ def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tu
     sandbox.deploy(second)
     image = IMAGE.replace("a" * 64, "c" * 64)
     with pytest.raises(StoreError, match="already the champion; `evernear registry apply`"):
-        deployment.promote(second.version, sandbox.with_settings(image=image))
+        deployment.promote_release(second.version, sandbox.with_settings(image=image))
 
     applied = deployment.apply(sandbox.with_settings(image=image), cause=Cause(by="ada", why="a new base image"))
     assert (applied.version, applied.previous, applied.smoke_queries) == (second.version, first.version, 8)
@@ -472,7 +472,7 @@ def test_release_that_passed_its_smoke_test_stays_live_if_the_store_is_unreachab
     if executed:
         sandbox.deploy(second)
     else:
-        deployment.promote(second.version, sandbox.settings)
+        deployment.promote_release(second.version, sandbox.settings)
     assert sandbox.live == ({second.version}, {IMAGE})
     assert [move.version for move in sandbox.registry.history()] == [first.version, second.version]
     assert deployment.roll_back(sandbox.settings).version == first.version

@@ -52,6 +52,6 @@ def test_deploy_two_releases_and_roll_back(
         run(pod, release, settings)
         behavior = Ready(serves={8080: ("127.0.0.1", pod.port)})
         loopback.set_pod_behavior(behavior, labeled(RELEASE, release.version))
-        deployed = deployment.deploy(release.archive, release.verdict, settings)
+        deployed = deployment.deploy_release(release.archive, release.verdict, settings)
         assert (deployed.version, deployed.smoke_queries) == (release.version, 8)
     assert deployment.roll_back(settings).version == first.version

@@ -23,7 +23,7 @@ from loopback.kubernetes.kubectl import until
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
-from evernear.deployment.kubernetes.revision import apply
+from evernear.deployment.kubernetes.revision import apply_revision
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError
 from evernear.settings import Settings
@@ -33,7 +33,7 @@ OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
 
 def roll_out(settings: Settings, version: str) -> None:
     cluster = Cluster.of(settings.kubernetes)
-    apply(cluster, serving_objects(settings, ServedRelease(version, "b" * 64, "c" * 64)))
+    apply_revision(cluster, serving_objects(settings, ServedRelease(version, "b" * 64, "c" * 64)))
     await_rollout(cluster, settings.kubernetes)
 
 
@@ -134,7 +134,7 @@ def test_stale_progress_deadline_is_ignored(loopback: LoopbackCluster, make_sett
     settings = make_settings()
     cluster = Cluster.of(settings.kubernetes)
     loopback.set_pod_behavior(Unschedulable())
-    apply(cluster, serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64)))
+    apply_revision(cluster, serving_objects(settings, ServedRelease(NEW, "b" * 64, "c" * 64)))
     until(lambda: "ProgressDeadlineExceeded" in str(cluster.get("Deployment", settings.kubernetes.name)))
     loopback.set_pod_behavior(Ready(after_s=0.5))
     roll_out(settings, NEW)
@@ -155,7 +155,7 @@ def test_rejected_pods_are_reported(loopback: LoopbackCluster, make_settings: Ma
         if manifest["kind"] == "Deployment":
             manifest["spec"]["template"]["spec"]["hostNetwork"] = True
     cluster = Cluster.of(settings.kubernetes)
-    apply(cluster, objects)
+    apply_revision(cluster, objects)
     with pytest.raises(ClusterError, match=r"no pod can be created: .*violates PodSecurity"):
         await_rollout(cluster, settings.kubernetes)
 

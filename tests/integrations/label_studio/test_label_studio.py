@@ -14,7 +14,7 @@ from evernear.cli import app
 from evernear.common.store import Store
 from evernear.errors import DataError
 from evernear.integrations.label_studio.tasks import labeling_config
-from evernear.review.answers import Answers, open_target
+from evernear.review.answers import Answers, open_label_target
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 
 
@@ -99,7 +99,7 @@ def test_annotations_become_answers_once(store: Store, source: Path) -> None:
     assert result.stdout.split(": ", 1)[1].strip() == (
         "4 answered, 0 before, 1 open, 1 disagreeing, 1 unknown, 0 refused."
     )
-    answers = Answers(store, open_target(f"folder:{source}")).latest()
+    answers = Answers(store, open_label_target(f"folder:{source}")).latest()
     assert [(each.action, each.label, each.who) for each in answers.values()] == [
         ("label", "cat", "label-studio:ann@example.com"),
         ("skip", "", "label-studio:7"),

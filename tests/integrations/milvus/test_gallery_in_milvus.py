@@ -12,10 +12,10 @@ from releases import MakeRelease, PackedRelease, System, release_maker
 
 from evernear.common.store import open_store
 from evernear.common.store.identity import owner_of
-from evernear.deployment import deploy, promote, roll_back
+from evernear.deployment import deploy_release, promote_release, roll_back
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError, TransientStoreError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import Collection
 from evernear.integrations.milvus import client as milvus_client
 from evernear.integrations.milvus.alias import point_alias
@@ -42,7 +42,7 @@ def make(
         alias = request.node.originalname
         settings = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type=kind)
         embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
-        build(embeddings, system.dataset.labels, settings, index_dir)
+        build_index(embeddings, system.dataset.labels, settings, index_dir)
         in_milvus = dataclasses.replace(system, index_dir=index_dir)
         made = release_maker(in_milvus, lambda: tmp_path_factory.mktemp("release"))
         return made(parent=parent)
@@ -97,19 +97,19 @@ def test_manifest_must_name_either_the_collection_or_the_vectors(make: Make, cha
 
 def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRelease, settings):
     first = make()
-    deploy(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, settings)
     assert alias_target(first) == collection_of(first).name
     second = make("IVF_FLAT,nlist=4", parent=first.version)
-    deploy(second.archive, second.verdict, settings)
+    deploy_release(second.archive, second.verdict, settings)
     assert alias_target(first) == collection_of(second).name != collection_of(first).name
 
     roll_back(settings)
     assert alias_target(first) == collection_of(first).name
-    promote(second.version, settings, cause=Cause(by="test"))
+    promote_release(second.version, settings, cause=Cause(by="test"))
     assert alias_target(first) == collection_of(second).name
 
     in_archive = make_release(parent=second.version)
-    deploy(in_archive.archive, in_archive.verdict, settings)
+    deploy_release(in_archive.archive, in_archive.verdict, settings)
     assert alias_target(first) is None
     roll_back(settings)
     assert alias_target(first) == collection_of(second).name
@@ -117,7 +117,7 @@ def test_alias_follows_promotions_and_rollbacks(make: Make, make_release: MakeRe
 
 def test_champion_is_opened_for_comparison(make: Make, settings):
     release = make()
-    deploy(release.archive, release.verdict, settings)
+    deploy_release(release.archive, release.verdict, settings)
     with open_champion(open_store(settings.store_uri)) as champion:
         assert champion is not None
         assert champion.recognizer.gallery.description.collection == collection_of(release)
@@ -131,9 +131,9 @@ def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make
     assert collection_of(releases[0]) == collection_of(releases[1])
     registry(settings).publish(other.archive)
     for release in releases:
-        deploy(release.archive, release.verdict, settings)
+        deploy_release(release.archive, release.verdict, settings)
     champion = make_release(parent=releases[2].version)
-    deploy(champion.archive, champion.verdict, settings)
+    deploy_release(champion.archive, champion.verdict, settings)
     client = MilvusClient(milvus_uri)
 
     def remaining() -> set[str]:
@@ -153,7 +153,7 @@ def test_unreachable_milvus_does_not_undo_a_promotion(make: Make, settings, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(milvus_client, "point_alias", fail)
-        assert deploy(release.archive, release.verdict, settings).version == release.version
+        assert deploy_release(release.archive, release.verdict, settings).version == release.version
     assert "cannot be reached: no answer. Run `evernear registry alias`." in caplog.text
     assert registry(settings).champion().version == release.version  # pyright: ignore[reportOptionalMemberAccess]
     assert alias_target(release) is None
@@ -205,10 +205,10 @@ def test_copied_store_leaves_the_collections_of_the_original(
     alias, index_dir = f"test_{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("index")
     index = IndexSettings(backend="milvus", uri=milvus_uri, collection=alias, type="FLAT")
     embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
-    build(embeddings, system.dataset.labels, index, index_dir, owner=owner_of(store))
+    build_index(embeddings, system.dataset.labels, index, index_dir, owner=owner_of(store))
     made = release_maker(dataclasses.replace(system, index_dir=index_dir), lambda: tmp_path_factory.mktemp("release"))
     first = made()
-    deploy(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, settings)
     assert (collection_of(first).alias, collection_of(first).owner) == (alias, owner_of(store))
 
     copied = RunSettings(workdir=tmp_path / "copy", target="registry")
@@ -216,7 +216,7 @@ def test_copied_store_leaves_the_collections_of_the_original(
     champion = first.version
     for _ in range(2):
         release = make_release(parent=champion)
-        deploy(release.archive, release.verdict, copied)
+        deploy_release(release.archive, release.verdict, copied)
         champion = release.version
     assert first.version in registry(copied).prune(keep=1)
     assert alias_target(first) == collection_of(first).name
@@ -227,7 +227,7 @@ def test_copied_store_leaves_the_collections_of_the_original(
     champion = first.version
     for _ in range(2):
         release = make_release(parent=champion)
-        deploy(release.archive, release.verdict, settings)
+        deploy_release(release.archive, release.verdict, settings)
         champion = release.version
     assert first.version in registry(settings).prune(keep=1)
     assert collection_of(first).name not in client.list_collections()
@@ -235,8 +235,8 @@ def test_copied_store_leaves_the_collections_of_the_original(
 
 def test_lost_record_of_the_champion_before_is_no_fault_of_milvus(make_release: MakeRelease, settings, caplog):
     first = make_release()
-    deploy(first.archive, first.verdict, settings)
+    deploy_release(first.archive, first.verdict, settings)
     second = make_release(parent=first.version)
     open_store(settings.store_uri).put(f"releases/manifests/{first.version}.json", b"")
-    deploy(second.archive, second.verdict, settings)
+    deploy_release(second.archive, second.verdict, settings)
     assert "Milvus" not in caplog.text

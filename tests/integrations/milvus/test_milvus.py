@@ -10,7 +10,7 @@ from pymilvus import MilvusClient
 
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
 from evernear.index import choose
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.index.description import Collection, IndexDescription
 from evernear.index.search import Gallery
 from evernear.integrations.milvus import client as milvus_client
@@ -42,7 +42,7 @@ def collection_of(described: IndexDescription) -> Collection:
 
 
 def test_collection_has_vectors_labels_and_hashes_for_other_readers(embeddings, settings, tmp_path):
-    described = build(embeddings, LABELS, settings, tmp_path)
+    described = build_index(embeddings, LABELS, settings, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["centroids.npy", "index.json", "labels.npy"]
     collection = collection_of(described)
     assert (collection.uri, collection.alias) == (settings.uri, settings.collection)
@@ -54,12 +54,12 @@ def test_collection_has_vectors_labels_and_hashes_for_other_readers(embeddings, 
 
 
 def test_content_names_the_collection_and_the_same_content_is_written_once(embeddings, settings, tmp_path, monkeypatch):
-    first = collection_of(build(embeddings, LABELS, settings, tmp_path / "a"))
-    other = collection_of(build(embeddings, ("A", *LABELS[1:]), settings, tmp_path / "b"))
-    graph = collection_of(build(embeddings, LABELS, settings.model_copy(update={"type": "HNSW"}), tmp_path / "c"))
+    first = collection_of(build_index(embeddings, LABELS, settings, tmp_path / "a"))
+    other = collection_of(build_index(embeddings, ("A", *LABELS[1:]), settings, tmp_path / "b"))
+    graph = collection_of(build_index(embeddings, LABELS, settings.model_copy(update={"type": "HNSW"}), tmp_path / "c"))
     assert len({first.name, other.name, graph.name}) == 3
     monkeypatch.setattr(milvus, "_rows", lambda gallery: pytest.fail("written again"))
-    assert collection_of(build(embeddings, LABELS, settings, tmp_path / "a")) == first
+    assert collection_of(build_index(embeddings, LABELS, settings, tmp_path / "a")) == first
 
 
 def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatch):
@@ -70,15 +70,15 @@ def test_build_continues_after_a_kill(embeddings, settings, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(milvus, "_rows", killed)
         with pytest.raises(KeyboardInterrupt):
-            build(embeddings, LABELS, settings, tmp_path)
-    build(embeddings, LABELS, settings, tmp_path)
+            build_index(embeddings, LABELS, settings, tmp_path)
+    build_index(embeddings, LABELS, settings, tmp_path)
     nearest = Gallery.open(tmp_path, NETWORK).search(GALLERY[0], 1)
     np.testing.assert_array_equal(nearest.rows[:, 0], np.arange(2500))
 
 
 def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(choose, "FLAT_BYTES", 1)
-    described = build(embeddings, LABELS, settings, tmp_path)
+    described = build_index(embeddings, LABELS, settings, tmp_path)
     assert described.factory == milvus.GRAPH
     assert described.search in milvus.BEAMS
     assert described.calibration.nearest_found >= 0.99 * 600
@@ -89,7 +89,7 @@ def test_large_gallery_gets_a_graph_that_reaches_the_recall(embeddings, settings
 
 def test_gallery_is_searched_exactly_if_no_graph_reaches_the_recall(embeddings, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(milvus, "exact_search_reason", lambda *figures: "")
-    described = build(embeddings, LABELS, settings.model_copy(update={"recall": 1.0}), tmp_path)
+    described = build_index(embeddings, LABELS, settings.model_copy(update={"recall": 1.0}), tmp_path)
     assert (described.factory, described.search) == ("FLAT", "")
     assert described.reason.endswith("exact search remains")
     collections = [name for name in client(settings).list_collections() if name.startswith(settings.collection)]
@@ -97,7 +97,7 @@ def test_gallery_is_searched_exactly_if_no_graph_reaches_the_recall(embeddings, 
 
 
 def test_changed_collection_is_rejected(embeddings, settings, tmp_path):
-    name = collection_of(build(embeddings, LABELS, settings, tmp_path)).name
+    name = collection_of(build_index(embeddings, LABELS, settings, tmp_path)).name
     client(settings).delete(name, filter="row in [3]")
     with pytest.raises(IntegrityError, match=f"{name} in Milvus at .* has 2,499 vectors of 16 dimensions, not 2,500"):
         Gallery.open(tmp_path, NETWORK)
@@ -107,15 +107,15 @@ def test_changed_collection_is_rejected(embeddings, settings, tmp_path):
 
 
 def test_collection_that_the_server_released_is_loaded_again(embeddings, settings, tmp_path):
-    name = collection_of(build(embeddings, LABELS, settings, tmp_path)).name
+    name = collection_of(build_index(embeddings, LABELS, settings, tmp_path)).name
     gallery = Gallery.open(tmp_path, NETWORK)
     client(settings).release_collection(name)
     assert gallery.search(GALLERY[0][:2], 1).rows.tolist() == [[0], [1]]
 
 
 def test_alias_moves_between_collections(embeddings, settings, tmp_path):
-    first = collection_of(build(embeddings, LABELS, settings, tmp_path / "a"))
-    second = collection_of(build(embeddings, tuple("ABCDE"), settings, tmp_path / "b"))
+    first = collection_of(build_index(embeddings, LABELS, settings, tmp_path / "a"))
+    second = collection_of(build_index(embeddings, tuple("ABCDE"), settings, tmp_path / "b"))
     targets = lambda: {milvus_client.alias_target(client(settings), each) for each in (first, second)}  # noqa: E731
     assert targets() == {None}
     for collection in (first, first, second):
@@ -141,7 +141,7 @@ def test_alias_moves_between_collections(embeddings, settings, tmp_path):
 )
 def test_invalid_setting_is_named(embeddings, settings, tmp_path, changes, named):
     with pytest.raises(SettingsError) as raised:
-        build(embeddings, LABELS, settings.model_copy(update=changes), tmp_path)
+        build_index(embeddings, LABELS, settings.model_copy(update=changes), tmp_path)
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not any(tmp_path.iterdir())
@@ -150,17 +150,17 @@ def test_invalid_setting_is_named(embeddings, settings, tmp_path, changes, named
 def test_unreachable_server_is_named(embeddings, tmp_path):
     settings = IndexSettings(backend="milvus", uri="http://127.0.0.1:1")
     with pytest.raises(TransientStoreError, match=r"Milvus at http://127\.0\.0\.1:1 cannot be reached: "):
-        build(embeddings, LABELS, settings, tmp_path)
+        build_index(embeddings, LABELS, settings, tmp_path)
 
 
 def test_missing_client_is_named(embeddings, settings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
     with pytest.raises(SettingsError, match=r"^pymilvus is not installed; install evernear\[milvus\]\.$"):
-        build(embeddings, LABELS, settings, tmp_path)
+        build_index(embeddings, LABELS, settings, tmp_path)
 
 
 def test_environment_names_another_address_than_the_release(embeddings, settings, tmp_path, monkeypatch):
-    build(embeddings, LABELS, settings, tmp_path)
+    build_index(embeddings, LABELS, settings, tmp_path)
     description = tmp_path / "index.json"
     description.write_text(description.read_text().replace(settings.uri, "http://127.0.0.1:1"))
     with pytest.raises(TransientStoreError):

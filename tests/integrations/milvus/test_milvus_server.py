@@ -15,7 +15,7 @@ from served import serving
 from evernear.deployment.smoke import smoke
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ServingError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.settings import IndexSettings
 
 StartMilvus = Callable[[], subprocess.Popen[bytes]]
@@ -55,7 +55,7 @@ def test_release_is_served_and_survives_a_restart_of_milvus(
     milvus = start_milvus()
     settings = IndexSettings(backend="milvus", uri=f"http://127.0.0.1:{port}")
     embeddings = Embeddings.open(system.index_dir.parent / "embeddings")
-    build(embeddings, system.dataset.labels, settings, tmp_path / "index")
+    build_index(embeddings, system.dataset.labels, settings, tmp_path / "index")
     in_milvus = dataclasses.replace(system, index_dir=tmp_path / "index")
     (tmp_path / "release").mkdir()
     release = release_maker(in_milvus, lambda: tmp_path / "release")()

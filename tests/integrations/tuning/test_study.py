@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 import evernear.integrations.tuning.study as study
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.errors import SettingsError, TrainingError
 from evernear.evaluation.statistics import Proportion, proportion
 from evernear.integrations.tuning.space import Choices, Range, SearchSpace
-from evernear.integrations.tuning.study import BEST_FILE, tune
+from evernear.integrations.tuning.study import BEST_FILE, run_study
 from evernear.settings import RunSettings, load
 
 SPACE = SearchSpace(
@@ -26,7 +26,7 @@ SPACE = SearchSpace(
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     directory = tmp_path_factory.mktemp("digits")
-    save_manifest(ingest(RunSettings().data, (directory / "store").as_uri()), directory)
+    save_manifest(ingest_source(RunSettings().data, (directory / "store").as_uri()), directory)
     return Dataset.open(directory)
 
 
@@ -53,7 +53,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Trials:
 
 
 def test_the_best_trial_becomes_a_settings_file(digits: Dataset, simulated: Trials, tmp_path: Path) -> None:
-    result = tune(digits, RunSettings(), SPACE, 12, tmp_path, ignore)
+    result = run_study(digits, RunSettings(), SPACE, 12, tmp_path, ignore)
     assert simulated.margins[0] == RunSettings().train.margin
     assert result.trials + result.failed == 12
     assert result.baseline.value == pytest.approx(0.9)
@@ -70,9 +70,9 @@ def test_a_killed_study_continues(digits: Dataset, simulated: Trials, tmp_path: 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(digits, RunSettings(), SPACE, 6, tmp_path, kill)
+        run_study(digits, RunSettings(), SPACE, 6, tmp_path, kill)
     assert len(simulated.margins) == 3
-    result = tune(digits, RunSettings(), SPACE, 6, tmp_path, ignore)
+    result = run_study(digits, RunSettings(), SPACE, 6, tmp_path, ignore)
     assert result.trials + result.failed == 6
     assert len(simulated.margins) == 7  # none was measured again
     assert len(set(simulated.margins)) == 7
@@ -80,9 +80,9 @@ def test_a_killed_study_continues(digits: Dataset, simulated: Trials, tmp_path: 
 
 
 def test_a_study_of_other_settings_is_not_continued(digits: Dataset, simulated: Trials, tmp_path: Path) -> None:
-    tune(digits, RunSettings(), SPACE, 1, tmp_path, ignore)
+    run_study(digits, RunSettings(), SPACE, 1, tmp_path, ignore)
     with pytest.raises(SettingsError, match="has a study of other images, settings or parameters"):
-        tune(digits, load(environment={}, overrides=["train.epochs=3"]), SPACE, 1, tmp_path, ignore)
+        run_study(digits, load(environment={}, overrides=["train.epochs=3"]), SPACE, 1, tmp_path, ignore)
 
 
 def test_failed_training_with_the_unchanged_settings_is_an_error(
@@ -91,12 +91,12 @@ def test_failed_training_with_the_unchanged_settings_is_an_error(
     bad = load(environment={}, overrides=["train.margin=1.5"])
     for _ in range(2):
         with pytest.raises(TrainingError, match="learned nothing"):
-            tune(digits, bad, SPACE, 1, tmp_path, ignore)
+            run_study(digits, bad, SPACE, 1, tmp_path, ignore)
 
 
 def test_trials_train_and_measure_on_the_query_split(digits: Dataset, tmp_path: Path) -> None:
     quick = load(preset="quick", environment={})
     space = SearchSpace(parameters={"train.margin": Range(low=0.1, high=0.3)})
-    result = tune(digits, quick, space, 1, tmp_path, ignore)
+    result = run_study(digits, quick, space, 1, tmp_path, ignore)
     assert result.baseline.total == result.best.total == digits.manifest.count("query")
     assert result.baseline.value > 0.5

@@ -545,7 +545,7 @@ def assert_unavailable(server: Server, images: list[bytes], reason: str) -> None
 STARTS = """
 import contextlib, io, json, sys
 from evernear.serving.kserve import transformer
-from evernear.serving.kserve.command import arguments, run
+from evernear.serving.kserve.command import arguments, run_command
 torch_free = not {"torch", "faiss"} & set(sys.modules)
 from evernear.serving.kserve import predictor
 results = []
@@ -553,7 +553,7 @@ for module, *argv in json.loads(sys.argv[1]):
     sys.argv[1:] = argv
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         try:
-            run({"transformer": transformer, "predictor": predictor}[module].main, arguments(""))
+            run_command({"transformer": transformer, "predictor": predictor}[module].main, arguments(""))
         except SystemExit as end:
             results.append([end.code, stderr.getvalue()])
 print(json.dumps([torch_free, results]))

@@ -35,7 +35,7 @@ def archive_in(settings: Settings) -> Path:
 
 
 def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings: Settings) -> None:
-    assert pod.fetch(release.version, sha256_file(release.archive), settings) == release.manifest
+    assert pod.fetch_release(release.version, sha256_file(release.archive), settings) == release.manifest
     assert archive_in(settings).read_bytes() == release.archive.read_bytes()
     fetched = pod.release(settings)
     assert fetched.manifest == release.manifest
@@ -48,14 +48,14 @@ def test_fetch_downloads_and_verifies_a_release(release: PackedRelease, settings
 
 def test_restarted_container_needs_no_store(release: PackedRelease, settings: Settings) -> None:
     sha256 = sha256_file(release.archive)
-    pod.fetch(release.version, sha256, settings)
+    pod.fetch_release(release.version, sha256, settings)
     without_store = settings.model_copy(update={"store": "s3://bucket/at-no-endpoint"})
-    assert pod.fetch(release.version, sha256, without_store) == release.manifest
+    assert pod.fetch_release(release.version, sha256, without_store) == release.manifest
 
 
 def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
     with pytest.raises(IntegrityError, match=r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"):
-        pod.fetch(release.version, "0" * 64, settings)
+        pod.fetch_release(release.version, "0" * 64, settings)
     assert not settings.workdir.exists()
 
 
@@ -66,7 +66,7 @@ def test_fetch_rejects_an_archive_changed_in_the_store(release: PackedRelease, s
     data[len(data) // 2] ^= 1
     store.put(f"releases/archives/{sha256}.mar", bytes(data))
     with pytest.raises(IntegrityError, match="is damaged"):
-        pod.fetch(release.version, sha256, settings)
+        pod.fetch_release(release.version, sha256, settings)
     assert not archive_in(settings).exists()
     assert list(home_of(settings.workdir).glob(".*")) == []
 
@@ -82,7 +82,7 @@ def test_fetch_rejects_another_release_under_the_same_name(
     store.put(record.archive_key, other.archive)
     store.put(f"releases/manifests/{release.version}.json", record.model_dump_json().encode())
     with pytest.raises(IntegrityError, match="is another release"):
-        pod.fetch(release.version, sha256, settings)
+        pod.fetch_release(release.version, sha256, settings)
     assert not archive_in(settings).exists()
 
 
@@ -104,7 +104,7 @@ def test_fetch_reads_from_a_read_only_directory_store(release: PackedRelease, tm
 
 def test_fetch_reports_a_missing_release(settings: Settings) -> None:
     with pytest.raises(StoreError, match=r"Release 20200101\.000000\.00000000 does not exist"):
-        pod.fetch("20200101.000000.00000000", "0" * 64, settings)
+        pod.fetch_release("20200101.000000.00000000", "0" * 64, settings)
 
 
 def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, settings: Settings) -> None:
@@ -113,7 +113,7 @@ def test_fetch_removes_leftovers_and_other_archives(release: PackedRelease, sett
     for file in leftovers:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(b"half")
-    pod.fetch(release.version, sha256_file(release.archive), settings)
+    pod.fetch_release(release.version, sha256_file(release.archive), settings)
     assert [path.name for path in (home / "model-store").iterdir()] == ["embedding.mar"]
     assert not leftovers[0].parent.exists()
     assert archive_in(settings).read_bytes() == release.archive.read_bytes()
@@ -125,17 +125,17 @@ def test_serve_rejects_files_next_to_the_release_until_the_next_fetch(
 ) -> None:
     """The server would load a file, and block on a pipe."""
     sha256 = sha256_file(release.archive)
-    pod.fetch(release.version, sha256, settings)
+    pod.fetch_release(release.version, sha256, settings)
     make(archive_in(settings).with_name("x.mar"))
     with pytest.raises(ServingError, match="or other files next to it; run `evernear pod fetch` first"):
-        pod.serve(settings, without_token=True)
-    pod.fetch(release.version, sha256, settings)
+        pod.serve_pod(settings, without_token=True)
+    pod.fetch_release(release.version, sha256, settings)
     assert list(archive_in(settings).parent.iterdir()) == [archive_in(settings)]
 
 
 def test_serve_requires_a_release(tmp_path: Path) -> None:
     with pytest.raises(ServingError, match="run `evernear pod fetch` first"):
-        pod.serve(Settings(workdir=tmp_path), without_token=True)
+        pod.serve_pod(Settings(workdir=tmp_path), without_token=True)
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ def test_serve_rejects_an_invalid_token(
     content: bytes | None,
     sentence: str,
 ) -> None:
-    pod.fetch(release.version, sha256_file(release.archive), settings)
+    pod.fetch_release(release.version, sha256_file(release.archive), settings)
     monkeypatch.delenv(TOKEN_FILE_VARIABLE, raising=False)
     if content is not None:
         (tmp_path / "token").write_bytes(content)
         monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     with pytest.raises(SettingsError, match=sentence):
-        pod.serve(settings)
+        pod.serve_pod(settings)
 
 
 def test_serve_rejects_a_token_with_without_token(
     release: PackedRelease, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pod.fetch(release.version, sha256_file(release.archive), settings)
+    pod.fetch_release(release.version, sha256_file(release.archive), settings)
     monkeypatch.setenv(TOKEN_FILE_VARIABLE, "/somewhere/token")
     with pytest.raises(SettingsError, match="drop one of them"):
-        pod.serve(settings, without_token=True)
+        pod.serve_pod(settings, without_token=True)
 
 
 def test_grace_period_covers_prestop_and_drain() -> None:

@@ -33,7 +33,7 @@ from evernear.release.registry import Registry
 from evernear.serving.client import AsyncClient, Client, Target
 from evernear.serving.configuration import model_store
 from evernear.serving.http_limits import MAX_DISCARDED_BYTES
-from evernear.serving.prep.server import memory_size_bytes
+from evernear.serving.prep.server import prep_memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
 
@@ -333,7 +333,7 @@ def test_memory_stays_below_the_pods_limit(process: tuple[subprocess.Popen[str],
     assert {answer.status_code for answer in answers} <= {200, 503, 504}
     assert 200 in {answer.status_code for answer in answers}
     status = Path(f"/proc/{running.pid}/status").read_text()
-    assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= memory_size_bytes(published)
+    assert int(status.partition("VmHWM:")[2].split()[0]) * 1024 <= prep_memory_size_bytes(published)
 
 
 def test_does_not_start_without_a_predictor(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from slack_sdk.web import WebClient
 
 from evernear.common.store import Store, open_store
 from evernear.errors import PipelineServerError, StoreError
-from evernear.kubeflow.runs import Parameter, Run, State, Step
+from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import Settings, SlackSettings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.client import SlackClient
-from evernear.triggers.slack.handlers import Handlers, create_app
+from evernear.triggers.slack.handlers import Handlers, create_slack_app
 from evernear.triggers.slack.services import Services
 from evernear.triggers.slack.worker import Worker
 from tests.loopback.slack import Click, Person, SlackServer, signed
@@ -92,7 +92,7 @@ class MemoryRuns:
     def set(self, state: State, ended: datetime | None = None, error: str = "", **steps: State) -> Run:
         """Set the state of the newest run and of its steps."""
         key = next(reversed(self.started))
-        all_steps = tuple(Step(name=name, state=step_state) for name, step_state in steps.items())
+        all_steps = tuple(KfpStep(name=name, state=step_state) for name, step_state in steps.items())
         update = {"state": state, "ended": ended, "steps": all_steps, "error": error}
         changed = self.started[key].model_copy(update=update)
         self.started[key] = changed
@@ -138,7 +138,7 @@ class Bot:
         access = Access(self.settings.slack, api, self.clock)
         services = Services(self.settings, self.store, self.runs, api, access, self.clock, wake=lambda: None)
         self.worker = Worker(services)
-        self.app = create_app(client, SIGNING_SECRET, Handlers(services))
+        self.app = create_slack_app(client, SIGNING_SECRET, Handlers(services))
         self.requests = RequestStore(self.store)
 
     def deliver(self, payload: dict[str, Any], at_s: float | None = None, secret: str = SIGNING_SECRET) -> BoltResponse:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from evernear.evaluation.verdict import Rule
-from evernear.kubeflow.runs import Run, State, Step
+from evernear.kubeflow.runs import KfpStep, Run, State
 from evernear.release.registry import Champion, Promotion, Record
-from evernear.reporting.notify import Outcome
+from evernear.reporting.notify import RunOutcome
 from evernear.triggers.requests import WATCHER, Person, Request
 from evernear.triggers.slack import blocks, commands, promotions, prompts, routes, runs
 from evernear.triggers.slack.client import Message
@@ -40,13 +40,15 @@ def request(kind: str = "run", state: str = "pending", by: Person = ADA, pipelin
 
 def run(state: State, url: str = f"https://kfp.example/{HOSTILE}") -> Run:
     texts = dict.fromkeys(("id", "name", "pipeline", "pipeline_version", "error"), HOSTILE)
-    steps = tuple(Step(name=HOSTILE, state=step_state, error=HOSTILE, started=NOW, ended=NOW) for step_state in State)
+    steps = tuple(
+        KfpStep(name=HOSTILE, state=step_state, error=HOSTILE, started=NOW, ended=NOW) for step_state in State
+    )
     return Run(state=state, created=NOW, ended=NOW, steps=steps, url=url, **texts)
 
 
-def outcome(state: str) -> Outcome:
+def outcome(state: str) -> RunOutcome:
     texts = {"run": HOSTILE, "release": HOSTILE, "candidate": HOSTILE, "reasons": (HOSTILE,)}
-    return Outcome(state=state, metrics={"accuracy": 0.5}, **texts)
+    return RunOutcome(state=state, metrics={"accuracy": 0.5}, **texts)
 
 
 def champion() -> Champion:

@@ -18,7 +18,7 @@ from bot import ADA, CHANNEL, MemoryRuns
 from evernear.errors import PortInUseError, SettingsError, SlackError
 from evernear.settings import Settings
 from evernear.triggers.slack import heartbeat
-from evernear.triggers.slack.server import EVENTS_PATH, serve
+from evernear.triggers.slack.server import EVENTS_PATH, serve_slack
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.people import envelope
@@ -48,7 +48,7 @@ def settings(slack: SlackServer, tmp_path: Path) -> Settings:
 @contextmanager
 def serving(settings: Settings, runs: MemoryRuns) -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=serve, args=(settings, runs, stop))
+    thread = threading.Thread(target=serve_slack, args=(settings, runs, stop))
     thread.start()
     try:
         until(lambda: heartbeat.is_recent(settings) or not thread.is_alive())
@@ -176,23 +176,23 @@ def test_process_waits_until_slack_is_available(slack: SlackServer, settings: Se
 def test_refused_token_ends_the_process(slack: SlackServer, settings: Settings) -> None:
     slack.faults["auth.test"] = Fault("invalid_auth", times=None)
     with pytest.raises(SlackError, match="configure the bot token of the installed app"):
-        serve(settings, MemoryRuns(), threading.Event())
+        serve_slack(settings, MemoryRuns(), threading.Event())
 
 
 def test_missing_or_wrong_token_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLACK_APP_TOKEN")
     with pytest.raises(SettingsError, match="SLACK_APP_TOKEN is missing"):
-        serve(settings, MemoryRuns(), threading.Event())
+        serve_slack(settings, MemoryRuns(), threading.Event())
     monkeypatch.setenv("SLACK_BOT_TOKEN", "xoxp-of-a-user")
     with pytest.raises(SettingsError, match="SLACK_BOT_TOKEN is not the right token: it must begin with xoxb-"):
-        serve(settings, MemoryRuns(), threading.Event())
+        serve_slack(settings, MemoryRuns(), threading.Event())
 
 
 def test_used_port_is_named(slack: SlackServer, settings: Settings) -> None:
     with socket.create_server(("127.0.0.1", settings.slack.port)):
         used_port = settings.model_copy(update={"slack": settings.slack.model_copy(update={"mode": "http"})})
         with pytest.raises(PortInUseError, match=r"slack\.port"):
-            serve(used_port, MemoryRuns(), threading.Event())
+            serve_slack(used_port, MemoryRuns(), threading.Event())
 
 
 def test_ctrl_c_ends_the_process_with_a_message(slack: SlackServer, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
-from evernear.review.answers import Answers, open_target
+from evernear.review.answers import Answers, open_label_target
 from evernear.serving.query_log import LoggedQuery, Period
 from tests.loopback.slack import Click, Person, SlackServer
 from tests.loopback.slack.server import PostedMessage
@@ -78,7 +78,7 @@ def test_picked_class_is_an_image_of_the_source_and_undo_removes_it(bot: Bot, sl
     assert "labeled `d&lt;o&gt;g` by <@U0ADA>" in reply.text
     (labeled,) = (source / "d<o>g").glob("review-*.png")
     assert labeled.read_bytes() == PIXEL
-    (answer,) = Answers(bot.store, open_target(f"folder:{source}")).latest().values()
+    (answer,) = Answers(bot.store, open_label_target(f"folder:{source}")).latest().values()
     assert (answer.label, answer.who) == ("d<o>g", "ada (U0ADA in Slack)")
     assert bot.audit()[-1]["what"] == "label"
 
@@ -99,7 +99,7 @@ def test_review_needs_a_permission(bot: Bot, slack: SlackServer, runs: MemoryRun
     picks(bot, slack, BOB, posted, "cat")
     bot.poll()
     assert "you may not label images" in slack.ephemeral[-1].text
-    assert Answers(bot.store, open_target(f"folder:{source}")).latest() == {}
+    assert Answers(bot.store, open_label_target(f"folder:{source}")).latest() == {}
     assert bot.audit()[-1]["result"] == "refused"
 
 

@@ -21,14 +21,14 @@ from watched import noise
 
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import manifest_key
 from evernear.errors import PortInUseError
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import service as service_module
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
-from evernear.triggers.watch.service import Service
+from evernear.triggers.watch.service import WatchService
 from evernear.triggers.watch.watcher import Watcher
 
 
@@ -67,9 +67,9 @@ class CountedWatcher(Watcher):
 
 
 @contextmanager
-def running(settings: Settings, directory: Path) -> Generator[tuple[Service, CountedWatcher]]:
+def running(settings: Settings, directory: Path) -> Generator[tuple[WatchService, CountedWatcher]]:
     watcher = CountedWatcher(settings, directory)
-    service = Service(watcher, settings)
+    service = WatchService(watcher, settings)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:
@@ -111,9 +111,9 @@ def test_watcher_prunes_the_store_as_the_setting_says(
 ) -> None:
     """The older of two snapshots is garbage. During a run nothing is deleted, and the watcher tries again later."""
     store, images = open_store(settings.store_uri), settings.data
-    first = manifest_key("images", ingest(images, store.uri).digest)
+    first = manifest_key("images", ingest_source(images, store.uri).digest)
     (tmp_path / "images" / "a" / "more.png").write_bytes(noise(30))
-    second = manifest_key("images", ingest(images, store.uri).digest)
+    second = manifest_key("images", ingest_source(images, store.uri).digest)
     with running(settings, tmp_path) as (service, watcher):
         await_(lambda: watcher.checks_s)
         assert service._scheduler.get_job("prune") is None
@@ -135,7 +135,7 @@ def test_watcher_prunes_the_store_as_the_setting_says(
     assert store.find(second)
 
 
-def until(service: Service, job: str) -> timedelta:
+def until(service: WatchService, job: str) -> timedelta:
     """The time until the next run of a job."""
     return service._scheduler.get_job(job).next_run_time - datetime.now(UTC)
 
@@ -289,7 +289,7 @@ def test_health_probe_reports_stuck_checks(settings: Settings, tmp_path: Path, m
         monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
         assert probe()[0] == 503
         with pytest.raises(PortInUseError, match=r"health probe cannot listen on 127\.0\.0\.1"):
-            Service(watcher, make_settings(tmp_path, health_port=port)).run()
+            WatchService(watcher, make_settings(tmp_path, health_port=port)).run()
         assert not service.stopping.is_set()
 
 

@@ -12,16 +12,16 @@ from watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, p
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store
-from evernear.data.ingest import ingest
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Split, save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import SettingsError, StoreError
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.kubeflow.runs import Run, State
 from evernear.release.registry import Registry
-from evernear.review.answers import Answer, Answers, open_target
+from evernear.review.answers import Answer, Answers, open_label_target
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.settings import DataSettings, IndexSettings, Settings
@@ -59,7 +59,7 @@ def test_many_new_images_are_proposed_once_across_restarts(watched: WatchedSyste
 
 
 def test_answers_of_a_review_lead_to_a_reindex(watched: WatchedSystem) -> None:
-    answers = Answers(watched.store, open_target(f"folder:{watched.images}"))
+    answers = Answers(watched.store, open_label_target(f"folder:{watched.images}"))
     labeled = [Answer(image=sha256_bytes(image), action="label", label="3", who="ann", at=NOON) for image in MANY[:20]]
     for answer, image in zip(labeled, MANY, strict=False):
         answers.label(image, answer)
@@ -158,10 +158,10 @@ def test_policy_trains_on_images_that_were_only_indexed(
 
 def reindexed(watched: WatchedSystem, system: System, directory: Path) -> None:
     """Promote a release with the same network and an index over the current source."""
-    save_manifest(ingest(watched.settings().data, watched.store.uri), directory / "dataset")
+    save_manifest(ingest_source(watched.settings().data, watched.store.uri), directory / "dataset")
     dataset = Dataset.open(directory / "dataset")
-    embed(system.network_dir, dataset, directory / "embeddings")
-    build(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
+    embed_dataset(system.network_dir, dataset, directory / "embeddings")
+    build_index(Embeddings.open(directory / "embeddings"), dataset.labels, IndexSettings(), directory / "index")
     registry = Registry(watched.store)
     champion = registry.champion()
     assert champion is not None
@@ -417,7 +417,7 @@ def test_files_that_a_run_has_read_are_new_only_if_their_images_are(
     if ending == "reindexed":
         reindexed(watched, trained[1], tmp_path)
     else:
-        ingest(watched.settings().data, watched.store.uri)
+        ingest_source(watched.settings().data, watched.store.uri)
     report = watched.watcher(**watch).check()
     assert report.action == "nothing"
     assert report.figures["new_files"] == (0 if ending == "reindexed" else 5)

@@ -21,7 +21,7 @@ from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.configuration import QueryLogConfiguration
 from evernear.serving.core import Predictor
-from evernear.serving.query_log import QueryLog, ship
+from evernear.serving.query_log import QueryLog, ship_query_log
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
 from evernear.triggers.requests import Request, RequestStore
@@ -190,7 +190,7 @@ class WatchedSystem:
             assert path is not None
             # The log uses the machine's clock; the watcher reads the time from the name.
             path.rename(path.with_name(f"{self.now - timedelta(minutes=1):%Y%m%dT%H%M%SZ}{path.name[16:]}"))
-        ship(logged, self.store)
+        ship_query_log(logged, self.store)
 
     def save_outcome(self, run: str, state: str) -> None:
         """Save the outcome of a run like its last step."""

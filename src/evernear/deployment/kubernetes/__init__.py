@@ -15,7 +15,13 @@ from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.deployment.kubernetes.objects import RELEASE, ServedRelease, serving_objects
 from evernear.deployment.kubernetes.rbac_check import check_permissions
-from evernear.deployment.kubernetes.revision import Revision, apply, load_last_known_good, remove, save_last_known_good
+from evernear.deployment.kubernetes.revision import (
+    Revision,
+    apply_revision,
+    load_last_known_good,
+    remove,
+    save_last_known_good,
+)
 from evernear.deployment.kubernetes.rollout import await_rollout, is_complete
 from evernear.deployment.kubernetes.service import service_client, service_url, verify
 from evernear.deployment.target import VerifiedRollout, unrecorded_error
@@ -52,7 +58,7 @@ class KubernetesTarget:
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")
         objects = serving_objects(self._settings, preflight)
         check_permissions(self.cluster, objects, self._settings)
-        apply(self.cluster, objects, force=self._kubernetes.force_conflicts, dry_run=True)
+        apply_revision(self.cluster, objects, force=self._kubernetes.force_conflicts, dry_run=True)
 
     def exclusive(self) -> LeaseLock:
         """The Lease of the Deployment.
@@ -143,7 +149,7 @@ class KubernetesTarget:
         }
 
     def _apply(self, revision: Revision, *, dry_run: bool = False) -> None:
-        apply(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
+        apply_revision(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
 
     def _restore_previous(self, failed: Revision) -> str:
         """Restore the previous revision, or remove a first release; return a sentence that says which."""

@@ -22,7 +22,7 @@ class Revision:
     objects: list[Tree]
 
 
-def apply(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
+def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
     """Apply objects in order; idempotent. With ``dry_run`` the API server only validates them.
 
     Raises:

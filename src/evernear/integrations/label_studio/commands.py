@@ -39,12 +39,12 @@ def export(
     """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
     from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import labeling_config, to_tasks
-    from evernear.review.answers import Answers, open_target
+    from evernear.review.answers import Answers, open_label_target
     from evernear.review.queue import Queue
     from evernear.review.suspects import load_suspects, picture
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
+    store, target = open_store(settings.store_uri), open_label_target(settings.data.source, settings.data)
     answered = Answers(store, target).latest()
     suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
     pictures = ((each, picture(target.read, each.files[0])) for each in suspects)
@@ -69,12 +69,12 @@ def import_(
     """Record the annotations of a JSON export of Label Studio as answers of the review."""
     from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import import_tasks
-    from evernear.review.answers import Answers, open_target
+    from evernear.review.answers import Answers, open_label_target
     from evernear.review.queue import Queue
     from evernear.review.suspects import load_suspects
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_target(settings.data.source, settings.data)
+    store, target = open_store(settings.store_uri), open_label_target(settings.data.source, settings.data)
     with disk_errors(file):
         data = file.read_bytes()
     suspects = load_suspects(store, settings.data.source)

@@ -19,7 +19,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.output import quantity
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
-from evernear.index.choose import AUTO, Choice, exact_search_reason, tune
+from evernear.index.choose import AUTO, Choice, exact_search_reason, tune_index
 from evernear.index.description import Collection
 from evernear.index.exact import ExactNeighbors
 from evernear.index.vectors import GalleryVectors
@@ -208,7 +208,7 @@ def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingB
     if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):
         return Choice(fill(gallery, settings, EXACT), EXACT, "", reason)
     index = fill(gallery, settings, GRAPH)
-    tuned = tune(index, BEAMS, settings.recall, queries, exact)
+    tuned = tune_index(index, BEAMS, settings.recall, queries, exact)
     reached = f"{GRAPH} finds {tuned.hits:,} of {tuned.queries:,} nearest vectors"
     if tuned.suffices:
         reason = f"{reached}; recall is at least {tuned.low:.4f} at 95% confidence"

@@ -47,8 +47,7 @@ def tune(
 ) -> None:
     """Search for better settings of the training on this machine; a killed study continues where it stopped."""
     from evernear.integrations.tuning.space import BUILT_IN, load_space
-    from evernear.integrations.tuning.study import BEST_FILE
-    from evernear.integrations.tuning.study import tune as run_study
+    from evernear.integrations.tuning.study import BEST_FILE, run_study
 
     layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     settings = layers.settings()
@@ -92,12 +91,12 @@ def trial(
 
 def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """The dataset of the source, with its manifest in ``directory``."""
-    from evernear.data.ingest import ingest
+    from evernear.data.ingest import ingest_source
     from evernear.data.manifest import save_manifest
     from evernear.data.shards import Dataset
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_manifest(ingest(settings.data, settings.store_uri, _report), directory)
+    save_manifest(ingest_source(settings.data, settings.store_uri, _report), directory)
     return Dataset.open(directory)
 
 

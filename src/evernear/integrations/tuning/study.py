@@ -41,7 +41,7 @@ class StudyResult(Frozen):
     """The best trial's settings, by name; empty if no trial was better than the unchanged settings."""
 
 
-def tune(
+def run_study(
     dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
 ) -> StudyResult:
     """Run trials until ``directory`` contains ``trials`` of them; write the best settings to `BEST_FILE`.

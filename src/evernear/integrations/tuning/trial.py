@@ -5,16 +5,16 @@ from pathlib import Path
 
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import Epoch
-from evernear.embedding.embed import embed
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import export
+from evernear.embedding.export import export_network
 from evernear.embedding.monitor import require_learned
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation.measure import measure
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import Proportion
-from evernear.index.build import build
+from evernear.index.build import build_index
 from evernear.settings import RunSettings
 
 
@@ -38,8 +38,8 @@ def measure_trial(
     result = train_network(dataset, recipe, trained, on_epoch=report_epoch)
     if result.epochs:
         require_learned(result, recipe)
-    export(trained, dataset, network, recipe.parity_tolerance)
-    embed(network, dataset, embeddings)
-    build(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
+    export_network(trained, dataset, network, recipe.parity_tolerance)
+    embed_dataset(network, dataset, embeddings)
+    build_index(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
     measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, "query")
     return measured.accuracy

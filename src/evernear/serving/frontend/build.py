@@ -23,7 +23,7 @@ def source_sha256() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 
 
-def build() -> None:
+def build_frontend() -> None:
     """Compile the sources against the installed TorchServe, and write the archive."""
     with tempfile.TemporaryDirectory() as temporary:
         classpath = torchserve_packages() / "ts" / "frontend" / "*"
@@ -38,4 +38,4 @@ def build() -> None:
 
 
 if __name__ == "__main__":
-    build()
+    build_frontend()

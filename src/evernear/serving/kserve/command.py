@@ -49,7 +49,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
+def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
     """Run a program. An `EvernearError` becomes one sentence on stderr and its exit code."""
     mask_streams()
     try:

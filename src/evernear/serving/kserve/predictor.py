@@ -17,10 +17,10 @@ from evernear.errors import StoreError
 from evernear.serving.core import Predictor
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.kserve.batching import Batcher
-from evernear.serving.kserve.command import arguments, release_source, run
+from evernear.serving.kserve.command import arguments, release_source, run_command
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images
-from evernear.serving.kserve.server import serve
+from evernear.serving.kserve.server import serve_kserve
 from evernear.serving.metrics import BATCH_SIZE_BOUNDS
 from evernear.serving.responses import Prediction, Rejection
 
@@ -74,8 +74,8 @@ def main(args: argparse.Namespace) -> None:
     """Load the release, then listen."""
     with release_source(args).unpacked() as release:
         predictor = Predictor.open(release)
-    serve(PredictorModel(predictor, args), args)
+    serve_kserve(PredictorModel(predictor, args), args)
 
 
 if __name__ == "__main__":
-    run(main, arguments("KServe predictor: one release over the v1 and v2 protocols."))
+    run_command(main, arguments("KServe predictor: one release over the v1 and v2 protocols."))

@@ -55,7 +55,7 @@ _HTTP_STATUS = {
 }
 
 
-def serve(model: ReleaseModel, args: argparse.Namespace) -> None:
+def serve_kserve(model: ReleaseModel, args: argparse.Namespace) -> None:
     """Serve a loaded model until SIGTERM or SIGINT, then finish the requests in flight.
 
     Raises:

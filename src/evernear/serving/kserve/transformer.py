@@ -32,10 +32,10 @@ from evernear.errors import SettingsError
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving.decoding import encode_png
 from evernear.serving.grpc_channel import Addresses, channel_options
-from evernear.serving.kserve.command import arguments, predictor_config, release_source, run
+from evernear.serving.kserve.command import arguments, predictor_config, release_source, run_command
 from evernear.serving.kserve.model import ReleaseModel
 from evernear.serving.kserve.protocols import Images, Tensors, parse_response, v1_request, v2_request
-from evernear.serving.kserve.server import serve
+from evernear.serving.kserve.server import serve_kserve
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
@@ -212,8 +212,8 @@ def main(args: argparse.Namespace) -> None:
     """Read the release's manifest, then listen."""
     if not args.predictor_host:
         raise SettingsError("The transformer needs --predictor_host HOST:PORT.")
-    serve(TransformerModel(release_source(args).manifest(), args), args)
+    serve_kserve(TransformerModel(release_source(args).manifest(), args), args)
 
 
 if __name__ == "__main__":
-    run(main, arguments("KServe transformer: prepares images for the predictor of the same release."))
+    run_command(main, arguments("KServe transformer: prepares images for the predictor of the same release."))

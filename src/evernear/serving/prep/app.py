@@ -22,7 +22,7 @@ from evernear.common.output import log_fields
 from evernear.errors import DataError, EvernearError, ServerTimeoutError, ServerUnreachableError
 from evernear.serving.decoding import OverloadedError
 from evernear.serving.http_limits import BodyLimits
-from evernear.serving.prep.service import Service
+from evernear.serving.prep.service import PrepService
 from evernear.serving.request_parsing import RequestError, image_request_schema
 from evernear.serving.responses import Metadata, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, describe_response, request_span, trace_id
@@ -64,11 +64,11 @@ class Health(BaseModel):
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """Create the application, which creates its `Service` at startup."""
+    """Create the application, which creates its `PrepService` at startup."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        app.state.service = Service(settings)
+        app.state.service = PrepService(settings)
         try:
             yield
         finally:
@@ -95,11 +95,11 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _service(request: Request) -> Service:
+def _service(request: Request) -> PrepService:
     return request.app.state.service
 
 
-CurrentService = Annotated[Service, Depends(_service)]
+CurrentService = Annotated[PrepService, Depends(_service)]
 Responses = dict[int | str, dict[str, Any]]
 PREDICTED: Responses = {200: {"content": {"application/json": {"example": EXAMPLE_PREDICTION}}}}
 UNAVAILABLE: Responses = {
@@ -230,7 +230,7 @@ class RequestLog:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
                 # The route, not the path: clients could create any number of time series.
                 path = scope["route"].path if "route" in scope else "other"
-                service: Service = scope["app"].state.service
+                service: PrepService = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()
                 release = scope.get("state", {}).get("release", "")
                 describe_response(span, scope["method"], path, message["status"], release)

@@ -14,7 +14,7 @@ PROCESS_SIZE_BYTES = 128 * 2**20
 """Memory of the process before its first request: 97 MiB, rounded up (``benchmarks/hostile_traffic.py``)."""
 
 
-def serve(settings: Settings) -> None:
+def serve_prep(settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the requests in flight.
 
     Raises:
@@ -40,7 +40,7 @@ def create_server(settings: Settings) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def memory_size_bytes(settings: Settings) -> int:
+def prep_memory_size_bytes(settings: Settings) -> int:
     """Maximum memory that the server uses, and therefore the lowest limit for its pod.
 
     Each body is in memory twice: as received, and as decoded from base64.

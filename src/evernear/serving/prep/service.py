@@ -62,7 +62,7 @@ class Metrics:
         self.release = Info("evernear_prep_release", "The live release.", registry=registry)
 
 
-class Service:
+class PrepService:
     """Recognizes images with the predictor of ``settings``; bound to the event loop in which it is created.
 
     A prediction contains the version of its release and is valid only if the image was prepared as that release

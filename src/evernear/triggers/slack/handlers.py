@@ -109,7 +109,7 @@ class Handlers:
         return Call(self._services, Caller.of(context, body), trigger, text, thread)
 
 
-def create_app(client: WebClient, signing_secret: str, handlers: Handlers) -> App:
+def create_slack_app(client: WebClient, signing_secret: str, handlers: Handlers) -> App:
     """Create the Bolt app.
 
     Raises:

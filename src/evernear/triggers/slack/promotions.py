@@ -124,12 +124,12 @@ def _try_move(services: Services, request: Request) -> str:
     """Promote or roll back; returns the error, or an empty string."""
     cause = Cause(by=str(request.by), why=_reason(request))
     try:  # the bot's image lacks the serving packages; there, a pipeline does this
-        from evernear.deployment import promote, roll_back
+        from evernear.deployment import promote_release, roll_back
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed where the bot runs; run `evernear registry` next to a server."
     try:
         if request.kind == "promote":
-            promote(request.release, services.settings, force=True, cause=cause)
+            promote_release(request.release, services.settings, force=True, cause=cause)
         else:
             roll_back(services.settings, cause=cause, expected=request.release)
     except EvernearError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from evernear.common.output import quantity
 from evernear.errors import ConflictError, DataError, SettingsError
-from evernear.review.answers import Answer, Answers, open_target
+from evernear.review.answers import Answer, Answers, open_label_target
 from evernear.review.queue import Item, Queue
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.blocks import actions, button, code, context, image, line, mention, section, select
@@ -29,7 +29,7 @@ _LABEL_MAX_CHARACTERS = 75
 def review(call: Call) -> Message | None:
     """Post the newest uncertain queries of the queue."""
     services = call.services
-    target = open_target(services.settings.data.source, services.settings.data)
+    target = open_label_target(services.settings.data.source, services.settings.data)
     items = Queue(services.store).pending(Answers(services.store, target).latest().keys(), SHOWN)
     if not items:
         return line("The review queue is empty.")
@@ -115,7 +115,7 @@ def answer_message(answer: Answer, request: Request) -> Message:
 
 def _record(services: Services, answer: Answer) -> Iterable[str]:
     """Record an answer; return a sentence for each earlier one that was set aside."""
-    answers = Answers(services.store, open_target(services.settings.data.source, services.settings.data))
+    answers = Answers(services.store, open_label_target(services.settings.data.source, services.settings.data))
     if answer.action == "undo":
         answers.undo(answer)
     else:

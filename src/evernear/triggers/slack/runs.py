@@ -8,9 +8,9 @@ from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.parameters import combine, from_settings
-from evernear.kubeflow.runs import Run, State, Step
+from evernear.kubeflow.runs import KfpStep, Run, State
 from evernear.release.registry import Champion
-from evernear.reporting.notify import CONFUSION_MATRIX, Outcome, load_outcome, load_rules
+from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome, load_rules
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.blocks import (
     EMOJI,
@@ -130,7 +130,7 @@ class RunTracker:
         services.slack.post(request.channel, stopping(request, run), request.thread)
         services.finish(request, "ended", run=run.id)
 
-    def _report(self, request: Request, run: Run, outcome: Outcome | None) -> None:
+    def _report(self, request: Request, run: Run, outcome: RunOutcome | None) -> None:
         services = self._services
         channel, _, thread = request.message.partition("/")
         if not request.verdict:
@@ -159,7 +159,7 @@ class RunTracker:
         address = self._services.slack.post(channel, starting(request))
         return self._services.requests.change(request, message=address, channel=channel)
 
-    def _status(self, request: Request, run: Run, outcome: Outcome | None) -> Message:
+    def _status(self, request: Request, run: Run, outcome: RunOutcome | None) -> Message:
         return status(request, run, outcome, can_stop=self._services.access.is_granted("stop"))
 
     def _edit(self, address: str, message: Message, final: bool = False) -> None:
@@ -190,7 +190,7 @@ def not_started(request: Request, error: str) -> Message:
     return Message(text=f"Not started: {escape(error)}", blocks=(section(text), context(_people(request))))
 
 
-def status(request: Request, run: Run, outcome: Outcome | None, can_stop: bool) -> Message:
+def status(request: Request, run: Run, outcome: RunOutcome | None, can_stop: bool) -> Message:
     """The summary of the run: the message in the channel, above the thread."""
     if run.state.is_final:
         emoji, result = _result(run, outcome)
@@ -218,7 +218,7 @@ def progress(run: Run) -> Message:
 def verdict(
     request: Request,
     run: Run,
-    outcome: Outcome | None,
+    outcome: RunOutcome | None,
     rules: Sequence[Rule],
     current: Champion | None,
     buttons: Sequence[Block],
@@ -247,7 +247,7 @@ def stopping(request: Request, run: Run) -> Message:
     return Message(text=text, blocks=(section(text),))
 
 
-def _result(run: Run, outcome: Outcome | None) -> tuple[str, str]:
+def _result(run: Run, outcome: RunOutcome | None) -> tuple[str, str]:
     """Emoji and words for the result of a run that has ended."""
     if run.state is State.CANCELED and (outcome is None or outcome.state == "failed"):
         return EMOJI[State.CANCELED], "Stopped"
@@ -257,7 +257,7 @@ def _result(run: Run, outcome: Outcome | None) -> tuple[str, str]:
     return (":grey_question:", "Ended without a verdict") if run.state is State.SUCCEEDED else (":x:", "Failed")
 
 
-def _reasons(run: Run, outcome: Outcome | None) -> Sequence[str]:
+def _reasons(run: Run, outcome: RunOutcome | None) -> Sequence[str]:
     reasons = outcome.reasons if outcome else ()
     if outcome and outcome.step:
         return [f"{outcome.step}: {' '.join(reasons)}"]
@@ -265,14 +265,14 @@ def _reasons(run: Run, outcome: Outcome | None) -> Sequence[str]:
     return reasons or failed or ([run.error] if run.error else [])
 
 
-def _live(outcome: Outcome | None, current: Champion | None) -> str:
+def _live(outcome: RunOutcome | None, current: Champion | None) -> str:
     if current is None:
         return "No release is live yet."
     is_new = outcome is not None and outcome.release == current.version
     return f"*{escape(current.version)}* {'is live' if is_new else 'is still live'}."
 
 
-def _step(step: Step) -> str:
+def _step(step: KfpStep) -> str:
     time = f"  {duration(step.ended - step.started)}" if step.started and step.ended else ""
     error = f"\n      {escape(cut(step.error, 300))}" if step.error else ""
     return f"{EMOJI[step.state]} {escape(step.name)}{time}{error}"

@@ -33,7 +33,7 @@ from evernear.settings import Settings, SlackSettings
 from evernear.triggers.slack import heartbeat
 from evernear.triggers.slack.access import Access
 from evernear.triggers.slack.client import RateLimitedError, SlackClient, SlackUnavailableError, translate
-from evernear.triggers.slack.handlers import Handlers, create_app
+from evernear.triggers.slack.handlers import Handlers, create_slack_app
 from evernear.triggers.slack.services import Clock, Services
 from evernear.triggers.slack.worker import Worker
 
@@ -96,7 +96,9 @@ def _secret(name: str, prefix: str) -> str:
     return value
 
 
-def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)) -> None:
+def serve_slack(
+    settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)
+) -> None:
     """Run the bot until ``stop`` is set; acknowledged requests that are still open are left to the next process.
 
     Raises:
@@ -124,7 +126,7 @@ def serve(settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clo
     def sign_in() -> App:
         slack.sign_in()
         # The token is valid, so from here on a BoltError is an outage.
-        return create_app(client, secrets.signing_secret, Handlers(services))
+        return create_slack_app(client, secrets.signing_secret, Handlers(services))
 
     app = _retry_until_available(sign_in, stop)
     if app is None:

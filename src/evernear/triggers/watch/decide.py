@@ -12,7 +12,7 @@ from evernear.triggers.watch.schedule_state import Action
 
 
 @dataclass(frozen=True)
-class Decision:
+class WatchDecision:
     """An action and its reasons."""
 
     action: Action
@@ -35,7 +35,7 @@ class Decision:
         return any(self.figures.get(name, 0.0) >= earlier.get(name, 0.0) + step for name, step in steps.items())
 
 
-def decide(observation: Observation, settings: Settings) -> Decision:
+def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
     """Choose retrain for many new training images or drift, and reindex for new classes or gallery images.
 
     Retrain takes precedence because it also builds an index.
@@ -45,10 +45,10 @@ def decide(observation: Observation, settings: Settings) -> Decision:
     if retrain := _reasons_to_train(observation, settings):
         # Counted since the training, not since the last reindex, whose new images the network has not seen.
         is_worth_it = observation.changes is not None and observation.changes.train_images > 0
-        return Decision("retrain", (*retrain, *gone), figures, for_a_person=not is_worth_it)
+        return WatchDecision("retrain", (*retrain, *gone), figures, for_a_person=not is_worth_it)
     if reindex := _reasons_to_index(observation, settings):
-        return Decision("reindex", (*reindex, *gone), figures)
-    return Decision("nothing", (*_reasons_for_nothing(observation), *gone), figures)
+        return WatchDecision("reindex", (*reindex, *gone), figures)
+    return WatchDecision("nothing", (*_reasons_for_nothing(observation), *gone), figures)
 
 
 def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:

@@ -16,7 +16,7 @@ from evernear.kubeflow.parameters import combine, from_settings
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore
-from evernear.triggers.watch.decide import Decision
+from evernear.triggers.watch.decide import WatchDecision
 from evernear.triggers.watch.observe import Observation
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ProposalService:
         self._requests = RequestStore(store)
         self._cooldown = timedelta(seconds=settings.watch.cooldown_s)
 
-    def act(self, decision: Decision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
+    def act(self, decision: WatchDecision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
         """Propose the decision or start its run, unless something prevents it; ``watcher_id`` is the store's.
 
         Raises:
@@ -86,7 +86,7 @@ class ProposalService:
             return Outcome(reason="Another watcher proposed it first.")
         return Outcome(self._start(request))
 
-    def _expire(self, request: Request, decision: Decision, observation: Observation, now: datetime) -> Request:
+    def _expire(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> Request:
         """Expire a pending request that no one answered in time, or whose reason no longer holds."""
         if request.state != "pending":
             return request
@@ -98,7 +98,7 @@ class ProposalService:
 
     def _held_back(
         self,
-        decision: Decision,
+        decision: WatchDecision,
         pipeline: str,
         requests: Sequence[Request],
         observation: Observation,

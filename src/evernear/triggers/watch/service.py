@@ -18,7 +18,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from evernear.common.output import print_line
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, PortInUseError
-from evernear.maintenance.prune import prune
+from evernear.maintenance.prune import prune_store
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
@@ -37,7 +37,7 @@ _PRUNE_JOB = "prune"
 _log = logging.getLogger(__name__)
 
 
-class Service:
+class WatchService:
     """The schedule of a `Watcher`."""
 
     def __init__(self, watcher: Watcher, settings: Settings) -> None:
@@ -113,7 +113,7 @@ class Service:
     def prune(self) -> None:
         """Prune the store to ``watch.prune_keep`` releases; retry after a failure, or if a run is in progress."""
         try:
-            pruning = prune(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
+            pruning = prune_store(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
         except EvernearError as error:
             self._print(f"{error} Pruning again in {PRUNE_RETRY.total_seconds() / 3600:.0f} h.")
             job = self._scheduler.get_job(_PRUNE_JOB)

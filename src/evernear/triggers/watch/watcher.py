@@ -11,9 +11,9 @@ from evernear.errors import EvernearError, SettingsError
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.live_queries import remove_before
-from evernear.serving.query_log import ship
+from evernear.serving.query_log import ship_query_log
 from evernear.settings import Settings
-from evernear.triggers.watch.decide import decide
+from evernear.triggers.watch.decide import decide_action
 from evernear.triggers.watch.observe import Observer
 from evernear.triggers.watch.proposals import Outcome, ProposalService
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
@@ -68,7 +68,7 @@ class Watcher:
         removal, faults = self._maintain_logs(now) if act else ("", [])
         observation = self._observer.observe(now)
         now = min(now, self._clock())  # the clock may have been set in the meantime
-        decision = decide(observation, self._settings)
+        decision = decide_action(observation, self._settings)
         outcome = Outcome()
         if act:
             try:
@@ -92,7 +92,7 @@ class Watcher:
         """Ship the query logs of a server on this machine and remove old ones; returns a report and the errors."""
         removal, faults = "", list[str]()
         try:
-            ship(logged_queries(home_of(self._settings.workdir)), self._store)
+            ship_query_log(logged_queries(home_of(self._settings.workdir)), self._store)
         except EvernearError as error:
             faults.append(str(error))
         try:
