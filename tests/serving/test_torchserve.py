@@ -103,7 +103,7 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
     script = (
         "import sys; from pathlib import Path; from evernear.serving import torchserve; "
         "from evernear.settings import ServingSettings; "
-        "torchserve.start(ServingSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2]))"
+        "torchserve.start_server(ServingSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
     environment |= {"PATH": str(tmp_path), "TS_CONFIG_FILE": "/nonsense", "JAVA_TOOL_OPTIONS": "-Xmx1"}
