@@ -43,7 +43,7 @@ from evernear.settings import DataSettings
 source, store, requests = sys.argv[1:]
 ingest._REPORT_INTERVAL_S = 0
 settings, started_s = DataSettings(source=source, requests_in_flight=int(requests)), time.monotonic()
-ingest.ingest(settings, store, lambda text: print(text, flush=True))
+ingest.ingest_source(settings, store, lambda text: print(text, flush=True))
 wall_s = time.monotonic() - started_s
 peak_kib = next(line.split()[1] for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
 print("RESULT", wall_s, time.process_time(), peak_kib, flush=True)
