@@ -7,7 +7,6 @@ that it needs itself, inside of functions. The core never imports an integration
 
 import logging
 import pkgutil
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
+from evernear.common.masking import mask
 from evernear.common.output import printable
 from evernear.errors import EvernearError, SettingsError
 
@@ -36,7 +36,6 @@ PACKAGE = "evernear.integrations"
 FAISS = "faiss"
 """The backend of an index whose vectors are in the archive of the release. It is no plug-in."""
 REASON_MAX_CHARACTERS = 300
-_PASSWORD = re.compile(r"//[^/@\s]+@")
 _log = logging.getLogger(__name__)
 
 
@@ -203,7 +202,7 @@ def sentence(error: BaseException) -> str:
     """The reason for ``error`` on one line, without a password."""
     while error.__context__:  # the first error is the most specific: connection refused, name not known, timed out
         error = error.__context__
-    reason = _PASSWORD.sub("//", printable(" ".join(str(error).split())) or type(error).__name__)
+    reason = mask(printable(" ".join(str(error).split())) or type(error).__name__)
     return f"{reason[:REASON_MAX_CHARACTERS].rstrip('.')}."
 
 

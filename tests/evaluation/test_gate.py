@@ -318,4 +318,4 @@ def test_both_comparisons_with_the_champion_share_one_level(simulation: ModuleTy
 
 def test_verdict_states_the_smallest_loss_that_it_would_notice(passing: Evaluation):
     (reason,) = [rule.reason for rule in decide(passing, SETTINGS).rules if rule.name == "no_worse"]
-    assert re.search(r" A loss of \d+\.\d points would be noticed in 90% of cases\.$", reason), reason
+    assert re.search(r" A loss of \d+\.\d points is detected with 90% probability\.$", reason), reason

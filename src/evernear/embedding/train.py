@@ -93,9 +93,11 @@ def train_network(
     if settings.processes > 1:
 
         def on_message(message: Epoch | Steps) -> None:
-            receiver = on_step if isinstance(message, Steps) else on_epoch
-            if receiver is not None:
-                receiver(message)  # pyright: ignore[reportArgumentType] - each gets its own type
+            if isinstance(message, Steps):
+                if on_step is not None:
+                    on_step(message)
+            elif on_epoch is not None:
+                on_epoch(message)
 
         train_in_processes(dataset, settings, out_dir, store, on_message, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)

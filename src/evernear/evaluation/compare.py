@@ -66,10 +66,10 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy that `mcnemar_worse` at ``level`` notices with probability ``power``: 0 to 1.
+    """The smallest loss of accuracy that `mcnemar_worse` at ``level`` detects with probability ``power``: 0 to 1.
 
     The share of improvements is assumed to be (improvements + 1) / (queries + 2), because observing none may be luck.
-    If the test notices no loss that often, the result is 1.
+    The result is 1 if the test detects no loss that often.
     """
     from scipy.optimize import root_scalar
 
@@ -82,7 +82,7 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 
 def _power(queries: int, gained: float, loss: float, level: float) -> float:
-    """The probability that the test notices a ``loss`` if a share ``gained`` of the queries improves.
+    """The probability of detecting a ``loss`` if a share ``gained`` of the queries improves.
 
     The normal approximation of Connor (1987, Biometrics 43:207), with the continuity correction of the exact test.
     """

@@ -9,8 +9,8 @@ Paired test (`no_worse`)
     p <= 0.8 x ``gate.significance``. The rule for the classes spends the rest, so that both together hold an equally
     good candidate at most as often as the setting says, for any size of the test split. The test is exact because
     mid-p keeps the level only approximately. Why the level is 0.10, and how often the rules err:
-    docs/decisions/0007-the-gate-asks-not-worse.md. The reason states the smallest loss that the test would notice in
-    90% of cases.
+    docs/decisions/0007-the-gate-asks-not-worse.md. The reason states the loss that the test detects with a
+    probability of 90%.
 
     A non-inferiority test, which requires evidence within a margin, would hold more bad models, but also every equal
     model on a small test split. On small splits this rule has less power, and the floors matter more.
@@ -61,7 +61,7 @@ from evernear.settings import ClassSettings, GateSettings
 CLASSES_SHARE = 0.2
 """Share of ``gate.significance`` that `class_recall_drop` spends; `no_worse` spends the rest."""
 POWER = 0.9
-"""Probability with which the loss that a verdict states would be noticed."""
+"""Probability of detecting the loss that a verdict states."""
 
 
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
@@ -324,8 +324,8 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
 def _sensitivity(pairs: PairedCounts, level: float) -> str:
     loss = detectable_loss(pairs, level, POWER)
     if loss >= 1:
-        return f"On {quantity(pairs.queries, 'test image')}, no loss would be noticed in {POWER:.0%} of cases."
-    return f"A loss of {100 * loss:.1f} points would be noticed in {POWER:.0%} of cases."
+        return f"With {quantity(pairs.queries, 'test image')}, no loss is detected with {POWER:.0%} probability."
+    return f"A loss of {100 * loss:.1f} points is detected with {POWER:.0%} probability."
 
 
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:

@@ -86,7 +86,7 @@ class Calibration(Frozen):
         return low, high
 
     def describe_false_rejects(self) -> str:
-        """What `expected_false_rejects` is, and what narrows it where it is wide; empty if every image is known."""
+        """The range of `expected_false_rejects`, with advice if it is wide; empty if every image counts as known."""
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
@@ -95,8 +95,8 @@ class Calibration(Frozen):
         if stated is None or high <= WIDE * stated:
             return text
         return (
-            f"{text}, because {quantity(self.queries, 'query image')} cannot determine it better: "
-            "add images, or raise data.query_fraction for a new data set"
+            f"{text}, a wide range from only {quantity(self.queries, 'query image')}: to narrow it, add images, or "
+            "raise data.query_fraction for a new dataset"
         )
 
 

@@ -2,7 +2,7 @@
 
 An image is *removed* if a stored snapshot has it and the newest snapshot of its dataset does not. A snapshot is
 *affected* if it has a removed image, and a release if it was built from an affected snapshot or if its network was
-trained on one. `find` only reads. `forget_images` deletes
+trained on one. `find` only reads. `forget_images` deletes:
 
 - affected releases, with their archives and their collections in Milvus;
 - affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
@@ -11,7 +11,7 @@ trained on one. `find` only reads. `forget_images` deletes
 - logged queries whose image may show a class of a removed image.
 
 The champion is never deleted: `forget_images` refuses while it is affected. Shards and snapshots are deleted last, so
-a killed `forget_images` finds the same images when it is repeated.
+after a kill, a second call finds the same images.
 """
 
 import tempfile
@@ -252,7 +252,7 @@ def _state(store: Store, name: str) -> _DatasetState:
         for shard in manifest.shards:
             if shard.sha256 in clean_shards | affected_shards:
                 continue
-            # A shard may be missing because a `forget_images` was killed.
+            # A shard may be missing because an earlier call was killed.
             of_shard = _removed(dataset, shard, current) if shard.sha256 in stored else None
             (clean_shards if of_shard == {} else affected_shards).add(shard.sha256)
             removed |= of_shard or {}

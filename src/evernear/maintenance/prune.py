@@ -9,7 +9,7 @@
 - archives without a release.
 
 A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
-next `prune_store` deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
+next prune deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
 
 Everything else stays: the history of the champion, records of pruned releases, the audit log, answers and requests.
 Logged queries have a retention time, `watch.query_retention_s`.
@@ -46,7 +46,7 @@ _LISTED = (RUNS, CHECKPOINTS, EMBEDDINGS_PREFIX, DATASETS, MANIFESTS, ARCHIVES)
 
 
 class Surplus(Frozen):
-    """Objects that go for the same reason."""
+    """Objects that are deleted for the same reason."""
 
     what: str
     why: str
@@ -62,7 +62,7 @@ class Pruning(Frozen):
     surplus: tuple[Surplus, ...]
     """In the order in which it is deleted."""
     kept: tuple[str, ...]
-    """What stays only because a document is damaged, one sentence each."""
+    """What a damaged document prevents from being deleted, one sentence each."""
     size_bytes: int
     listed: int
     """Objects that were listed."""
@@ -74,7 +74,7 @@ class Pruning(Frozen):
 
 @dataclass(frozen=True)
 class _Needs:
-    """What stays."""
+    """What is kept."""
 
     keys: frozenset[str]
     folders: tuple[str, ...]
@@ -101,7 +101,7 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
     ``ended`` are runs that were killed on another machine, so that they recorded no end.
 
     Raises:
-        BusyError: a run or another `prune_store` is in progress; nothing was deleted.
+        BusyError: a run or another prune is in progress; nothing was deleted.
         ConflictError: the champion changed in the meantime, or this process was stopped for too long; repeat it.
         IntegrityError: the pointer to the champion is damaged or lost.
         StoreError: the store or Milvus fails; repeat it.

@@ -1,10 +1,10 @@
-"""The right to delete objects that nothing needs: at most one process has it, and no step of a run works meanwhile.
+"""A lease for deleting objects that nothing needs: one process holds it, and no step of a run works meanwhile.
 
-A step first records that it is running, then waits until the right is released. A process that deletes first acquires
-the right, then looks for running steps. So one of them always sees the other.
+A step first records that it is running, then waits until the lease is released. A process that deletes first acquires
+the lease, then looks for running steps. So one of them always sees the other.
 
-The object `KEY` names the process that has the right. A thread of that process writes it again every `RENEW_S`. If it
-does not change for `EXPIRES_S`, the process was killed, and whoever waits takes the right over. Each waits by its own
+The object `KEY` names the process that holds the lease. A thread of that process writes it again every `RENEW_S`. If it
+does not change for `EXPIRES_S`, the process was killed, and whoever waits takes the lease over. Each waits by its own
 clock, so clocks may differ.
 """
 
@@ -28,7 +28,7 @@ class _Holder(Frozen):
     """The object at `KEY`."""
 
     by: str = ""
-    """The process that has the right; empty: none."""
+    """The process that holds the lease; empty if none does."""
     token: str
     """Differs in every state, so that the object never returns to an earlier content (etag)."""
 
@@ -38,7 +38,7 @@ class _Holder(Frozen):
 
 
 class Lease:
-    """The right to delete; a context manager.
+    """The lease, as a context manager.
 
     ``by`` is a command, such as "evernear store prune", and its process, for the messages of those who wait.
     """
@@ -51,10 +51,10 @@ class Lease:
         self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
-        """Acquire the right; wait for a killed process.
+        """Acquire the lease. If its holder was killed, wait until it expires.
 
         Raises:
-            BusyError: another process has the right.
+            BusyError: another process holds it.
         """
         _wait(self._store, lambda holder, changed: _refuse(holder) if changed else None)
         stored = self._store.find(KEY)
@@ -64,7 +64,7 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the right, unless another process took it over."""
+        """Release the lease, unless another process took it over."""
         self._released.set()
         self._thread.join()
         with suppress(EvernearError):  # it expires
@@ -74,7 +74,7 @@ class Lease:
         """Call this before each deletion.
 
         Raises:
-            ConflictError: this process was stopped for so long that another one may have taken the right over.
+            ConflictError: this process was stopped for so long that another one may have taken the lease over.
             StoreError: the store fails.
         """
         with self._lock:
@@ -114,7 +114,7 @@ def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
 
 
 def _wait(store: Store, while_held: Callable[[str, bool], None]) -> None:
-    """Call ``while_held`` with the holder, and whether it has renewed its right, until the right is released."""
+    """Call ``while_held`` with the holder, and whether it has renewed the lease, until that is released."""
     seen, since_s = "", time.monotonic()
     while stored := store.find(KEY):
         data, etag = stored
