@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear.cli import main
+from evernear.cli.app import main
 
 
 def evernear(

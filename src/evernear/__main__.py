@@ -9,7 +9,7 @@ from evernear.common.endings import shadowed_modules
 def main() -> None:
     """Run the command line. Failures during imports also end with a message where their cause is known."""
     try:
-        from evernear.cli import main as run_command
+        from evernear.cli.app import main as run_command
     except KeyboardInterrupt:
         _fail("Interrupted before the command started.", 130)
     except (Exception, SystemExit):

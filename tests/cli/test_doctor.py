@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from evernear.cli import app, main
+from evernear.cli.app import app, main
 from evernear.doctor import SLACK_SCOPES
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, connection

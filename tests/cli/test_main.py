@@ -6,7 +6,7 @@ import sys
 from typer.testing import CliRunner
 
 import evernear
-from evernear.cli import app
+from evernear.cli.app import app
 
 
 def test_version_is_printed() -> None:

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from evernear.cli import app, runs
+from evernear.cli import runs
+from evernear.cli.app import app
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from evernear.cli import app
 from evernear.cli import predict as predict_command
+from evernear.cli.app import app
 from evernear.errors import DataError, ServerUnreachableError, SettingsError
 
 

@@ -9,7 +9,7 @@ from ports import free_ports
 from releases import MakeRelease, PackedRelease
 from typer.testing import CliRunner
 
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.registry import Registry

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.data.ingest import ingest_source
 from evernear.errors import IntegrityError, SettingsError
 from evernear.settings import DataSettings

@@ -16,7 +16,8 @@ from releases import MakeRelease, PackedRelease
 from rich.console import Console
 from typer.testing import CliRunner
 
-from evernear import cli, demo
+from evernear import demo
+from evernear.cli import app as command_line
 from evernear.cli import predict, runs, watch
 from evernear.cli import run as run_command
 from evernear.common.output import (
@@ -206,9 +207,9 @@ def test_command_error_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def fails() -> None:
         raise EvernearError(HOSTILE)
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(command_line, "app", fails)
     with pytest.raises(SystemExit):
-        cli.main()
+        command_line.main()
     err = capsys.readouterr().err
     assert_escaped(err)
     assert len(err.splitlines()) == 1
@@ -230,7 +231,7 @@ def test_registry_output_is_escaped(
     read = SAFE.replace(r"\udce4", "ä")
 
     def invoke(*words: str) -> str:
-        completed = CliRunner().invoke(cli.app, ["registry", *words, "--store", store])
+        completed = CliRunner().invoke(command_line.app, ["registry", *words, "--store", store])
         assert completed.exit_code == 0, completed.output
         assert all(line.isprintable() for line in completed.output.split("\n"))
         return completed.output

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from evernear import settings
-from evernear.cli import app
+from evernear.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy" / "compose.yaml"

@@ -32,7 +32,7 @@ from rendered import (
 )
 
 from evernear import settings
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.kubeflow import connection
 from evernear.serving.prep.app import router
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from dockerfile import FILES, ROOT, stages
 
-from evernear.cli import app
+from evernear.cli.app import app
 
 VARIANTS = [
     ("Dockerfile.serve", {}),

@@ -142,13 +142,13 @@ def require(image: Image, has: set[str], absent: set[str], lock: str = "requirem
 def test_preprocessing_image_has_neither_torch_nor_faiss(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.serve", EXTRA="prep")
     require(image, {"fastapi", "uvicorn"}, MODEL | SERVE | TRAIN | TRIGGERS | KFP)
-    image.imports("evernear.serving.prep", "evernear.serving.client", "evernear.cli")
+    image.imports("evernear.serving.prep", "evernear.serving.client", "evernear.cli.app")
 
 
 def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.train", EXTRAS="triggers,pipeline")
     require(image, TRIGGERS | KFP, MODEL | SERVE | TRAIN)
-    image.imports("evernear.triggers", "evernear.deployment", "evernear.cli")
+    image.imports("evernear.triggers", "evernear.deployment", "evernear.cli.app")
     assert image.runs("python", "-c", PACKAGED).split() == ["['evernear']", "4", "golden"]
 
 

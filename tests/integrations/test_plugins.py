@@ -68,7 +68,7 @@ def test_failure_at_the_end_of_a_run_is_a_warning_without_a_password(
 ) -> None:
     record = RunRecord(open_store((tmp_path / "store").as_uri()), "run-1")
     assert plugins.run_ended(record, "") == [
-        "The plug-in of evernear-greeter[all] failed: no answer from https://tracker/."
+        "The plug-in of evernear-greeter[all] failed: no answer from https://***@tracker/."
     ]
 
 
@@ -103,3 +103,9 @@ def test_every_move_of_the_champion_reaches_every_integration(
     plugins.champion_moved(registry, None)
     assert seen == [(registry, None)]
     assert caplog.messages == ["The plug-in of first failed: disk.", "not yet"]
+
+
+def test_commands_of_integrations_are_importable_without_the_command_line() -> None:
+    script = "from evernear import plugins; print(*sorted(command.name for command in plugins.commands()))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["alias", "export", "import", "trial", "tune"], "")

@@ -9,7 +9,7 @@ import yaml
 from loopback.kubernetes import webhooks
 from typer.testing import CliRunner
 
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.integrations.tuning.space import load_space
 from pipelines.tune import METRIC, main
 

@@ -358,7 +358,7 @@ def test_page_requires_the_token(store: Store, source: Path) -> None:
 def test_printed_url_opens_the_page(store: Store, source: Path) -> None:
     """The output of a program is masked, but the token of this URL is for the person who reads it."""
     words = ["review", "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
-    command = [sys.executable, "-c", "from evernear.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as review:
         try:
             assert review.stdout is not None

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.sources import open_source

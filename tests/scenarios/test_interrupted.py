@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,13 @@ def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path, EVERNEAR_TARGET="registry")
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; init may reap one that has ended only later."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     """Interrupt the command; check that it shows ``progress`` and its processes end, and return its last message."""
     children = psutil.Process(process.pid).children(recursive=True)
@@ -25,7 +33,7 @@ def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    assert not [child for child in children if child.is_running()], "a process outlived its command"
+    assert not [child for child in children if is_alive(child)], "a process outlived its command"
     assert progress in output
     (message,) = [line for line in output.splitlines() if line.startswith("evernear: ")]
     return message

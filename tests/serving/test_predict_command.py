@@ -151,7 +151,7 @@ def test_missing_images_are_reported(served: Served, tmp_path: Path) -> None:
 def test_command_imports_no_heavy_modules(served: Served, images: Path) -> None:
     """Checks imports until a prediction is printed, rather than the time."""
     script = (
-        "import sys; from evernear.cli import app\n"
+        "import sys; from evernear.cli.app import app\n"
         "try: app(sys.argv[1:])\n"
         "finally: print(sorted({'torch', 'faiss', 'numpy', 'PIL', 'minio', 'kfp', 'fastapi'} & set(sys.modules)))"
     )

@@ -19,7 +19,7 @@ from serving.fake_servers import http_server
 from typer.testing import CliRunner
 
 from evernear import deployment, steps
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout

@@ -8,7 +8,7 @@ import kubernetes_validate
 import pytest
 import typer
 
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.deployment.kubernetes import KubernetesTarget
 from evernear.deployment.kubernetes.objects import REVISION, ServedRelease, serving_objects
 from evernear.errors import SettingsError

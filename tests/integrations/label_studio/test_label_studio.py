@@ -10,7 +10,7 @@ import pytest
 from review_queue import NOW, log_queries, png
 from typer.testing import CliRunner
 
-from evernear.cli import app
+from evernear.cli.app import app
 from evernear.common.store import Store
 from evernear.errors import DataError
 from evernear.integrations.label_studio.tasks import labeling_config

@@ -112,7 +112,7 @@ def test_process_prompts_with_kfp_and_ends_on_sigterm(slack: SlackServer, settin
     with KfpServer() as kfp:
         config.write_text(f'workdir = "{tmp_path}"\n[slack]\n{allowed}\n[pipeline]\nendpoint = "{kfp.url}"\n')
         kfp.publish(GOLDEN, version="c0ffee1")
-        command = [sys.executable, "-c", "from evernear.cli import main; main()", "slack", "--config", str(config)]
+        command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "slack", "--config", str(config)]
         with terminated(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)) as log:
             until(lambda: slack.links == 1, timeout_s=60)
             assert slack.deliver(ADA.types("/retrain", CHANNEL, slack.response_url(CHANNEL))) is not None
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_process_with_a_message(slack: SlackServer, tmp_path: Pa
     config.write_text(
         f'workdir = "{tmp_path}"\n[slack]\n{slack_settings}\n[pipeline]\nendpoint = "http://127.0.0.1:1"\n'
     )
-    command = [sys.executable, "-c", "from evernear.cli import main; main()", "slack", "--config", str(config)]
+    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "slack", "--config", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         until(lambda: slack.links == 1, timeout_s=60)
         process.send_signal(signal.SIGINT)

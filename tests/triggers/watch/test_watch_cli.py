@@ -76,7 +76,7 @@ def test_ship_once_ships_what_is_there_and_ends(flags: list[str], tmp_path: Path
 
 
 def test_ship_says_that_it_runs(flags: list[str]) -> None:
-    command = [sys.executable, "-c", "from evernear.cli import main; main()", "watch", "ship", *flags]
+    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "watch", "ship", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shipper:
         assert shipper.stdout is not None
         line = shipper.stdout.readline()

@@ -1,0 +1,116 @@
+"""The ``evernear`` command. Each command imports heavy libraries itself, so that the others start quickly."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from evernear import __version__, plugins
+from evernear.cli import (
+    cluster,
+    doctor,
+    forget,
+    inspect,
+    labels,
+    pipeline,
+    pod,
+    predict,
+    releases,
+    report,
+    run,
+    server,
+    slack,
+    store,
+    watch,
+)
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line, printable
+from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
+
+OWN_PACKAGES = ("evernear",)
+EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # rich's own markup would drop text in [brackets]
+    help="Continuously train and deploy an image recognizer: labeled images in, a gated release on TorchServe out.",
+)
+for command in (
+    run.run,
+    run.reindex,
+    run.demo,
+    report.report,
+    predict.predict,
+    server.prep,
+    labels.review,
+    forget.forget,
+    server.status,
+    server.serve,
+    server.ready,
+    server.stop,
+    server.token,
+    doctor.doctor,
+):
+    app.command()(command)
+GROUPS = {
+    "registry": releases.app,
+    "store": store.app,
+    "inspect": inspect.app,
+    "labels": labels.app,
+    "deployment": cluster.app,
+    "pipeline": pipeline.app,
+    "pod": pod.app,
+    "watch": watch.app,
+    "slack": slack.app,
+}
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name)
+for added in plugins.commands():
+    (GROUPS[added.group] if added.group else app).command(added.name)(added.run)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print_line(f"evernear {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(  # pyright: ignore[reportUnusedFunction] - typer calls it
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+def main() -> None:
+    """Run the command line; report expected errors in one sentence, without a traceback."""
+    mask_streams()
+    try:
+        app()
+    except SystemExit as exited:
+        if exited.code == UserInterruptError.exit_code:  # typer turns Ctrl-C into this
+            sentence = "Interrupted. Nothing is half-written; run the command again to continue."
+            _fail(sentence, UserInterruptError.exit_code)
+        raise
+    except EvernearError as error:
+        _fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *OWN_PACKAGES):
+            raise
+        _fail(f"{package} is not installed; run `pip install 'evernear[{EXTRAS}]'`.", EvernearError.exit_code)
+    except OSError as error:
+        disk_full = disk_full_message(error, error.filename or Path.cwd())
+        if disk_full is None and error.filename is None:
+            raise
+        _fail(disk_full or f"{error.filename} cannot be read or written: {error.strerror}.", StoreError.exit_code)
+
+
+def _fail(sentence: str, exit_code: int) -> NoReturn:
+    Console(stderr=True).print(Text.assemble(("evernear:", "bold red"), " ", printable(sentence)), soft_wrap=True)
+    sys.exit(exit_code)
