@@ -1,5 +1,7 @@
 """The hash of the code behind a result changes with the code, and with nothing else."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,3 +72,9 @@ def test_version_of_a_library_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     code_digest.cache_clear()
     assert code_digest(TRAINING, ("pillow",)) != before
     code_digest.cache_clear()
+
+
+def test_nothing_is_imported_to_read_its_source() -> None:
+    script = f"import sys; from {module.__name__} import code_digest; code_digest({TRAINING!r}); print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert {TRAINING, "torch", "timm"}.isdisjoint(output.split())
