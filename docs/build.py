@@ -21,8 +21,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import click
-from nbconvert import MarkdownExporter
-from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from docs.settings_reference import settings_page
 from docs.wrapping import damage
@@ -116,6 +114,9 @@ def page_text(source: Path) -> tuple[str, dict[str, bytes]]:
     """The Markdown of a page, and its pictures by file name: the outputs of a notebook."""
     if source.suffix != ".ipynb":
         return source.read_text(), {}
+    from nbconvert import MarkdownExporter  # takes a second to import
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+
     exporter = MarkdownExporter()
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     text, resources = exporter.from_filename(str(source), {"unique_key": source.stem})

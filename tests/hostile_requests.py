@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -168,18 +169,28 @@ def _picture(mode: str = "L", kind: str = "PNG", size: tuple[int, int] = (40, 30
     return buffer.getvalue()
 
 
-REAL = (
-    _picture(),
-    _picture("P"),
-    _picture("RGBA"),
-    _picture("RGB", "JPEG", (300, 200)),
-    _picture("RGB", "JPEG", progressive=True),
-    _picture("CMYK", "JPEG"),
-    hostile.png(40, 30, 16, interlaced=True),
-    hostile.animated(),
-    hostile.progressive(64, 64, 3, 12),
-)
-BOMBS = tuple(bomb.make() for bomb in hostile.REFUSED.values())
+@cache
+def real_images() -> tuple[bytes, ...]:
+    """Valid images of several formats, to be damaged."""
+    return (
+        _picture(),
+        _picture("P"),
+        _picture("RGBA"),
+        _picture("RGB", "JPEG", (300, 200)),
+        _picture("RGB", "JPEG", progressive=True),
+        _picture("CMYK", "JPEG"),
+        hostile.png(40, 30, 16, interlaced=True),
+        hostile.animated(),
+        hostile.progressive(64, 64, 3, 12),
+    )
+
+
+@cache
+def bombs() -> tuple[bytes, ...]:
+    """Small files of images that are too large to decode. Making them takes a second."""
+    return tuple(bomb.make() for bomb in hostile.REFUSED.values())
+
+
 CONTENT_TYPES = (
     b"",
     b"image/png",
@@ -212,13 +223,13 @@ def image(rng: random.Random) -> bytes:
     """A damaged image, a decompression bomb, or data that is not an image."""
     match rng.randrange(8):
         case 0:
-            return rng.choice(BOMBS)
+            return rng.choice(bombs())
         case 1:
             return junk(rng)
         case 2:
             return _with_header(rng)
         case _:
-            return hostile.mutated(rng, rng.choice(REAL))
+            return hostile.mutated(rng, rng.choice(real_images()))
 
 
 def junk(rng: random.Random, max_bytes: int = 24) -> bytes:
@@ -227,7 +238,7 @@ def junk(rng: random.Random, max_bytes: int = 24) -> bytes:
 
 def _with_header(rng: random.Random) -> bytes:
     """A PNG with a forged header and a matching checksum."""
-    whole = REAL[0]
+    whole = real_images()[0]
     side = rng.choice([1, 600, 20_000])
     size = (rng.randrange(side).to_bytes(4), rng.randrange(side).to_bytes(4))
     kind = bytes([rng.choice([1, 2, 4, 8, 16, 3]), rng.choice([0, 2, 3, 4, 6, 5]), 0, 0, rng.randrange(3)])
@@ -237,7 +248,15 @@ def _with_header(rng: random.Random) -> bytes:
 def json_value(rng: random.Random, names: Sequence[str], depth: int = 0) -> Any:
     """Random JSON that contains the names of a protocol."""
     inner = [json_value(rng, names, depth + 1) for _ in range(rng.randrange(3))] if depth < 3 else []
-    leaves = [None, True, rng.random(), -1e400, junk(rng).decode("latin-1"), rng.randrange(10**30), _base64(REAL[0])]
+    leaves = [
+        None,
+        True,
+        rng.random(),
+        -1e400,
+        junk(rng).decode("latin-1"),
+        rng.randrange(10**30),
+        _base64(real_images()[0]),
+    ]
     return rng.choice([dict(zip(rng.choices(names, k=2), inner, strict=False)), inner, rng.choice(leaves)])
 
 

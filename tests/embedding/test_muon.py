@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from timm.optim.muon import Muon as TimmMuon
 from torch import Tensor
 
 from evernear.embedding.muon import Muon
@@ -32,6 +31,8 @@ def muon(parameters: list[Tensor], precision: torch.dtype, orthogonal: bool = Tr
 
 
 def test_in_bfloat16_the_weights_are_those_of_timm() -> None:
+    from timm.optim.muon import Muon as TimmMuon  # every pytest worker would wait seconds for timm
+
     ours, theirs = make_weights(), make_weights()
     optimize(muon(ours, torch.bfloat16), ours)
     optimize(TimmMuon(theirs, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True), theirs)

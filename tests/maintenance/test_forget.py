@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from command_line import evernear
 from PIL import Image
-from pymilvus import MilvusClient
 from releases import System, decided
 from sklearn.datasets import load_digits
 
@@ -186,6 +185,8 @@ def content(prepared: Prepared) -> bytes:
 
 
 def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri: str):
+    from pymilvus import MilvusClient
+
     everything = content(prepared)
     assert len(prepared.removed) == 70
     assert all(pixels in everything for pixels in prepared.removed.values())
