@@ -17,7 +17,7 @@ from minio.error import S3Error
 from rendered import DEPLOY, ROOT, named, objects
 from seaweedfs import SERVER, SeaweedFS, seaweedfs
 
-from evernear.common.store import S3Store
+from evernear.common.store.s3 import S3Store
 
 SETUP = DEPLOY / "overlays/local/seaweedfs"
 USERS = {

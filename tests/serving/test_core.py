@@ -148,7 +148,7 @@ def test_rejects_an_index_of_another_network(parts: ReleaseParts) -> None:
 def test_handler_imports_only_packages_of_the_serving_image() -> None:
     script = (
         "import sys, evernear.serving.handler\n"
-        "print({'torchvision', 'timm', 'scipy', 'sklearn', 'matplotlib', 'torch._dynamo'} & set(sys.modules))"
+        "print({'torchvision', 'timm', 'minio', 'scipy', 'sklearn', 'matplotlib', 'torch._dynamo'} & set(sys.modules))"
     )
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert completed.stdout == "set()\n"

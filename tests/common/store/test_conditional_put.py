@@ -19,7 +19,8 @@ from faulty import (
     start_faulty_proxy,
 )
 
-from evernear.common.store import S3Store, s3_connection
+from evernear.common.store import s3_connection
+from evernear.common.store.s3 import S3Store
 from evernear.doctor import check
 from evernear.errors import ConflictError, StoreError, TransientStoreError
 from evernear.settings import Settings

@@ -28,7 +28,8 @@ from faulty import (
 )
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store import S3Store, open_store, s3_connection
+from evernear.common.store import open_store, s3_connection
+from evernear.common.store.s3 import S3Store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ports import free_ports
 
-from evernear.common.store import S3Store
+from evernear.common.store.s3 import S3Store
 from evernear.errors import StoreError
 
 pytestmark = pytest.mark.usefixtures("quick")

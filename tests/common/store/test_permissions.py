@@ -19,7 +19,8 @@ from ports import free_ports, wait_for_port
 from seaweedfs import seaweedfs
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store import S3Store, Store, open_store
+from evernear.common.store import Store, open_store
+from evernear.common.store.s3 import S3Store
 from evernear.errors import ConflictError, StoreError
 from evernear.serving.query_log import ship_query_log
 from evernear.triggers.requests import RequestStore

@@ -9,10 +9,9 @@ from urllib.parse import unquote, urlsplit
 
 from evernear.common.store.base import ObjectInfo, Store
 from evernear.common.store.files import FileStore
-from evernear.common.store.s3 import S3Store
 from evernear.errors import SettingsError
 
-__all__ = ["FileStore", "ObjectInfo", "S3Store", "Store", "open_store"]
+__all__ = ["FileStore", "ObjectInfo", "Store", "open_store"]
 
 
 def open_store(uri: str) -> Store:
@@ -32,5 +31,7 @@ def open_store(uri: str) -> Store:
     # Not parsed as a URL: '?' and '#' are ordinary characters in object names.
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if parts.scheme == "s3" and bucket:
+        from evernear.common.store.s3 import S3Store  # a store in a directory needs no client of S3
+
         return S3Store(bucket, prefix.strip("/"))
     raise SettingsError(f"The store {uri!r} is neither file:///absolute/path nor s3://bucket/prefix.")
