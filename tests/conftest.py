@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("no deadline")
 _bucket_numbers = itertools.count(time.time_ns())
 
 
-LONGEST_FIRST = ("scenarios", "deployment", "kserve", "serving", "triggers")
+LONGEST_FIRST = ("scenarios", "deployment", "notebooks", "kserve", "serving", "embedding", "data", "triggers")
 """Directories whose tests take longest: if started last, they would run alone at the end, on one of two cores."""
 
 

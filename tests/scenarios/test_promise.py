@@ -107,7 +107,7 @@ def product(s3_endpoint: str, bucket: str, tmp_path: Path) -> Iterator[Product]:
         EVERNEAR_SLACK__CHANNEL=CHANNEL,
         EVERNEAR_SLACK__MAY_START=json.dumps([ADA.id]),
         EVERNEAR_SLACK__MAY_PROMOTE=json.dumps([ADA.id]),
-        EVERNEAR_SLACK__POLL_S="0.2",
+        EVERNEAR_SLACK__POLL_S="1",
         EVERNEAR_SLACK__UPDATE_INTERVAL_S="1",
         SLACK_BOT_TOKEN=BOT_TOKEN,
         SLACK_SIGNING_SECRET=SIGNING_SECRET,
