@@ -130,7 +130,17 @@ def sandbox(make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory)
     assert deployment.open_target(settings).status()["server"] == "down"
 
 
-def test_rollout_fails_no_request(sandbox: Sandbox) -> None:
+@contextmanager
+def no_registration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a release that is still registered was registered again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Management, "register", refuse)
+        yield
+
+
+def test_rollout_rollback_and_promotion_fail_no_request(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     before, candidate = sandbox.champion, sandbox.candidate()
     with sandbox.under_load() as versions:
         deployed = sandbox.deploy(candidate)
@@ -147,6 +157,22 @@ def test_rollout_fails_no_request(sandbox: Sandbox) -> None:
         "champion": candidate.version,
         "store": sandbox.settings.store_uri,
     }
+    with no_registration(monkeypatch):
+        with sandbox.under_load() as versions:
+            back = roll_back(sandbox.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
+        assert versions == {before, candidate.version}
+        assert (back.version, back.smoke_queries) == (before, sandbox.settings.serving.smoke_queries)
+        assert sandbox.default == sandbox.champion == before
+        with sandbox.under_load() as versions:
+            assert promote_release(candidate.version, sandbox.settings).previous == before
+        assert versions == {before, candidate.version}
+        assert sandbox.default == sandbox.champion == candidate.version
+    history = [(promotion.version, promotion.how, promotion.why) for promotion in sandbox.registry.history()][-3:]
+    assert history == [
+        (candidate.version, "deploy", ""),
+        (before, "rollback", "it confuses 3 and 8"),
+        (candidate.version, "promote", ""),
+    ]
     # A repeated deployment, as after a late kill, succeeds:
     assert sandbox.deploy(candidate).version == candidate.version
     assert sandbox.champion == candidate.version
@@ -211,13 +237,21 @@ deploy_release(Path(sys.argv[1]), Path(sys.argv[2]), Settings.model_validate_jso
 """
 
 
-def test_next_deployment_removes_the_files_of_a_killed_one(sandbox: Sandbox) -> None:
-    killed, candidate = sandbox.candidate(), sandbox.candidate()
-    words = [sys.executable, "-c", KILLED, killed.archive, killed.verdict, sandbox.settings.model_dump_json()]
+def test_next_deployment_removes_what_killed_ones_left(sandbox: Sandbox) -> None:
+    """One was killed while it copied its archive, another after its release had been registered."""
+    copying, registered, candidate = sandbox.candidate(), sandbox.candidate(), sandbox.candidate()
+    words = [sys.executable, "-c", KILLED, copying.archive, copying.verdict, sandbox.settings.model_dump_json()]
     assert subprocess.run(words, timeout=120).returncode == -signal.SIGKILL
     assert temporary_files(sandbox)
-    sandbox.deploy(candidate)
+    shutil.copy(registered.archive, model_store(sandbox.home) / f"embedding-{registered.version}.mar")
+    Management(sandbox.home).register(f"embedding-{registered.version}.mar", sandbox.settings.serving)
+    assert registered.version in sandbox.registered
+    serving = sandbox.settings.serving.model_copy(update={"keep_registered": 1})
+    with sandbox.under_load():
+        sandbox.deploy(candidate, sandbox.settings.model_copy(update={"serving": serving}))
     assert temporary_files(sandbox) == []
+    assert sandbox.registered == [candidate.version], "keep_registered=1 keeps only the champion"
+    assert sandbox.default == candidate.version
 
 
 def temporary_files(sandbox: Sandbox) -> list[Path]:
@@ -261,49 +295,6 @@ def test_release_that_does_not_fit_on_the_disk_leaves_no_files(
     assert sorted(model_store(sandbox.home).iterdir()) == before
 
 
-def test_next_deployment_unregisters_the_release_of_a_killed_one(sandbox: Sandbox) -> None:
-    killed, candidate = sandbox.candidate(), sandbox.candidate()
-    shutil.copy(killed.archive, model_store(sandbox.home) / f"embedding-{killed.version}.mar")
-    Management(sandbox.home).register(f"embedding-{killed.version}.mar", sandbox.settings.serving)
-    assert killed.version in sandbox.registered
-    serving = sandbox.settings.serving.model_copy(update={"keep_registered": 1})
-    with sandbox.under_load():
-        sandbox.deploy(candidate, sandbox.settings.model_copy(update={"serving": serving}))
-    assert sandbox.registered == [candidate.version], "keep_registered=1 keeps only the champion"
-    assert sandbox.default == candidate.version
-
-
-@contextmanager
-def no_registration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a release that is still registered was registered again")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Management, "register", refuse)
-        yield
-
-
-def test_rollback_and_promotion_reuse_registered_releases(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = sandbox.champion, sandbox.candidate()
-    sandbox.deploy(bad)
-    with no_registration(monkeypatch):
-        with sandbox.under_load() as versions:
-            back = roll_back(sandbox.settings, cause=Cause(by="ada", why="it confuses 3 and 8"))
-        assert versions == {good, bad.version}
-        assert (back.version, back.smoke_queries) == (good, sandbox.settings.serving.smoke_queries)
-        assert sandbox.default == sandbox.champion == good
-        with sandbox.under_load() as versions:
-            assert promote_release(bad.version, sandbox.settings).previous == good
-        assert versions == {good, bad.version}
-        assert sandbox.default == sandbox.champion == bad.version
-    history = [(promotion.version, promotion.how, promotion.why) for promotion in sandbox.registry.history()][-3:]
-    assert history == [
-        (bad.version, "deploy", ""),
-        (good, "rollback", "it confuses 3 and 8"),
-        (bad.version, "promote", ""),
-    ]
-
-
 def test_running_server_is_used_wherever_it_is(sandbox: Sandbox) -> None:
     address = deployment.open_target(sandbox.settings).status()["url"]
     assert address == f"http://127.0.0.1:{sandbox.settings.serving.inference_port}/predictions/embedding"
@@ -320,22 +311,6 @@ def test_running_server_is_used_wherever_it_is(sandbox: Sandbox) -> None:
     assert sandbox.default == sandbox.champion == champion
 
 
-def test_unregistered_release_is_fetched_tested_and_promoted(sandbox: Sandbox) -> None:
-    oldest, before = next(sandbox.registry.list()), sandbox.champion
-    if oldest in sandbox.registered:
-        Management(sandbox.home).unregister("embedding", oldest)
-    (model_store(sandbox.home) / f"embedding-{oldest}.mar").unlink(missing_ok=True)
-    with sandbox.under_load() as versions:
-        moved = promote_release(oldest, sandbox.settings)
-    assert versions == {before, oldest}
-    assert (moved.version, moved.previous) == (oldest, before)
-    assert sandbox.default == sandbox.champion == oldest
-    assert before in sandbox.registered
-    with pytest.raises(StoreError, match="is already the champion"):
-        promote_release(oldest, sandbox.settings)
-    assert roll_back(sandbox.settings).version == before
-
-
 def test_failed_promotion_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
     good = sandbox.candidate()
     queries = json.loads(open_release(good.archive, tmp_path / "opened").read("smoke.json"))
@@ -350,7 +325,9 @@ def test_failed_promotion_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> N
     assert sandbox.registered == registered
 
 
-def test_held_release_is_promoted_only_by_force_with_a_reason(sandbox: Sandbox, make_release: MakeRelease) -> None:
+def test_held_release_is_fetched_tested_and_promoted_only_by_force_with_a_reason(
+    sandbox: Sandbox, make_release: MakeRelease
+) -> None:
     candidate, before = make_release(parent=sandbox.champion, promote=False), sandbox.champion
     sandbox.registry.publish(candidate.archive)
     with pytest.raises(IntegrityError, match=r"is hold: A test says so\. To promote it anyway, add --force"):
@@ -358,14 +335,20 @@ def test_held_release_is_promoted_only_by_force_with_a_reason(sandbox: Sandbox, 
     with pytest.raises(SettingsError, match="needs a reason"):
         promote_release(candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why=" "))
     assert sandbox.default == sandbox.champion == before
-    with sandbox.under_load():
-        promote_release(
+    with sandbox.under_load() as versions:  # it is not registered: it is fetched and tested first
+        moved = promote_release(
             candidate.version, sandbox.settings, force=True, cause=Cause(by="ada", why="the floor was wrong")
         )
-    assert sandbox.default == candidate.version
+    assert versions == {before, candidate.version}
+    assert (moved.version, moved.previous) == (candidate.version, before)
+    assert moved.smoke_queries == sandbox.settings.serving.smoke_queries
+    assert sandbox.default == sandbox.champion == candidate.version
+    assert before in sandbox.registered
     last = list(sandbox.registry.history())[-1]
     assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
-    roll_back(sandbox.settings)
+    with pytest.raises(StoreError, match="is already the champion"):
+        promote_release(candidate.version, sandbox.settings)
+    assert roll_back(sandbox.settings).version == before
 
 
 @pytest.mark.slow
