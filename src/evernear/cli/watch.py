@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,9 @@ from evernear.errors import PipelineServerError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
+    from evernear.common.store import Store
     from evernear.kubeflow.client import KfpRuns
+    from evernear.triggers.watch.baker import Baker
     from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
 app = typer.Typer(
@@ -63,8 +66,9 @@ def run(
     settings = watch_settings(source, config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
-        watcher = Watcher(settings, open_store(settings.store_uri), _runs(settings), Path(cache))
-        service = WatchService(watcher, settings)
+        store, runs = open_store(settings.store_uri), _runs(settings)
+        watcher = Watcher(settings, store, runs, Path(cache))
+        service = WatchService(watcher, settings, _baker(settings, store, runs))
         remains = (
             "Interrupted after the last check. No process is left; `evernear watch run` continues with the next one."
         )
@@ -172,6 +176,19 @@ def _runs(settings: Settings) -> "KfpRuns | None":
         raise PipelineServerError(f"{error.name} is not installed; {hint}.") from None
 
     return KfpRuns(settings.pipeline)
+
+
+def _baker(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Baker | None":
+    """The baker of the releases in the cluster; None if nothing is baked."""
+    if settings.target != "kubernetes" or not settings.watch.bake_s:
+        return None
+    from evernear.triggers.watch.baker import Baker
+    from evernear.triggers.watch.pod_metrics import PODS_SERVICE_SUFFIX, PodMetrics, addresses
+
+    kubernetes = settings.kubernetes
+    host = f"{kubernetes.name}{PODS_SERVICE_SUFFIX}.{kubernetes.namespace}.svc"
+    pods = PodMetrics(lambda: addresses(host, settings.serving.metrics_port))
+    return Baker(settings, store, runs, pods, lambda: datetime.now(UTC))
 
 
 def _show(report: "CheckReport", as_json: bool) -> None:

@@ -15,6 +15,7 @@ from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTar
 from evernear.errors import ConflictError, SettingsError, StoreError
 from evernear.plugins import champion_moved
 from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.release.bake import Breaches
 from evernear.release.registry import Cause, Registry
 from evernear.settings import RunSettings
 
@@ -26,18 +27,21 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
     recorded in the history.
 
     Raises:
-        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`.
+        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`, or it was rolled
+            back after its rollout (`evernear.release.bake`).
         ServingError, ClusterError: it does not come up, or answers wrongly; the previous release is live.
         StoreError: the registry is unreachable, or the champion changed in the meantime.
         TransientStoreError: the release is live and verified, but may not be recorded as the champion.
         BusyError: another deployment to the same target is in progress.
         SettingsError: a setting that the target needs is missing.
     """
-    registry = Registry(open_store(settings.store_uri))
+    store = open_store(settings.store_uri)
+    registry = Registry(store)
     target = open_target(settings)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
         champion = registry.champion()
         parts = check_candidate(archive, verdict_file, champion, Path(temporary) / "release")
+        Breaches(store).require_none(parts.manifest)
         registry.publish(archive)
         with target.rollout(archive, parts) as rollout:
             version = parts.manifest.version
@@ -54,7 +58,8 @@ def promote_release(
 ) -> Deployment:
     """Promote a release on a person's decision: make it live at ``settings.target``, then the champion.
 
-    ``force`` overrules a verdict of hold and requires a reason in ``cause``.
+    ``force`` overrules a verdict of hold and requires a reason in ``cause``. A release that a bake rolled back is
+    allowed again.
 
     Raises:
         StoreError: no such release, or it is already the champion, or the registry is unreachable.
@@ -73,6 +78,7 @@ def promote_release(
     with _fetch_release(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
         with target.rollout(archive, parts) as rollout:
+            Breaches(open_store(settings.store_uri)).overrule(version, cause)
             promoted = registry.set_champion(version, champion, "force" if force else "promote", cause)
             deployed = Deployment.of(promoted, rollout)
     champion_moved(registry, champion)

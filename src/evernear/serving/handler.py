@@ -13,9 +13,13 @@ remaining images get 503.
 
 import logging
 import time
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from evernear.common.masking import mask_streams
 from evernear.release.archive_reader import ReleaseParts, open_parts
@@ -30,6 +34,7 @@ from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
 
 DECODE_SHARE = 0.5
 """Share of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
+PROBE_HEADER = "evernear-probe"
 _METRICS_LOGGER = "ts.metrics.caching_metric"
 
 
@@ -61,7 +66,7 @@ class EmbeddingHandler:
             context.set_response_content_type(position, "application/json")
             if isinstance(response, Rejection):
                 context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
-        self._record(result)
+        self._record(result, [_is_probe(context, position) for position in range(len(data))])
         self._trace(data, context, result, started_ns)
         return [response.model_dump_json().encode() for response in result.responses]
 
@@ -76,17 +81,32 @@ class EmbeddingHandler:
             }
             record_prediction(self._tracer, parent or "", started_ns, _stages_s(result), **attributes)
 
-    def _record(self, result: BatchResult) -> None:
-        predictions = [response for response in result.responses if isinstance(response, Prediction)]
-        if self._query_log:
-            self._query_log.record(predictions, result.embeddings, result.images)
+    def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
+        """Log and count the requests of clients. The stored query of a readiness probe is not one."""
+        responses = [response for response, probe in zip(result.responses, probes, strict=True) if not probe]
+        predictions = [response for response in responses if isinstance(response, Prediction)]
+        if self._query_log and predictions:
+            answered = [isinstance(response, Prediction) for response in result.responses]
+            of_clients = np.logical_not(probes)[answered]
+            self._query_log.record(predictions, _rows(result.embeddings, of_clients), _rows(result.images, of_clients))
+        if not responses:
+            return
         self._meter.record_batch(
-            outcomes=[_outcome(response) for response in result.responses],
+            outcomes=[_outcome(response) for response in responses],
             distances=[prediction.dist for prediction in predictions],
             unknown=sum(prediction.unknown for prediction in predictions),
             stages_s=_stages_s(result),
             neighbors=[neighbor.label == p.pred for p in predictions if not p.unknown for neighbor in p.neighbors],
         )
+
+
+def _is_probe(context: Any, position: int) -> bool:
+    """Whether the frontend marked the request as the query of a readiness probe; it removes the mark from others."""
+    return bool(context.get_request_header(position, PROBE_HEADER))
+
+
+def _rows(array: NDArray[Any] | None, selected: NDArray[np.bool_]) -> NDArray[Any] | None:
+    return None if array is None else array[selected]
 
 
 def _outcome(response: Prediction | Rejection) -> str:

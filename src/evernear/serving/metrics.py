@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # L2 between unit vectors is 2 sin(angle / 2): 0.1 is 6 degrees, 1.4 nearly a right angle, 2 the opposite.
 DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
+# From 5 ms to 40 s, each 1.5 times the one before: fine enough to compare a p99.
+SECONDS_BOUNDS = tuple(float(f"{0.005 * 1.5**step:.2g}") for step in range(23))
 FLUSH_EVERY_S = 1.0
 
 Kind = Literal["counter", "gauge"]
@@ -42,6 +44,7 @@ METRICS: Mapping[str, Metric] = {
     "evernear_neighbors_total": Metric("counter", "Count", ("version", "agrees")),
     "evernear_stage_seconds_total": Metric("counter", "Seconds", ("version", "stage")),
     **_histogram("evernear_batch_size", "Images"),
+    **_histogram("evernear_request_seconds", "Seconds"),
     **_histogram("evernear_distance", "L2"),
     "evernear_release_info": Metric("gauge", "Count", ("version", "network")),
     "evernear_index_age_seconds": Metric("gauge", "Seconds", ("version",)),
@@ -113,6 +116,9 @@ class Meter:
         self._batch_size = Histogram(
             "evernear_batch_size", "", ("version",), buckets=BATCH_SIZE_BOUNDS, registry=registry
         ).labels(version)
+        self._request_seconds = Histogram(
+            "evernear_request_seconds", "", ("version",), buckets=SECONDS_BOUNDS, registry=registry
+        ).labels(version)
         self._distance = Histogram(
             "evernear_distance", "", ("version",), buckets=DISTANCE_BOUNDS, registry=registry
         ).labels(version)
@@ -147,6 +153,8 @@ class Meter:
         self._batch_size.observe(len(outcomes))
         for outcome in outcomes:
             self._requests.labels(self._version, outcome).inc()
+        for _ in outcomes:  # each request waits for its batch
+            self._request_seconds.observe(sum(stages_s.values()))
         for stage, seconds in stages_s.items():
             self._stage_seconds.labels(self._version, stage).inc(seconds)
         for distance in distances:

@@ -50,5 +50,11 @@ class WatchSettings(Section):
         description="Number of newest releases and runs to keep when the watcher prunes the store, once a day; 0: "
         "it does not.",
     )
+    bake_s: int = Field(
+        default=900,
+        ge=0,
+        description="Time after a rollout to Kubernetes in which the watcher compares errors, p99 latency and the "
+        "share of unknown with the release before, and rolls back by itself if one has risen; 0: none.",
+    )
     health_host: Host = Field(default="127.0.0.1", description="Address of the health probe.")
     health_port: int = Field(default=8091, ge=0, le=65535, description="Port of the health probe; 0: none.")

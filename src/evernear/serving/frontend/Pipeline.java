@@ -41,10 +41,8 @@ final class Pipeline extends ServerInitializer {
         pipeline.addAfter("decoder", "encoder", connection.encoder());
         pipeline.addAfter("encoder", "connection", connection);
         pipeline.addAfter("connection", "admission", new Admission(maxBytes, TOKENS.get(type), hasProbe));
-        if (hasProbe) {
-            pipeline.addBefore("handler", "probe", new Probe(traffic, query));
-        }
         if (isInference) {
+            pipeline.addBefore("handler", "probe", new Probe(traffic, query));
             pipeline.addBefore("handler", "form", new Form(maxBytes));
         }
     }

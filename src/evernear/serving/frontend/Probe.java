@@ -23,6 +23,9 @@ import java.util.Map;
  * <p>The probe thus adds no query under load, and a full queue does not make a working server unready.
  */
 final class Probe extends ChannelDuplexHandler {
+    /** Marks the query of a probe, so that the handler does not count it as a client's; removed from others. */
+    private static final String HEADER = "evernear-probe";
+
     private static final String MODEL = System.getProperty("evernear.model");
 
     private final Traffic traffic;
@@ -45,7 +48,8 @@ final class Probe extends ChannelDuplexHandler {
     @Override
     public void channelRead(ChannelHandlerContext context, Object message) throws ReflectiveOperationException {
         FullHttpRequest request = (FullHttpRequest) message;
-        if (!isProbe(request)) {
+        if (query == null || !isProbe(request)) {
+            request.headers().remove(HEADER);
             context.fireChannelRead(message);
             return;
         }
@@ -57,6 +61,7 @@ final class Probe extends ChannelDuplexHandler {
         FullHttpRequest prediction =
                 new DefaultFullHttpRequest(
                         HttpVersion.HTTP_1_1, HttpMethod.POST, "/predictions/" + MODEL, Unpooled.wrappedBuffer(query));
+        prediction.headers().set(HEADER, "1");
         HttpUtil.setContentLength(prediction, query.length);
         HttpUtil.setKeepAlive(prediction, HttpUtil.isKeepAlive(request));
         if (Token.get() != null) {

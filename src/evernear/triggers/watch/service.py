@@ -21,6 +21,7 @@ from evernear.errors import EvernearError, PortInUseError
 from evernear.maintenance.prune import prune_store
 from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
+from evernear.triggers.watch.baker import Baker
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
 from evernear.triggers.watch.watcher import Watcher
 
@@ -32,16 +33,21 @@ CLOCK_CHECK_S = 60.0
 PRUNE_INTERVAL = timedelta(days=1)
 PRUNE_RETRY = timedelta(hours=1)
 """Time to the next attempt to prune the store, after one that failed or met a run."""
+BAKE_INTERVAL_S = 10.0
+"""Time between two looks at the pods' metrics. A rollback then begins within seconds of the evidence."""
 _JOB = "check"
+_BAKE_JOB = "bake"
 _PRUNE_JOB = "prune"
 _log = logging.getLogger(__name__)
 
 
 class WatchService:
-    """The schedule of a `Watcher`."""
+    """The schedule of a `Watcher`, and of a `Baker` if there is one."""
 
-    def __init__(self, watcher: Watcher, settings: Settings) -> None:
+    def __init__(self, watcher: Watcher, settings: Settings, baker: Baker | None = None) -> None:
         self._watcher = watcher
+        self._baker = baker
+        self._bake_fault = ""
         self._settings = settings
         self._scheduler = BackgroundScheduler(timezone=UTC)
         self._lock = threading.Lock()
@@ -79,6 +85,10 @@ class WatchService:
                     max_instances=1,
                     coalesce=True,
                     misfire_grace_time=None,
+                )
+            if self._baker:
+                self._scheduler.add_job(
+                    self.bake, "interval", seconds=BAKE_INTERVAL_S, id=_BAKE_JOB, max_instances=1, coalesce=True
                 )
             self._scheduler.start()
             if self._settings.watch.bucket_events:
@@ -122,6 +132,21 @@ class WatchService:
         else:
             self._print(f"Pruned the store: deleted {pruning}.")
 
+    def bake(self) -> None:
+        """Poll the baker unless the watcher is paused. A failure is reported once, and the next poll tries again."""
+        try:
+            if self._baker is None or not self._watcher.schedule.read().on:
+                return
+            sentence, fault = self._baker.poll(), ""
+        except EvernearError as error:
+            sentence = fault = f"The bake is interrupted: {error} Trying again in {BAKE_INTERVAL_S:.0f} s."
+        except Exception as error:  # an internal error must not end the process
+            _log.exception("The bake failed.")
+            sentence = fault = f"The bake is interrupted by an internal error: {type(error).__name__}: {error}"
+        if sentence and sentence != self._bake_fault:
+            self._print(sentence)
+        self._bake_fault = fault
+
     def changed(self) -> None:
         """Check when the source has not changed for ``watch.debounce_s``."""
         debounce_s, now_s = self._settings.watch.debounce_s, time.monotonic()
@@ -162,6 +187,7 @@ class WatchService:
     def _follow_clock(self) -> None:
         """After the clock was set back, the next check would be late: by years, if it had jumped ahead before."""
         intervals = {_JOB: timedelta(seconds=self._settings.watch.interval_s), _PRUNE_JOB: PRUNE_INTERVAL}
+        intervals[_BAKE_JOB] = timedelta(seconds=BAKE_INTERVAL_S)
         for name, interval in intervals.items():
             job, latest = self._scheduler.get_job(name), datetime.now(UTC) + interval
             if job is not None and job.next_run_time > latest:

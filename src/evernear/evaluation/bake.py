@@ -1,0 +1,216 @@
+"""Compare the live traffic of a release with the traffic of the release before it; `find_breach` is the entry.
+
+A rule is about one share of the requests and is broken if that share has risen by more than a margin. The comparison is
+repeated every few seconds, so a fixed level for each of them would roll back nearly every release in the end. Each rule
+is therefore an e-process: a mixture of likelihood ratios against the largest share that the rule tolerates (Robbins
+1970; Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021).
+While the rule holds, the probability that it ever exceeds 1 / level is at most the level (Ville 1939), however often
+and however long it is looked at.
+
+Requests come in bursts. Counts are divided by their dispersion, the ratio of the variance between the cells of a window
+to that of independent requests (Pearson's chi-squared by its degrees of freedom, McCullagh and Nelder 1989).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from evernear.common.frozen import Frozen
+
+LEVEL = 0.005
+"""Largest probability of rolling back a release whose shares are within the margins, for all rules together."""
+ERROR_MARGIN = 0.01
+SLOW_MARGIN = 0.01
+UNKNOWN_MARGIN = 0.05
+WITHOUT_REFERENCE = 0.05
+"""Tolerated share of errors if no request of the release before was counted."""
+SLOWER = 1.4
+"""A request is slow if it takes this multiple of the p99 of the release before."""
+MIN_CELLS = 3
+"""Fewer cells do not tell a rise from a burst."""
+
+
+class Figures(Frozen):
+    """Counts of requests: the counters of a pod, or their increments.
+
+    ``answered`` and ``refused`` (with a status of 500 or more) are the worker's, ``failed`` are TorchServe's responses
+    of 500 or more, which include the worker's over HTTP, a full queue and a dead worker. ``within`` counts by an upper
+    bound in seconds those of the ``timed`` requests that took no longer.
+    """
+
+    answered: int = 0
+    refused: int = 0
+    failed: int = 0
+    predictions: int = 0
+    unknown: int = 0
+    timed: int = 0
+    within: dict[float, int] = {}
+
+    def __add__(self, other: Self) -> "Figures":
+        return total((self, other))
+
+    def since(self, earlier: Self) -> Self | None:
+        """The increments since ``earlier``; None if a counter went down, as after a restart."""
+        if any(getattr(self, name) < getattr(earlier, name) for name in _COUNTERS):
+            return None
+        counts = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        within = {bound: count - earlier.within.get(bound, 0) for bound, count in self.within.items()}
+        return self.model_copy(update=counts | {"within": within})
+
+    @property
+    def requests(self) -> int:
+        """Requests of any outcome."""
+        return self.answered + max(0, self.failed - self.refused)
+
+    @property
+    def errors(self) -> int:
+        """Requests for which the client got a status of 500 or more."""
+        return max(self.failed, self.refused)
+
+
+_COUNTERS = ("answered", "refused", "failed", "predictions", "unknown", "timed")
+Cells = Sequence[Figures]
+"""The requests of a window, by short intervals."""
+
+
+class Share(NamedTuple):
+    """``events`` of ``total``."""
+
+    events: float
+    total: float
+
+    def __str__(self) -> str:
+        return f"{self.events / self.total:.1%}" if self.total else "none"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A share of the requests that may rise by at most ``margin``.
+
+    ``events`` ends a sentence that begins with a share. Without a reference, ``without_reference`` is the largest
+    tolerated share.
+    """
+
+    name: str
+    events: str
+    margin: float
+    share: Callable[[Figures], Share]
+    without_reference: float = 1.0
+
+    def describe(self, reference: Share, now: Share) -> str:
+        """The sentence about a breach."""
+        sentence = f"Rule {self.name}: {now} of {round(now.total):,} {self.events}"
+        if not reference.total:
+            return f"{sentence}, and at most {self.without_reference:.0%} are tolerated without a reference."
+        return f"{sentence}, compared with {reference} of {round(reference.total):,} before the rollout."
+
+
+def total(cells: Cells) -> Figures:
+    """The sum of the cells. Releases of two versions of evernear may have different bounds; those of all are kept."""
+    counts = {name: sum(getattr(cell, name) for cell in cells) for name in _COUNTERS}
+    timed = [cell.within for cell in cells if cell.timed]
+    bounds = sorted(set(timed[0]).intersection(*timed)) if timed else list[float]()
+    within = {bound: sum(each[bound] for each in timed) for bound in bounds}
+    return Figures.model_validate(counts | {"within": within})
+
+
+class Comparison:
+    """Compares a release with the one that answered ``before``.
+
+    Without any requests in ``before``, only errors are compared, with a fixed bound.
+    """
+
+    def __init__(self, before: Cells) -> None:
+        reference = total(before)
+        self._rules = rules_for(reference)
+        self._references = [rule.share(reference) for rule in self._rules]
+        self._dispersions = [dispersion([rule.share(cell) for cell in before]) for rule in self._rules]
+
+    def find_breach(self, seen: Cells) -> str | None:
+        """The sentence about the first rule that the requests since the rollout break; None while none is broken."""
+        if len(seen) < MIN_CELLS:
+            return None
+        level, all_seen = LEVEL / len(self._rules), total(seen)
+        for rule, reference, spread in zip(self._rules, self._references, self._dispersions, strict=True):
+            now = rule.share(all_seen)
+            if now.events <= rule.margin * now.total:
+                continue
+            spread = max(spread, dispersion([rule.share(cell) for cell in seen]))
+            if reference.total:
+                # Half of the level is for the reference, which is a sample as well.
+                tolerated = upper_bound(_thinned(reference, spread), level / 2) + rule.margin
+            else:
+                tolerated = rule.without_reference
+            if log_evidence(_thinned(now, spread), tolerated) > math.log(2 / level):
+                return rule.describe(reference, now)
+        return None
+
+
+def rules_for(before: Figures) -> tuple[Rule, ...]:
+    """The rules for a release that replaces the one that answered ``before``."""
+    limit_s = slow_limit_s(before)
+
+    def errors(figures: Figures) -> Share:
+        return Share(figures.errors, figures.requests)
+
+    def slow(figures: Figures) -> Share:
+        if limit_s is None or limit_s not in figures.within:
+            return Share(0, 0)
+        return Share(figures.timed - figures.within[limit_s], figures.timed)
+
+    def unknown(figures: Figures) -> Share:
+        return Share(figures.unknown, figures.predictions)
+
+    return (
+        Rule("errors", "requests got an error", ERROR_MARGIN, errors, WITHOUT_REFERENCE),
+        Rule("p99", f"requests took longer than {limit_s or 0:g} s", SLOW_MARGIN, slow),
+        Rule("unknown", "images are unknown", UNKNOWN_MARGIN, unknown),
+    )
+
+
+def slow_limit_s(before: Figures) -> float | None:
+    """The bound that is at least `SLOWER` times the p99 of ``before``; None if no bound is, or nothing was timed."""
+    p99_s = next((bound for bound, count in sorted(before.within.items()) if count >= 0.99 * before.timed > 0), None)
+    if p99_s is None:
+        return None
+    return next((bound for bound in sorted(before.within) if SLOWER * p99_s <= bound < math.inf), None)
+
+
+def dispersion(shares: Sequence[Share]) -> float:
+    """Pearson's chi-squared of the cells by its degrees of freedom, at least 1; independent requests have about 1."""
+    shares = [share for share in shares if share.total]
+    events, count = (sum(part) for part in zip(*shares, strict=True)) if shares else (0, 0)
+    if len(shares) < MIN_CELLS or not 0 < events < count:
+        return 1.0
+    mean = events / count
+    squares = sum((share.events - share.total * mean) ** 2 / share.total for share in shares)
+    return max(1.0, squares / (mean * (1 - mean) * (len(shares) - 1)))
+
+
+def upper_bound(share: Share, level: float) -> float:
+    """The upper bound of Clopper and Pearson (1934), which a share exceeds with a probability of at most ``level``."""
+    from scipy.special import betaincinv
+
+    if share.events >= share.total:
+        return 1.0
+    return float(betaincinv(share.events + 1, share.total - share.events, 1 - level))
+
+
+def log_evidence(share: Share, tolerated: float) -> float:
+    """The logarithm of the e-process for a share above ``tolerated``: a uniform mixture over all larger shares."""
+    from scipy.special import betaincc, betaln
+
+    if not 0 < tolerated < 1:
+        return -math.inf
+    events, others = share.events, share.total - share.events
+    tail = float(betaincc(events + 1, others + 1, tolerated))
+    if tail <= 0:
+        return -math.inf
+    mixture = float(betaln(events + 1, others + 1)) + math.log(tail) - math.log1p(-tolerated)
+    return mixture - events * math.log(tolerated) - others * math.log1p(-tolerated)
+
+
+def _thinned(share: Share, spread: float) -> Share:
+    """The independent requests that tell as much as ``share``."""
+    return Share(share.events / spread, share.total / spread)

@@ -1,0 +1,220 @@
+"""The state of a bake, and the releases that a bake rolled back, in the store.
+
+::
+
+    triggers/bake.json               the counters of the pods, the last hour of requests, and the bake in progress
+    triggers/breaches/<version>.json a release that broke a rule; never deployed again without a person
+
+One watcher writes the state, by compare-and-swap. The counters are in it, so that the next process counts on where a
+killed one stopped.
+"""
+
+from datetime import datetime, timedelta
+from typing import ClassVar, Self
+
+from pydantic import AwareDatetime
+
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
+from evernear.errors import ConflictError
+from evernear.evaluation.bake import Figures
+from evernear.index.description import DESCRIPTION_FILE, PARTS
+from evernear.release.manifest import NETWORK_FILE, PREPROCESSING_FILE, ReleaseManifest, Version
+from evernear.release.registry import Cause
+
+STATE = "triggers/bake.json"
+BREACHES = "triggers/breaches/"
+CELL = timedelta(minutes=1)
+REFERENCE = timedelta(hours=1)
+"""The window of the release before: recent, because the mix of images changes in the course of a day."""
+MAX_CELLS = 240
+"""Cells of a bake; more are merged in pairs."""
+
+
+class PodCounters(Frozen):
+    """The counters of a pod at the last poll."""
+
+    version: str
+    figures: Figures
+
+
+class Cell(Frozen):
+    """The requests that a release answered in the minute from ``at``."""
+
+    version: str
+    at: AwareDatetime
+    figures: Figures
+
+
+class Bake(Frozen):
+    """The comparison of ``version`` with the release before."""
+
+    version: Version
+    number: int
+    """The sequence number of the promotion."""
+    previous: Version
+    ends: AwareDatetime
+    before: tuple[Figures, ...]
+    """The requests of the release before, by minute."""
+    seen: tuple[Figures, ...] = ()
+    """The requests since the rollout, by poll."""
+    breach: str = ""
+    """The sentence about the broken rule; the rollback is in progress."""
+
+    def add(self, figures: Figures) -> Self:
+        """The bake with the requests of another poll."""
+        if not figures.requests:
+            return self
+        seen = (*self.seen, figures)
+        if len(seen) > MAX_CELLS:
+            seen = tuple(left + right for left, right in zip(seen[::2], (*seen[1::2], Figures()), strict=False))
+        return self.model_copy(update={"seen": seen})
+
+
+class BakeState(Frozen):
+    """The object at `STATE`. ``version`` is the champion of the promotion ``number``, the last one that was noticed."""
+
+    remedy: ClassVar[str] = "remove it to start over"
+
+    version: Version
+    number: int
+    pods: dict[str, PodCounters] = {}
+    """By address."""
+    recent: tuple[Cell, ...] = ()
+    bake: Bake | None = None
+    last: str = ""
+    """How the last bake ended."""
+
+    def observe(self, pods: dict[str, PodCounters], now: datetime) -> Self:
+        """The state after a poll of the pods.
+
+        Only increments count: a pod that is new, or whose counters went down since it restarted, has answered its
+        start-up queries.
+        """
+        increments = self._increments(pods)
+        bake = self.bake and self.bake.add(increments.get(self.bake.version, Figures()))
+        recent = self.recent
+        for version, figures in increments.items():
+            if figures.requests:
+                recent = _add(recent, Cell(version=version, at=now, figures=figures))
+        if self.version in increments:
+            recent = tuple(cell for cell in recent if now - REFERENCE <= cell.at <= now)
+        # A pod that did not answer this time is remembered while its release is live.
+        known = {address: pod for address, pod in self.pods.items() if pod.version == self.version}
+        return self.model_copy(update={"pods": known | pods, "recent": recent, "bake": bake})
+
+    def _increments(self, pods: dict[str, PodCounters]) -> dict[str, Figures]:
+        """The requests since the last poll, by release."""
+        increments: dict[str, Figures] = {}
+        for address, pod in pods.items():
+            earlier = self.pods.get(address)
+            increment = pod.figures.since(earlier.figures) if earlier and earlier.version == pod.version else None
+            if increment is not None:
+                increments[pod.version] = increments.get(pod.version, Figures()) + increment
+        return increments
+
+    def answered_by(self, version: str, before: datetime) -> tuple[Figures, ...]:
+        """The requests that ``version`` answered in the hour before ``before``, by minute."""
+        cells = [cell for cell in self.recent if cell.version == version and before - REFERENCE <= cell.at <= before]
+        return tuple(cell.figures for cell in cells)
+
+
+class BakeStore:
+    """The state in one store. Every method may raise `StoreError` or `IntegrityError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def load(self) -> tuple[BakeState | None, str | None]:
+        """The state and its etag; None before the first `save`."""
+        stored = self._store.find(STATE)
+        if stored is None:
+            return None, None
+        return BakeState.from_json(stored[0], f"{self._store.uri}/{STATE}"), stored[1]
+
+    def save(self, state: BakeState, etag: str | None) -> str:
+        """Replace the state that has ``etag``; returns the new etag.
+
+        Raises:
+            ConflictError: another watcher wrote it.
+        """
+        return self._store.put_if(STATE, state.to_json(), etag)
+
+
+class Breach(Frozen):
+    """A release that broke a rule after its rollout, and the parts that decide its predictions."""
+
+    remedy: ClassVar[str] = "a person who removes it allows the release again"
+
+    version: Version
+    rule: str
+    at: AwareDatetime
+    parts: dict[str, str]
+    overruled_by: str = ""
+    """The person who promoted the release in spite of it."""
+
+    @classmethod
+    def of(cls, manifest: ReleaseManifest, rule: str, at: datetime) -> Self:
+        """The breach of a release."""
+        return cls(version=manifest.version, rule=rule, at=at, parts=deciding_parts(manifest))
+
+
+class Breaches:
+    """The breaches in one store. Every method may raise `StoreError` or `IntegrityError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def add(self, breach: Breach) -> None:
+        """Record a breach; an existing one of the release stays."""
+        try:
+            self._store.put_if(_key(breach.version), breach.to_json(), None)
+        except ConflictError:
+            return
+
+    def find(self, version: str) -> Breach | None:
+        """The breach of a release, overruled or not."""
+        stored = self._store.find(_key(version))
+        return Breach.from_json(stored[0], f"{self._store.uri}/{_key(version)}") if stored else None
+
+    def require_none(self, manifest: ReleaseManifest) -> None:
+        """Check that no bake rolled back this release, nor one with the same network and index.
+
+        Raises:
+            ConflictError: one did, and no person has promoted it since.
+        """
+        for info in list(self._store.list(BREACHES)):
+            breach = self.find(info.key.removeprefix(BREACHES).removesuffix(".json"))
+            if breach is None or breach.overruled_by or breach.parts != deciding_parts(manifest):
+                continue
+            same = "It" if breach.version == manifest.version else f"Release {breach.version}, which is the same one,"
+            raise ConflictError(
+                f"Release {manifest.version} is not deployed. {same} was rolled back after its rollout: {breach.rule} "
+                f"A person can promote it: `evernear registry promote {breach.version} --why REASON`."
+            )
+
+    def overrule(self, version: str, cause: Cause | None) -> None:
+        """Allow a release again, if a bake rolled it back, because a person promotes it."""
+        breach = self.find(version)
+        if breach is not None:
+            by = (cause or Cause.of_this_process()).by
+            self._store.put(_key(version), breach.model_copy(update={"overruled_by": by}).to_json())
+
+
+def deciding_parts(manifest: ReleaseManifest) -> dict[str, str]:
+    """The sha256 of each part that decides the predictions of a release, and the name of its collection."""
+    names = (NETWORK_FILE, DESCRIPTION_FILE, PREPROCESSING_FILE, *PARTS)
+    parts = {name: manifest.parts[name].sha256 for name in names if name in manifest.parts}
+    return parts | ({"collection": manifest.collection.name} if manifest.collection else {})
+
+
+def _add(cells: tuple[Cell, ...], new: Cell) -> tuple[Cell, ...]:
+    """The cells with a new one, merged into the last if that is of the same release and minute."""
+    last = cells[-1] if cells else None
+    if last is None or last.version != new.version or not last.at <= new.at < last.at + CELL:
+        return (*cells, new)
+    return (*cells[:-1], last.model_copy(update={"figures": last.figures + new.figures}))
+
+
+def _key(version: str) -> str:
+    return f"{BREACHES}{version}.json"

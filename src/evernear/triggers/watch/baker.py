@@ -1,0 +1,207 @@
+"""The bake: compare a release with the one before it after a rollout, and roll back if it is worse.
+
+The watcher does it, because it outlives the step that deploys: promotions by a run, by a command and by a button are
+all baked alike, nothing waits for the end of a bake, and a new process continues the bake of a killed one. It only
+reads the pods' metrics. The pipeline ``rollback`` does the rollback, so the watcher needs no rights in the cluster.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from evernear.common.output import quantity
+from evernear.common.store import Store
+from evernear.errors import ConflictError
+from evernear.evaluation.bake import Comparison, Figures, Share, total
+from evernear.kubeflow.parameters import combine, from_settings
+from evernear.kubeflow.runs import State
+from evernear.release.bake import Bake, BakeState, BakeStore, Breach, Breaches, PodCounters
+from evernear.release.registry import Cause, Champion, Promotion, Registry
+from evernear.settings import Settings
+from evernear.triggers.requests import POLICY, WATCHER, Request, RequestStore, request_id
+
+if TYPE_CHECKING:
+    from evernear.kubeflow.client import KfpRuns
+
+BAKER = "the watcher's bake"
+SAVE_INTERVAL = timedelta(minutes=1)
+"""A killed process loses the requests of the last minute at most: its pods' counters are saved with them."""
+FIRST_RETRY = timedelta(seconds=30)
+LAST_RETRY = timedelta(minutes=10)
+
+
+class Baker:
+    """Bakes the releases of one store. ``read_pods`` returns the counters of the pods by address."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        runs: "KfpRuns | None",
+        read_pods: Callable[[], dict[str, PodCounters]],
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._runs = runs
+        self._read_pods = read_pods
+        self._clock = clock
+        self._registry = Registry(store)
+        self._states = BakeStore(store)
+        self._breaches = Breaches(store)
+        self._requests = RequestStore(store)
+        self._state: BakeState | None = None
+        self._etag: str | None = None
+        self._saved = self._retry_at = datetime.min.replace(tzinfo=UTC)
+        self._attempts = 0
+
+    def poll(self) -> str:
+        """Advance the bake by one look at the pods; returns a sentence if a bake began or ended, otherwise nothing.
+
+        Raises:
+            EvernearError: the store or the pipeline server is unavailable, or the rollback failed; poll again.
+        """
+        champion, now = self._registry.champion(), self._clock()
+        if champion is None:
+            return ""
+        if self._state is None:
+            self._state, self._etag = self._states.load()
+        state = self._state or BakeState(version=champion.version, number=champion.promotion.number)
+        state = state.observe(self._read_pods(), now)
+        moved = judged = ""
+        if champion.promotion.number != state.number:
+            state, moved = self._follow(state, champion, now)
+        if state.bake is not None and not state.bake.breach:
+            state, judged = self._judge(state, state.bake, now)
+        self._state = state
+        if moved or judged or not timedelta(0) <= now - self._saved < SAVE_INTERVAL:
+            self._save(state, now)
+        if state.bake is not None and state.bake.breach:
+            self._undo(state.bake, now)
+        return f"{moved} {judged}".strip()
+
+    def _follow(self, state: BakeState, champion: Champion, now: datetime) -> tuple[BakeState, str]:
+        """The state after the champion's pointer moved: the bake in progress ends, and another one may begin."""
+        promotion, bake = champion.promotion, state.bake
+        moved = {"version": promotion.version, "number": promotion.number}
+        if promotion.version == state.version:  # the same release with other settings
+            bake = bake and bake.model_copy(update={"number": promotion.number})
+            return state.model_copy(update=moved | {"bake": bake}), ""
+        self._attempts, self._retry_at = 0, now
+        ended = f"{_interrupted(bake, promotion)} " if bake else ""
+        new, sentence = self._begin(state, promotion, now)
+        return state.model_copy(update=moved | {"bake": new, "last": ended + sentence}), ended + sentence
+
+    def _begin(self, state: BakeState, promotion: Promotion, now: datetime) -> tuple[Bake | None, str]:
+        """A bake of the champion and a sentence about it, or None and the reason why it is not baked."""
+        version, previous, since = promotion.version, promotion.previous, min(promotion.since, now)
+        ends = since + timedelta(seconds=self._settings.watch.bake_s)
+        if promotion.how in ("rollback", "restore"):
+            return None, f"Release {version} is not baked: it was live before."
+        if previous is None:
+            return None, f"Release {version} is not baked: it replaces no release."
+        if self._breaches.find(version) is not None:
+            return None, f"Release {version} is not baked: {promotion.by} promoted it after a bake had rolled it back."
+        if ends <= now:
+            return None, f"Release {version} was not baked: no watcher ran in time after its rollout."
+        # A release that did not complete its bake is no reference.
+        before = state.bake.before if state.bake else state.answered_by(previous, since)
+        count = total(before).requests
+        reference = f"{quantity(count, 'request')} of the hour before" if count else "a fixed limit of errors"
+        bake = Bake(version=version, number=promotion.number, previous=previous, ends=ends, before=before)
+        return bake, f"The bake of release {version} began, compared with {reference}; it ends at {ends:%H:%M:%S} UTC."
+
+    def _judge(self, state: BakeState, bake: Bake, now: datetime) -> tuple[BakeState, str]:
+        """The state after a comparison, and a sentence if that ends the bake."""
+        breach = Comparison(bake.before).find_breach(bake.seen)
+        if breach is not None:
+            sentence = f"Release {bake.version} is rolled back to {bake.previous}. {breach}"
+            bake = bake.model_copy(update={"breach": breach})
+            return state.model_copy(update={"bake": bake, "last": sentence}), sentence
+        if now < bake.ends:
+            return state, ""
+        is_reached = any(pod.version == bake.version for pod in state.pods.values())
+        sentence = _result(bake, is_reached)
+        return state.model_copy(update={"bake": None, "last": sentence}), sentence
+
+    def _undo(self, bake: Bake, now: datetime) -> None:
+        """Roll back. Each step can be repeated, so that a killed process leaves one that the next process completes."""
+        manifest = self._registry.get(bake.version, include_pruned=True).manifest
+        self._breaches.add(Breach.of(manifest, bake.breach, now))
+        if self._runs is not None:
+            self._start_rollback(bake, self._runs, now)
+        elif now >= self._retry_at:
+            from evernear.deployment import roll_back
+
+            self._retry_at = now + _wait(self._attempts)
+            self._attempts += 1
+            roll_back(self._settings, cause=Cause(by=BAKER, why=bake.breach), expected=bake.version)
+
+    def _start_rollback(self, bake: Bake, runs: "KfpRuns", now: datetime) -> None:
+        """Start the pipeline ``rollback``, and again after a run that failed. Slack follows the request."""
+        request = self._requests.find(request_id("bake", bake.version, bake.number)) or self._request(bake, now)
+        if request.state == "started" and runs.show(request.run).state is State.FAILED:
+            request = self._requests.change(request, state="failed")
+        if request.state == "failed" and now >= (request.answered or request.created) + _wait(request.attempt):
+            again = {"attempt": request.attempt + 1, "answered": now, "run": "", "progress": "", "verdict": ""}
+            request = self._requests.change(request, state="accepted", **again)
+        if request.state == "accepted":
+            ours = from_settings(self._settings, runs.parameters("rollback"))
+            arguments = combine(ours, {"started_by": BAKER}, request.parameters)
+            run = runs.start("rollback", arguments, request.key, self._store)
+            self._requests.change(request, state="started", run=run.id)
+
+    def _request(self, bake: Bake, now: datetime) -> Request:
+        request = Request(
+            id=request_id("bake", bake.version, bake.number),
+            kind="roll_back",
+            created=now,
+            asked_by=WATCHER,
+            answered_by=POLICY,
+            answered=now,
+            pipeline="rollback",
+            parameters={"release": bake.version, "reason": bake.breach},
+            reasons=(bake.breach,),
+            release=bake.version,
+            move=bake.number,
+        )
+        self._requests.add(request)
+        return request
+
+    def _save(self, state: BakeState, now: datetime) -> None:
+        try:
+            self._etag = self._states.save(state, self._etag)
+        except ConflictError:  # another watcher, or an earlier write whose response was lost
+            self._state = None
+            raise
+        self._saved = now
+
+
+def _wait(attempts: int) -> timedelta:
+    """Time from a failed rollback to the next attempt."""
+    return min(LAST_RETRY, FIRST_RETRY * 2 ** min(attempts, 10))
+
+
+def _interrupted(bake: Bake, promotion: Promotion) -> str:
+    if promotion.how == "rollback" and bake.breach:
+        return f"Release {bake.version} was rolled back to {promotion.version} by {promotion.by}."
+    return f"The bake of release {bake.version} ended without a verdict: {promotion.by} moved the champion."
+
+
+def _result(bake: Bake, is_reached: bool) -> str:
+    """How a bake without a breach ended. ``is_reached``: whether a pod of the release reported metrics."""
+    seen, before = total(bake.seen), total(bake.before)
+    if not seen.requests:
+        reason = "it got no requests" if is_reached else "no pod of it answered at its metrics port"
+        return f"The bake of release {bake.version} ended without a verdict: {reason}."
+    if not before.requests:
+        return (
+            f"Release {bake.version} passed its bake, which compared errors alone: {_shares(seen)}. No request of "
+            f"{bake.previous} was counted, so its share of unknown and its latency are not known."
+        )
+    return f"Release {bake.version} passed its bake: {_shares(seen)}, compared with {_shares(before)} before."
+
+
+def _shares(figures: Figures) -> str:
+    errors, unknown = Share(figures.errors, figures.requests), Share(figures.unknown, figures.predictions)
+    return f"{errors} errors and {unknown} unknown of {quantity(figures.requests, 'request')}"
