@@ -151,12 +151,16 @@ def test_only_pods_with_keys_reach_the_trial_store() -> None:
         )
 
 
-def test_only_prometheus_reaches_metrics() -> None:
+def test_only_prometheus_and_the_watcher_reach_metrics() -> None:
     rendered = objects("production")
     manifests = [*rendered, *serving(rendered)]
     loaded = settings_of(manifests)
     assert reaches(manifests, PROMETHEUS, component(manifests, "serving"), loaded.serving.metrics_port)
     assert reaches(manifests, PROMETHEUS, component(manifests, "prep"), loaded.prep.port)
+    server = component(manifests, "serving")
+    for name in ("watch", "slack", "prep"):
+        reader = component(manifests, name)
+        assert reaches(manifests, reader, server, loaded.serving.metrics_port) == (name == "watch")
     assert not reaches(manifests, PROMETHEUS, component(manifests, "serving"), loaded.serving.inference_port)
     assert not reaches(manifests, CLIENT, component(manifests, "serving"), loaded.serving.metrics_port)
 

@@ -49,6 +49,7 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     assert more("evernear_requests_total", 'outcome="BadImage"') == 1
     assert more("evernear_predictions_total", f'unknown="{str(query.unknown).lower()}"') == 3
     assert more("evernear_distance_count") == 3
+    assert more("evernear_request_seconds_count") == 4
     assert more("evernear_distance_sum") == pytest.approx(3 * query.dist, abs=1e-3)
     assert more("evernear_distance_bucket", 'le="+Inf"') == 3
     bounds = [bound for bound in DISTANCE_BOUNDS if query.dist <= bound - 1e-3]
@@ -64,6 +65,27 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     assert value(after, "evernear_test_accuracy") == pytest.approx(served.manifest.metrics["accuracy"], abs=1e-6)
     age_s = time.time() - served.manifest.created.timestamp()
     assert value(after, "evernear_index_age_seconds") == pytest.approx(age_s, abs=120)
+
+
+def test_readiness_probes_are_not_counted_as_requests(served: Served) -> None:
+    """An idle pod would otherwise look as if it answered queries of known images."""
+    serving = served.settings.serving
+
+    def counted() -> tuple[float, float]:
+        series = scrape(served)
+        ours = sum(value for (name, _), value in series.items() if name == "evernear_requests_total")
+        return ours, sum(value for (name, _), value in series.items() if name == "ts_inference_requests_total")
+
+    time.sleep(2 * FLUSH_EVERY_S + 0.5)  # also until the last prediction does not prove readiness any more
+    ours, torchserve = counted()
+    assert requests.get(f"http://127.0.0.1:{serving.inference_port}/ready", timeout=30).status_code == 200
+    _await(lambda: counted()[1] == torchserve + 1)
+    # A client cannot hide its requests with the frontend's mark.
+    image = served.parts.smoke_queries()[0][0]
+    url = f"http://127.0.0.1:{serving.inference_port}/predictions/{serving.model_name}"
+    headers = {"evernear-probe": "1"} | served.authorization()
+    assert requests.post(url, image, headers=headers, timeout=30).status_code == 200
+    _await(lambda: counted() == (ours + 1, torchserve + 2))
 
 
 class Sink:

@@ -100,12 +100,16 @@ def once(
 def status(
     as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
-    """Show whether the watcher is on or paused, and its last check."""
+    """Show whether the watcher is on or paused, its last check and the last bake."""
+    from evernear.common.store import open_store
+    from evernear.release.bake import BakeStore
+
     schedule = schedule_store(config, overrides, workdir)
     state = schedule.read()
     if as_json:
         print_json(state)
         return
+    bake, _ = BakeStore(open_store(local_settings(config, overrides, workdir).store_uri)).load()
     by = f" by {state.by}" if state.by else ""
     print_line(f"{'on' if state.on else 'off'} since {state.since:%Y-%m-%d %H:%M:%S} UTC{by}")
     if state.last is None:
@@ -113,6 +117,8 @@ def status(
     else:
         print_line(f"last check {state.last.at:%Y-%m-%d %H:%M:%S} UTC")
         _show(state.last, as_json)
+    if bake is not None and bake.last:
+        print_line(bake.last)
 
 
 @app.command()

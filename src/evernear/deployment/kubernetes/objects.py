@@ -30,6 +30,8 @@ REVISION = f"{PREFIX}/revision"
 """A pod label: a hash of the pod template, by which the pods of one rollout are selected."""
 VERSION = "app.kubernetes.io/version"
 COMMON_LABELS = {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"}
+WATCHER = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "watch"}
+"""The labels of the watcher's pod, which compares releases after a rollout."""
 CONTAINER = "torchserve"
 USER = 65532  # the user in Dockerfile.serve
 WORKDIR = "/evernear"
@@ -367,7 +369,9 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """Inference for this namespace and the client namespaces, metrics for monitoring, management for no one."""
+    """Inference for this namespace and the client namespaces, metrics for the watcher and for monitoring, management
+    for no one.
+    """
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
@@ -377,9 +381,8 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
 
     clients = [{"podSelector": {}}, *map(namespace, kubernetes.client_namespaces)]
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
-    if kubernetes.metrics_namespaces:
-        monitoring = list(map(namespace, kubernetes.metrics_namespaces))
-        ingress.append({"from": monitoring, "ports": ports(serving.metrics_port)})
+    readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
+    ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
     # DNS and the object store, for the init containers, and Milvus; a claim needs neither.
     is_local = kubernetes.store_claim and not kubernetes.milvus_secret
     servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]

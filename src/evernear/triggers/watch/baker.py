@@ -84,7 +84,7 @@ class Baker:
         """The state after the champion's pointer moved: the bake in progress ends, and another one may begin."""
         promotion, bake = champion.promotion, state.bake
         moved = {"version": promotion.version, "number": promotion.number}
-        if promotion.version == state.version:  # the same release with other settings
+        if promotion.version == state.version and promotion.how == "apply":  # the same release with other settings
             bake = bake and bake.model_copy(update={"number": promotion.number})
             return state.model_copy(update=moved | {"bake": bake}), ""
         self._attempts, self._retry_at = 0, now
@@ -183,8 +183,10 @@ def _wait(attempts: int) -> timedelta:
 
 
 def _interrupted(bake: Bake, promotion: Promotion) -> str:
-    if promotion.how == "rollback" and bake.breach:
+    if bake.breach and promotion.how == "rollback":
         return f"Release {bake.version} was rolled back to {promotion.version} by {promotion.by}."
+    if bake.breach:
+        return f"The rollback of release {bake.version} ended: {promotion.by} moved the champion."
     return f"The bake of release {bake.version} ended without a verdict: {promotion.by} moved the champion."
 
 
