@@ -68,7 +68,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         store, runs = open_store(settings.store_uri), _runs(settings)
         watcher = Watcher(settings, store, runs, Path(cache))
-        service = WatchService(watcher, settings, _baker(settings, store, runs))
+        service = WatchService(watcher, settings, baker_of(settings, store, runs))
         remains = (
             "Interrupted after the last check. No process is left; `evernear watch run` continues with the next one."
         )
@@ -184,7 +184,7 @@ def _runs(settings: Settings) -> "KfpRuns | None":
     return KfpRuns(settings.pipeline)
 
 
-def _baker(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Baker | None":
+def baker_of(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Baker | None":
     """The baker of the releases in the cluster; None if nothing is baked."""
     if settings.target != "kubernetes" or not settings.watch.bake_s:
         return None

@@ -136,13 +136,16 @@ def test_ready_is_pipelined_and_only_a_bare_get_needs_no_token(pod: Pod, shipped
 
 @pytest.mark.slow
 def test_probe_sends_no_query_under_traffic(pod: Pod, shipped: Shipped) -> None:
-    def handled() -> int:
-        """Requests that reached the worker, whose metrics arrive once a second."""
+    def count(name: str) -> int:
+        """The sum of a metric. The worker's metrics arrive once a second."""
         time.sleep(2.5)
         text = requests.get(f"http://127.0.0.1:{pod.serving.metrics_port}/metrics", timeout=10).text
-        lines = [line for line in text.splitlines() if line.startswith("evernear_requests_total{")]
-        return sum(int(float(line.rpartition(" ")[2])) for line in lines)
+        return sum(int(float(line.rpartition(" ")[2])) for line in text.splitlines() if line.startswith(f"{name}{{"))
 
+    def handled() -> int:
+        return count("ts_inference_requests_total")
+
+    clients = count("evernear_requests_total")
     before = handled()
     for number, format in enumerate(FORMATS, start=1):
         with Client(target(pod, TOKEN, format)) as client:
@@ -151,6 +154,7 @@ def test_probe_sends_no_query_under_traffic(pod: Pod, shipped: Shipped) -> None:
         assert handled() == before + number
     assert pod.probe() == 200  # without traffic, it sends a query
     assert handled() == before + len(FORMATS) + 1
+    assert count("evernear_requests_total") == clients + len(FORMATS)  # the query of a probe is not a client's
 
 
 def test_pod_with_a_stopped_worker_is_not_ready(pod: Pod) -> None:

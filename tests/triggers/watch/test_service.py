@@ -19,14 +19,16 @@ from notifying_minio import KEYS, notifying_minio
 from releases import settings_on_free_ports
 from watched import noise
 
+from evernear.cli.watch import baker_of
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import manifest_key
-from evernear.errors import PortInUseError
+from evernear.errors import EvernearError, PortInUseError, StoreError
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import service as service_module
+from evernear.triggers.watch.baker import Baker
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 from evernear.triggers.watch.service import WatchService
 from evernear.triggers.watch.watcher import Watcher
@@ -314,3 +316,58 @@ def test_process_ends_after_its_check(
         assert "Traceback" not in "".join(lines) + rest
         assert rest.count("evernear: Interrupted after the last check. No process is left") == (number == signal.SIGINT)
     assert len(list(RequestStore(open_store(settings.store_uri)).list())) == 1
+
+
+class FakeBaker(Baker):
+    """Its polls return or raise ``results`` in turn."""
+
+    def __init__(self, *results: str | EvernearError) -> None:
+        self.results = list(results)
+
+    def poll(self) -> str:
+        result = self.results.pop(0)
+        if isinstance(result, EvernearError):
+            raise result
+        return result
+
+
+def test_bake_is_polled_and_a_lasting_failure_is_reported_once(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(service_module, "BAKE_INTERVAL_S", 0.05)
+    down = StoreError("The store is down.")
+    baker = FakeBaker("began", "", down, down, down, "ended", down, *[""] * 1000)
+    watcher = CountedWatcher(settings, tmp_path)
+    service = WatchService(watcher, settings, baker)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        await_(lambda: len(baker.results) < 990)
+        watcher.schedule.switch(False, "Ada")
+        await_(lambda: is_constant(baker.results))
+        watcher.schedule.switch(True, "Ada")
+        count = len(baker.results)
+        await_(lambda: len(baker.results) < count)
+    finally:
+        service.stopping.set()
+        thread.join(timeout=20)
+    reported = [line.partition("Z ")[2] for line in capsys.readouterr().out.splitlines()]
+    fault = "The bake is interrupted: The store is down. Trying again in 0 s."
+    assert [line for line in reported if line in ("began", "ended", fault)] == ["began", fault, "ended", fault]
+
+
+def is_constant(results: list[str | EvernearError]) -> bool:
+    count = len(results)
+    time.sleep(0.3)
+    return len(results) == count
+
+
+@pytest.mark.parametrize(
+    ("target", "bake_s", "is_baked"), [("kubernetes", 900, True), ("kubernetes", 0, False), ("registry", 900, False)]
+)
+def test_only_releases_in_a_cluster_are_baked(tmp_path: Path, target: str, bake_s: int, is_baked: bool) -> None:
+    tree = {"store": (tmp_path / "store").as_uri(), "target": target, "watch": {"bake_s": bake_s}}
+    settings = Settings.model_validate(tree)
+    baker = baker_of(settings, open_store(settings.store_uri), None)
+    assert (baker is not None) is is_baked
+    assert baker is None or baker.poll() == ""  # nothing was promoted
