@@ -168,6 +168,7 @@ def log_lines() -> list[Period | LoggedQuery]:
         LoggedQuery(pred="c", **common),
         LoggedQuery(pred="c", image=image, candidates=("c",), **common),
         LoggedQuery(pred="a", image=image, candidates=("a", "b"), **common),
+        LoggedQuery(pred="c", file=image, candidates=("c",), id="1", **common),
     ]
 
 
@@ -206,7 +207,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert (forgotten.images, forgotten.labels) == (70, ("b", "c"))
     assert forgotten.releases == (prepared.trained, prepared.reindexed)
     assert forgotten.snapshots == (f"images/{prepared.before.digest}",)
-    assert forgotten.queries == 2
+    assert forgotten.queries == 3
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints) > 0
     assert forgotten.pages == 3
     assert find(prepared.store).model_dump(exclude={"labels"}) == {

@@ -2,6 +2,7 @@
 
 import base64
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -29,7 +30,18 @@ from evernear.serving.configuration import (
     write_configuration,
 )
 from evernear.serving.core import Predictor
-from evernear.serving.query_log import QueryLog, closed_at, parse_file, ship_query_log, ship_until
+from evernear.serving.query_log import (
+    MAX_FILE_BYTES,
+    SENT_MAX_BYTES,
+    SENT_MAX_FILES,
+    QueryLog,
+    Request,
+    closed_at,
+    parse_file,
+    sampled_queries,
+    ship_query_log,
+    ship_until,
+)
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
 
@@ -119,6 +131,63 @@ def test_sample_is_bounded_and_uniform(parts: ReleaseParts, tmp_path: Path) -> N
         sampled.update(round(row.dist * 100) for row in rows)
     assert set(sampled) == set(range(100))
     assert stats.chisquare([sampled[number] for number in range(100)]).pvalue > 1e-4
+
+
+def test_files_of_clients_are_a_uniform_sample_with_ids(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(configuration(tmp_path, images=True, sample=100), parts)
+    log._random = random.Random(1)
+    sampled: Counter[int] = Counter()
+    for _ in range(100):
+        requests = [Request(f"id-{number}", b"%d" % number * (1 + 300 * (number % 2))) for number in range(200)]
+        log.record([make_prediction()] * 200, None, None, requests)
+        path = log.write_file()
+        assert path is not None
+        queries = sampled_queries(path.read_bytes(), "here")
+        assert len(queries) == SENT_MAX_FILES
+        assert all(query.file == requests[int(query.id[3:])].file for query in queries)
+        assert all((query.pred, query.version) == ("7", parts.manifest.version) for query in queries)
+        sampled.update(int(query.id[3:]) for query in queries)
+    assert stats.chisquare([sampled[number] for number in range(200)]).pvalue > 1e-4
+
+
+def test_large_files_neither_fill_the_sample_nor_leave_it(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(configuration(tmp_path, images=True, sample=10_000), parts)
+    log._random = random.Random(1)
+    large = 0
+    for _ in range(60):
+        sent = [bytes(SENT_MAX_BYTES + number % 2) for number in range(30)]
+        requests = [Request(f"id-{number}", file) for number, file in enumerate(sent)]
+        log.record([make_prediction()] * 30, None, np.zeros((30, 8, 8, 1), np.uint8), requests)
+        path = log.write_file()
+        assert path is not None
+        assert path.stat().st_size < MAX_FILE_BYTES
+        queries = sampled_queries(path.read_bytes(), "here")
+        assert 3 <= len(queries) <= SENT_MAX_FILES
+        for query in queries:
+            assert query.preprocessed == bool(int(query.id[3:]) % 2)
+            if query.preprocessed:
+                assert Image.open(BytesIO(query.file)).size == (8, 8)
+        large += sum(query.preprocessed for query in queries)
+        path.unlink()
+    assert large > 60
+
+
+def test_files_of_clients_are_stored_only_if_enabled(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(configuration(tmp_path), parts)
+    log.record([make_prediction()], None, None, [Request("id-1", b"file")])
+    path = log.write_file()
+    assert path is not None
+    assert sampled_queries(path.read_bytes(), "here") == []
+
+
+def test_damaged_file_of_a_client_is_an_error(parts: ReleaseParts, tmp_path: Path) -> None:
+    log = QueryLog(configuration(tmp_path, images=True), parts)
+    log.record([make_prediction()], None, None, [Request("id-1", b"file")])
+    path = log.write_file()
+    assert path is not None
+    damaged = path.read_bytes().replace(base64.b64encode(b"file"), b"????????")
+    with pytest.raises(IntegrityError, match="here is not a file of the query log"):
+        sampled_queries(damaged, "here")
 
 
 def test_oldest_files_are_removed_beyond_the_size_limit(parts: ReleaseParts, tmp_path: Path) -> None:
@@ -271,6 +340,8 @@ def test_server_writes_the_query_log(served: Served) -> None:
     assert sorted(row.pred for row in rows) == sorted(query.pred for _, query in queries)
     assert all(len(row.coordinates) == 16 for row in rows)
     assert {period.version for period in periods()} == {served.manifest.version}
+    assert all(re.fullmatch(r"[0-9a-f-]{36}", row.id) for row in rows)
+    assert len({row.id for row in rows}) == len(rows)
     assert directory.stat().st_mode & 0o077 == 0
 
 

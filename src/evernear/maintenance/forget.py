@@ -230,7 +230,7 @@ class _Forgetting:
                 yield info.key, (lines.encode(), len(queries) - len(remaining))
 
     def _may_show(self, query: LoggedQuery) -> bool:
-        return bool(query.image) and not self._labels.isdisjoint((query.pred, *query.candidates))
+        return bool(query.image or query.file) and not self._labels.isdisjoint((query.pred, *query.candidates))
 
 
 def _state(store: Store, name: str) -> _DatasetState:

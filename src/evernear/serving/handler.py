@@ -27,7 +27,7 @@ from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.core import BatchResult, Predictor
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
-from evernear.serving.query_log import QueryLog
+from evernear.serving.query_log import QueryLog, Request
 from evernear.serving.request_parsing import image_from_fields
 from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
@@ -61,12 +61,15 @@ class EmbeddingHandler:
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
         """Answer a batch of requests, each with its own status."""
         started_ns = time.time_ns()
-        result = self._predictor.predict_batch([image_from_fields(fields) for fields in data], self._decode_timeout_s)
+        images = [image_from_fields(fields) for fields in data]
+        result = self._predictor.predict_batch(images, self._decode_timeout_s)
         for position, response in enumerate(result.responses):
             context.set_response_content_type(position, "application/json")
             if isinstance(response, Rejection):
                 context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
-        self._record(result, [_is_probe(context, position) for position in range(len(data))])
+        probes = [_is_probe(context, position) for position in range(len(data))]
+        self._record(result, probes)
+        self._log_queries(result, images, probes, context)
         self._trace(data, context, result, started_ns)
         return [response.model_dump_json().encode() for response in result.responses]
 
@@ -81,14 +84,31 @@ class EmbeddingHandler:
             }
             record_prediction(self._tracer, parent or "", started_ns, _stages_s(result), **attributes)
 
+    def _log_queries(
+        self, result: BatchResult, images: list[bytes | Rejection], probes: Sequence[bool], context: Any
+    ) -> None:
+        """Log with TorchServe's ids, which its HTTP frontend also sends in the header ``x-request-id``."""
+        if not self._query_log:
+            return
+        answered = [
+            (position, response, image)
+            for position, (response, image) in enumerate(zip(result.responses, images, strict=True))
+            if isinstance(response, Prediction) and not isinstance(image, Rejection)
+        ]
+        of_clients = np.array([not probes[position] for position, _, _ in answered], np.bool_)
+        logged = [row for row, is_client in zip(answered, of_clients, strict=True) if is_client]
+        if logged:
+            self._query_log.record(
+                [response for _, response, _ in logged],
+                _rows(result.embeddings, of_clients),
+                _rows(result.images, of_clients),
+                [Request(context.get_request_id(position) or "", image) for position, _, image in logged],
+            )
+
     def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
-        """Log and count the requests of clients. The stored query of a readiness probe is not one."""
+        """Count the requests of clients. The stored query of a readiness probe is not one."""
         responses = [response for response, probe in zip(result.responses, probes, strict=True) if not probe]
         predictions = [response for response in responses if isinstance(response, Prediction)]
-        if self._query_log and predictions:
-            answered = [isinstance(response, Prediction) for response in result.responses]
-            of_clients = np.logical_not(probes)[answered]
-            self._query_log.record(predictions, _rows(result.embeddings, of_clients), _rows(result.images, of_clients))
         if not responses:
             return
         self._meter.record_batch(

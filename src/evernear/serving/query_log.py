@@ -6,12 +6,14 @@
     queries/<day>/<same name>                                                   in the store
 
 Each worker samples the queries of a period uniformly in memory. At the end of the period it writes a file: a first line
-that counts all queries, then one line per sampled query. Files are written atomically, bounded in rows and bytes, and
-their names are unique, so any number of workers and pods may write. Logging never fails a prediction or blocks it on a
-disk: a thread writes, and drops what it cannot write.
+that counts all queries, then one line per sampled query. With ``serving.query_log=images``, uncertain queries have
+their preprocessed image, and a smaller uniform sample (`SampledFiles`) has the file that the client sent. Log files are
+written atomically, bounded in rows and bytes, and their names are unique, so any number of workers and pods may write.
+Logging never fails a prediction or blocks it on a disk: a thread writes, and drops what it cannot write.
 """
 
 import base64
+import heapq
 import logging
 import os
 import random
@@ -45,7 +47,11 @@ QUERIES = "queries/"
 MAX_FILE_BYTES = 8 * 2**20
 SHIP_EVERY_S = 60.0
 _TIME = "%Y%m%dT%H%M%SZ"
-_IMAGE_BYTES = MAX_FILE_BYTES // 2  # images in a file; base64 makes them a third larger
+_IMAGE_BYTES = 3 * 2**20  # images in a file; base64 makes them a third larger
+_SENT_BYTES = 3 * 2**19  # files of clients, likewise
+SENT_MAX_BYTES = 2**19
+"""A larger file of a client is stored as its preprocessed image, so that three do not fill the sample."""
+SENT_MAX_FILES = 20
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
 
@@ -73,7 +79,33 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     image: str = ""
     """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
     candidates: tuple[str, ...] = ()
-    """The labels of the nearest neighbors, nearest first, if the query has an image."""
+    """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
+    id: str = Field(default="", max_length=128)
+    """The request's id, which its response has in the header ``x-request-id``; empty if the server knows none."""
+    file: str = ""
+    """The file that the client sent, in base64, if the query is in the uniform sample of files."""
+    preprocessed: bool = False
+    """Whether ``file`` is the preprocessed image instead, because the client's file exceeds `SENT_MAX_BYTES`."""
+
+
+class Request(NamedTuple):
+    """A request that was answered: its id, and the file that the client sent."""
+
+    id: str
+    file: bytes
+
+
+class SampledQuery(NamedTuple):
+    """A query of the uniform sample of files, and the answer of the release ``version``."""
+
+    id: str
+    at: datetime
+    version: str
+    pred: str
+    dist: float
+    unknown: bool
+    file: bytes
+    preprocessed: bool
 
 
 class _Sample(NamedTuple):
@@ -81,6 +113,44 @@ class _Sample(NamedTuple):
     prediction: Prediction
     coordinates: NDArray[np.float32] | None
     pixels: Pixels | None
+    id: str
+
+
+class _File(NamedTuple):
+    data: bytes
+    preprocessed: bool
+
+
+_NO_FILE = _File(b"", preprocessed=False)
+
+
+class SampledFiles:
+    """A uniform sample of files, bounded in number and bytes: those with the smallest random priorities.
+
+    Files are dropped by priority alone, never by size, so a small file is no more likely to stay than a large one.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[tuple[float, _File]] = []  # a heap with the largest priority first, as negative numbers
+        self._bytes = 0
+        self._limit = 1.0
+
+    def admits(self, priority: float) -> bool:
+        """Whether a file with this ``priority`` (0 to 1) precedes all files that were dropped."""
+        return priority < self._limit
+
+    def add(self, priority: float, file: _File) -> None:
+        """Add a file that the sample `admits`, and drop those with the largest priorities beyond the bounds."""
+        heapq.heappush(self._files, (-priority, file))
+        self._bytes += len(file.data)
+        while self._bytes > _SENT_BYTES or len(self._files) > SENT_MAX_FILES:
+            negative, dropped = heapq.heappop(self._files)
+            self._bytes -= len(dropped.data)
+            self._limit = -negative
+
+    def by_priority(self) -> dict[float, _File]:
+        """The sampled files."""
+        return {-negative: file for negative, file in self._files}
 
 
 class QueryLog:
@@ -112,22 +182,31 @@ class QueryLog:
         threading.Thread(target=self._write_forever, name="query-log", daemon=True).start()
 
     def record(
-        self, predictions: Sequence[Prediction], embeddings: NDArray[np.float32] | None, images: Pixels | None
+        self,
+        predictions: Sequence[Prediction],
+        embeddings: NDArray[np.float32] | None,
+        images: Pixels | None,
+        requests: Sequence[Request] = (),
     ) -> None:
-        """Count a batch, and sample from it (algorithm R, Vitter 1985).
+        """Count a batch, and sample the queries with the smallest random priorities.
 
-        Rows of ``embeddings`` and ``images`` correspond to ``predictions``.
+        Rows of ``embeddings`` and ``images``, and ``requests`` if there are any, correspond to ``predictions``.
         """
         size = self._configuration.sample
         with self._lock:
             for row, prediction in enumerate(predictions):
                 self._queries += 1
                 self._unknown += prediction.unknown
-                slot = len(self._samples)
-                if slot >= size:
-                    slot = self._random.randrange(self._queries)
-                if slot < size:
-                    self._samples[slot : slot + 1] = [self._sample(prediction, row, embeddings, images)]
+                priority = self._random.random()
+                if len(self._samples) >= size and -priority <= self._samples[0][0]:
+                    continue
+                request = requests[row] if requests else Request("", b"")
+                sample = self._sample(prediction, row, embeddings, images, request.id)
+                heapq.heappush(self._samples, (-priority, self._queries, sample))
+                if len(self._samples) > size:
+                    heapq.heappop(self._samples)
+                if self._configuration.images and request.file and self._files.admits(priority):
+                    self._files.add(priority, _stored_file(request.file, images, row))
 
     def write_file(self) -> Path | None:
         """Write the queries since the last file; returns its path, or None without queries.
@@ -136,7 +215,8 @@ class QueryLog:
             StoreError: the directory is not writable; the queries are lost.
         """
         with self._lock:
-            since, queries, unknown, samples = self._since, self._queries, self._unknown, self._samples
+            since, queries, unknown = self._since, self._queries, self._unknown
+            samples, files = self._samples, self._files.by_priority()
             self._clear()
         if not queries:
             return None
@@ -148,22 +228,23 @@ class QueryLog:
         _remove_oldest(directory, self._configuration.size_bytes)
         host = "".join(c if c.isalnum() or c == "-" else "-" for c in socket.gethostname())[:63]
         path = directory / f"{until:{_TIME}}-{self._version}-{host}-{os.getpid()}-{uuid4().hex[:8]}.jsonl"
-        write_atomically(path, "".join(f"{line}\n" for line in _lines(period, samples)))
+        write_atomically(path, "".join(f"{line}\n" for line in _lines(period, samples, files)))
         return path
 
     def _sample(
-        self, prediction: Prediction, row: int, embeddings: NDArray[np.float32] | None, images: Pixels | None
+        self, prediction: Prediction, row: int, embeddings: NDArray[np.float32] | None, images: Pixels | None, id_: str
     ) -> _Sample:
         coordinates = None if embeddings is None else embeddings[row] @ self._projection
         # A copy: a view would keep the whole batch in memory.
         wanted = self._configuration.images and is_uncertain(prediction, self._threshold)
         pixels = images[row].copy() if images is not None and wanted else None
-        return _Sample(time.time(), prediction, coordinates, pixels)
+        return _Sample(time.time(), prediction, coordinates, pixels, id_)
 
     def _clear(self) -> None:
         self._since = datetime.now(UTC)
         self._queries = self._unknown = 0
-        self._samples: list[_Sample] = []
+        self._samples: list[tuple[float, int, _Sample]] = []  # a heap: negative priority, number of the query
+        self._files = SampledFiles()
 
     def _write_forever(self) -> None:
         while True:
@@ -196,6 +277,32 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
         first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
         return Period.model_validate_json(first), [LoggedQuery.model_validate_json(line) for line in rest]
     except ValueError:  # pydantic's ValidationError is one
+        raise IntegrityError(f"{source} is not a file of the query log.") from None
+
+
+def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
+    """The queries of the uniform sample of files in a file of the log, which is untrusted.
+
+    Raises:
+        IntegrityError: ``data``, which came from ``source``, is invalid.
+    """
+    period, rows = parse_file(data, source)
+    try:
+        return [
+            SampledQuery(
+                id=row.id,
+                at=row.at,
+                version=period.version,
+                pred=row.pred,
+                dist=row.dist,
+                unknown=row.unknown,
+                file=base64.b64decode(row.file, validate=True),
+                preprocessed=row.preprocessed,
+            )
+            for row in rows
+            if row.file
+        ]
+    except ValueError:  # binascii.Error is one
         raise IntegrityError(f"{source} is not a file of the query log.") from None
 
 
@@ -241,10 +348,12 @@ def _projection(release: ReleaseParts) -> NDArray[np.float32]:
     return DriftBaseline.parse(release.read(DRIFT_BASELINE_FILE), DRIFT_BASELINE_FILE).projection
 
 
-def _lines(period: Period, samples: list[_Sample]) -> Generator[str]:
+def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dict[float, _File]) -> Generator[str]:
+    """The lines of a file, queries in the order of their arrival."""
     yield period.model_dump_json()
     image_bytes = 0
-    for sample in samples:
+    for negative_priority, _, sample in sorted(samples, key=lambda entry: entry[1]):
+        file = files.get(-negative_priority, _NO_FILE)
         image = encode_png(sample.pixels) if sample.pixels is not None and image_bytes < _IMAGE_BYTES else b""
         image_bytes += len(image)
         yield LoggedQuery(
@@ -254,8 +363,17 @@ def _lines(period: Period, samples: list[_Sample]) -> Generator[str]:
             unknown=sample.prediction.unknown,
             coordinates=() if sample.coordinates is None else tuple(sample.coordinates.round(5).tolist()),
             image=base64.b64encode(image).decode(),
-            candidates=_labels(sample.prediction) if image else (),
+            candidates=_labels(sample.prediction) if image or file.data else (),
+            id=sample.id,
+            file=base64.b64encode(file.data).decode(),
+            preprocessed=file.preprocessed,
         ).model_dump_json()
+
+
+def _stored_file(sent: bytes, images: Pixels | None, row: int) -> _File:
+    if len(sent) > SENT_MAX_BYTES and images is not None:
+        return _File(encode_png(images[row]), preprocessed=True)
+    return _File(sent, preprocessed=False)
 
 
 def _labels(prediction: Prediction) -> tuple[str, ...]:
