@@ -2,7 +2,8 @@
 
 import secrets
 from datetime import UTC, datetime
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,9 @@ from evernear.cli.options import (
 )
 from evernear.common.output import print_json, print_line, print_secret, print_table, quantity
 from evernear.settings.layers import command_for
+
+if TYPE_CHECKING:
+    from evernear.common.store import Store
 
 app = typer.Typer(
     rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels, and exchange them with other tools."
@@ -64,6 +68,29 @@ def check(
     if rows:
         print_table(["file", "label", "looks like", ""], rows)
         print_line(f"Next: {command_for(settings.workdir, 'review')}    a person relabels or keeps them")
+
+
+def import_live_labels(store: "Store", file: Path) -> None:
+    """Import a CSV file with the true labels of live queries, and print the accuracy of each release by week.
+
+    Raises:
+        DataError: the file is unusable; nothing is stored.
+    """
+    from evernear.evaluation.live_accuracy import accuracy_by_week
+    from evernear.review.live_labels import import_labels, labeled_queries, read_labels
+
+    labels = read_labels(file)
+    result = import_labels(store, labels, datetime.now(UTC))
+    print_line(f"{result.stored:,} of {quantity(len(labels), 'label')} stored.")
+    if result.missing:
+        print_line(
+            f"{quantity(len(result.missing), 'id')} not in the query log, which has a sample of the queries: "
+            f"{', '.join(result.missing[:_PRINTED])}{' ...' if len(result.missing) > _PRINTED else ''}"
+        )
+    weeks = accuracy_by_week(labeled_queries(store))
+    rows = [[each.week, each.version, f"{each.accuracy.total:,}", str(each.accuracy)] for each in weeks]
+    if rows:
+        print_table(["week", "release", "labels", "accuracy (95% interval)"], rows)
 
 
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one.")]

@@ -66,7 +66,12 @@ def import_(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Record the annotations of a JSON export of Label Studio as answers of the review."""
+    """Record the annotations of a JSON export of Label Studio as answers of the review.
+
+    A CSV file with the columns id and label has the true labels of live queries instead. The id is the header
+    ``x-request-id`` of the server's response. These labels measure accuracy and do not enter the dataset.
+    """
+    from evernear.cli.labels import import_live_labels
     from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import import_tasks
     from evernear.review.answers import Answers, open_label_target
@@ -74,7 +79,11 @@ def import_(
     from evernear.review.suspects import load_suspects
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_label_target(settings.data.source, settings.data)
+    store = open_store(settings.store_uri)
+    if file.suffix.lower() == ".csv":
+        import_live_labels(store, file)
+        return
+    target = open_label_target(settings.data.source, settings.data)
     with disk_errors(file):
         data = file.read_bytes()
     suspects = load_suspects(store, settings.data.source)

@@ -1,0 +1,77 @@
+"""Labels of live queries by id: files that people export, and their way into the store."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from evernear.common.store import Store, open_store
+from evernear.errors import DataError, IntegrityError
+from evernear.review.live_labels import LIVE_LABELS, import_labels, labeled_queries, read_labels
+from evernear.serving.query_log import LoggedQuery, Period
+
+NOW = datetime(2026, 2, 3, tzinfo=UTC)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = open_store((tmp_path / "store").as_uri())
+    period = Period(version="v1", since=NOW, until=NOW, queries=9, unknown=0)
+    rows = [LoggedQuery(at=NOW, pred="a", dist=0.1, unknown=False, id=f"id-{number}") for number in range(3)]
+    rows.append(LoggedQuery(at=NOW, pred="a", dist=0.1, unknown=False))
+    lines = "".join(f"{line.model_dump_json()}\n" for line in (period, *rows))
+    store.put("queries/20260203/20260203T000000Z-v1-host-1-00000000.jsonl", lines.encode())
+    store.put("queries/20260203/20260203T000001Z-v1-host-1-00000000.jsonl", b"damaged")
+    return store
+
+
+def test_labels_are_stored_with_the_logged_answer(store: Store) -> None:
+    result = import_labels(store, {"id-0": "a", "id-2": "b", "other": "a"}, NOW)
+    assert (result.stored, result.missing) == (2, ("other",))
+    stored = {query.id: query for query in labeled_queries(store)}
+    assert {name: (query.correct, query.version) for name, query in stored.items()} == {
+        "id-0": (True, "v1"),
+        "id-2": (False, "v1"),
+    }
+
+
+def test_later_label_replaces_an_earlier_one_and_labels_outlive_the_log(store: Store) -> None:
+    import_labels(store, {"id-0": "b"}, NOW)
+    import_labels(store, {"id-0": "a"}, NOW + timedelta(seconds=1))
+    for info in list(store.list("queries/")):
+        store.delete(info.key)
+    assert [(query.id, query.label) for query in labeled_queries(store)] == [("id-0", "a")]
+    assert import_labels(store, {"id-1": "a"}, NOW).missing == ("id-1",)
+
+
+def test_damaged_labels_name_their_object(store: Store) -> None:
+    store.put(f"{LIVE_LABELS}20260203T000000Z-1.jsonl", b"{}\n")
+    with pytest.raises(IntegrityError, match=r"live-labels/20260203T000000Z-1\.jsonl"):
+        labeled_queries(store)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "columns id and label"),
+        ("id;label\n1;a\n", "columns id and label"),
+        ("id,label\n1,\n", "line 2: the id or the label is empty"),
+        ("id,label\n1\n", "line 2: the id or the label is empty"),
+        ("id,label\n1,a\n1,b\n", "line 3: the id 1 has a second label"),
+        ('id,label\n1,"a\n', "not a CSV file"),
+    ],
+)
+def test_unusable_file_is_one_sentence(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_labels(path)
+
+
+def test_files_of_spreadsheets_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "labels.csv"
+    path.write_bytes("\ufeffnote,label,id\r\nx,a b,1\r\n,a b,1\r\ny,ü, 2 \r\n".encode())
+    assert read_labels(path) == {"1": "a b", "2": "ü"}
+    path.write_bytes(b"id,label\n1,\xfc\n")
+    with pytest.raises(DataError, match="not a CSV file in UTF-8"):
+        read_labels(path)
