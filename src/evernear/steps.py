@@ -216,7 +216,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
 def evaluate(
     run: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
 ) -> "Evaluation":
-    """Evaluate candidate and champion, each as deployed, on the same frozen test split."""
+    """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import describe_network, training_dataset
@@ -224,7 +224,7 @@ def evaluate(
         from evernear.evaluation.examples import ExampleCollector
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
-        from evernear.release.champion import open_champion
+        from evernear.release.champion import open_anchor, open_champion
         from evernear.serving.live_queries import live_distances
 
         data, candidate = Dataset.open(Path(dataset)), Recognizer.open(Path(network), Path(index))
@@ -232,8 +232,8 @@ def evaluate(
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
         collector = ExampleCollector(candidate, data)
-        with open_champion(opened, chosen.classes) as champion:
-            result = evaluate_systems(candidate, champion, data, probed, chosen.evaluation, seen, collector.add)
+        with open_champion(opened, chosen.classes) as champion, open_anchor(opened, chosen.classes) as anchor:
+            result = evaluate_systems(candidate, champion, data, probed, chosen.evaluation, seen, collector.add, anchor)
             readable = champion and "champion" not in result.unreadable
             examples = collector.finish(champion.dataset if champion and readable else None)
         live = live_distances(opened, result.champion) if result.champion else None

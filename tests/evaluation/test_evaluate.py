@@ -15,7 +15,7 @@ from evernear.data.writer import shard_key
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
-from evernear.evaluation.evaluate import Evaluation, LiveSystem, evaluate_systems
+from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
 from evernear.evaluation.open_set import OpenSet
@@ -55,7 +55,7 @@ def collapsed(system: System, embeddings: Path, tmp_path_factory: pytest.TempPat
 
 
 def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, collapsed: Recognizer, tmp_path):
-    evaluation = evaluate_systems(collapsed, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(collapsed, ReleasedSystem(full, system.dataset), system.dataset, PROBED, SETTINGS)
     evaluation.write(tmp_path)
     loaded = Evaluation.open(tmp_path)
     assert loaded.model_dump() == evaluation.model_dump()
@@ -67,7 +67,7 @@ def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, coll
 
 @pytest.fixture
 def saved(system: System, full: Recognizer, collapsed: Recognizer, tmp_path) -> Path:
-    evaluate_systems(collapsed, LiveSystem(full), system.dataset, PROBED, SETTINGS).write(tmp_path)
+    evaluate_systems(collapsed, ReleasedSystem(full), system.dataset, PROBED, SETTINGS).write(tmp_path)
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def test_nan_metric_does_not_load(saved: Path):
 
 def test_metrics_are_flat_finite_numbers(system: System, full: Recognizer, collapsed: Recognizer):
     alone = evaluate_systems(full, None, system.dataset, OpenSet(held_out=()), SETTINGS).metrics()
-    paired = evaluate_systems(collapsed, LiveSystem(full), system.dataset, PROBED, SETTINGS).metrics()
+    paired = evaluate_systems(collapsed, ReleasedSystem(full), system.dataset, PROBED, SETTINGS).metrics()
     assert set(alone) < set(paired)
     assert {"champion_accuracy", "regressions", "p_worse", "open_set_auroc"} <= set(paired) - set(alone)
     for metrics in (alone, paired):
@@ -126,7 +126,7 @@ def test_first_release_needs_no_champion(system: System, full: Recognizer):
 
 def test_champion_passes_against_itself(system: System, full: Recognizer):
     assert decide(
-        evaluate_systems(full, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT
+        evaluate_systems(full, ReleasedSystem(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT
     ).promote
 
 
@@ -136,7 +136,8 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
     trained_on = Dataset(manifest, open_store(manifest.store_uri))
-    evaluation = evaluate_systems(full, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS, trained_on)
+    champion = ReleasedSystem(full, system.dataset)
+    evaluation = evaluate_systems(full, champion, system.dataset, PROBED, SETTINGS, trained_on)
     assert evaluation.leakage == {"train": system.dataset.count("test"), "gallery": 0, "query": 0}
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
@@ -151,7 +152,7 @@ def test_unreadable_earlier_snapshot_holds_the_candidate(
     if damage is not None:
         store.put(shard_key(system.dataset.manifest.name, shard.sha256), damage)
     earlier = Dataset(system.dataset.manifest.model_copy(update={"created": "", "problem_counts": {"x": 1}}), store)
-    evaluation = evaluate_systems(full, LiveSystem(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
+    evaluation = evaluate_systems(full, ReleasedSystem(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
     assert (evaluation.leakage, evaluation.champion_leakage) == ({}, None)
     evaluation.write(tmp_path / "evaluation")
     verdict = decide(Evaluation.open(tmp_path / "evaluation"), LENIENT)
@@ -164,7 +165,7 @@ def test_unreadable_earlier_snapshot_holds_the_candidate(
 
 def test_unreadable_manifest_of_the_champion_holds_the_candidate(system: System, full: Recognizer):
     fault = "x.json is not a valid manifest; run `evernear store check --repair`."
-    champion = LiveSystem(full, fault=fault)
+    champion = ReleasedSystem(full, fault=fault)
     verdict = decide(evaluate_systems(full, champion, system.dataset, PROBED, SETTINGS), LENIENT)
     (failed,) = [rule.reason for rule in verdict.rules if not rule.passed]
     assert fault in failed
@@ -172,7 +173,7 @@ def test_unreadable_manifest_of_the_champion_holds_the_candidate(system: System,
 
 def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collapsed: Recognizer):
     verdict = decide(
-        evaluate_systems(collapsed, LiveSystem(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT
+        evaluate_systems(collapsed, ReleasedSystem(full, system.dataset), system.dataset, PROBED, SETTINGS), LENIENT
     )
     failed = {rule.name: rule.reason for rule in verdict.rules if not rule.passed}
     assert {"classes_kept", "class_recall_floor", "class_recall_drop", "no_worse"} == set(failed)
@@ -182,7 +183,7 @@ def test_collapsed_class_fails_the_gate(system: System, full: Recognizer, collap
     # In the opposite direction a class is gained, and the 7s do not fail the gate.
     lenient = LENIENT.model_copy(update={"significance": 0.001})
     assert decide(
-        evaluate_systems(full, LiveSystem(collapsed, system.dataset), system.dataset, PROBED, SETTINGS), lenient
+        evaluate_systems(full, ReleasedSystem(collapsed, system.dataset), system.dataset, PROBED, SETTINGS), lenient
     ).promote
 
 
@@ -239,7 +240,7 @@ def test_a_weak_network_is_not_blamed_on_the_labels(system: System, collapsed: R
 
 
 def test_systems_are_measured_on_the_same_queries(system: System, full: Recognizer, collapsed: Recognizer):
-    evaluation = evaluate_systems(collapsed, LiveSystem(full), system.dataset, PROBED, SETTINGS)
+    evaluation = evaluate_systems(collapsed, ReleasedSystem(full), system.dataset, PROBED, SETTINGS)
     assert evaluation.champion == measure(full, system.dataset, SETTINGS)[0]
     assert evaluation.champion.queries_sha256 == evaluation.candidate.queries_sha256
     assert evaluation.candidate.name == ""
@@ -251,7 +252,7 @@ def test_retained_test_images_with_another_dataset(
 ):
     def retained(champion_dataset: Dataset) -> float | None:
         return evaluate_systems(
-            full, LiveSystem(full, champion_dataset), system.dataset, PROBED, SETTINGS
+            full, ReleasedSystem(full, champion_dataset), system.dataset, PROBED, SETTINGS
         ).champion_test_overlap
 
     def other(settings: DataSettings) -> Dataset:
@@ -264,7 +265,7 @@ def test_retained_test_images_with_another_dataset(
     fewer = retained(other(source.model_copy(update={"test_fraction": 0.2})))
     assert fewer is not None
     assert 0.3 < fewer < 0.7, "half of its test images are in the train split"
-    without = evaluate_systems(full, LiveSystem(full), system.dataset, PROBED, SETTINGS)
+    without = evaluate_systems(full, ReleasedSystem(full), system.dataset, PROBED, SETTINGS)
     assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}
 
@@ -281,7 +282,7 @@ def test_renamed_class_is_compared_under_its_new_name(
     renamed = Dataset(manifest.model_copy(update={"labels": labels, "shards": shards}), open_store(manifest.store_uri))
     build_index(Embeddings.open(embeddings), labels, IndexSettings(), tmp_path)
     candidate = Recognizer.open(system.network_dir, tmp_path)
-    champion = LiveSystem(full, system.dataset)
+    champion = ReleasedSystem(full, system.dataset)
     unchanged = evaluate_systems(candidate, champion, renamed, PROBED, SETTINGS)
     failed = {rule.name for rule in decide(unchanged, LENIENT).rules if not rule.passed}
     assert "classes_kept" in failed
@@ -310,7 +311,7 @@ def test_retired_class_is_left_out_of_the_comparison(system: System, full: Recog
     embed_dataset(system.network_dir, dataset, tmp_path / "embeddings")
     build_index(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     candidate = Recognizer.open(system.network_dir, tmp_path / "index")
-    champion = LiveSystem(full, system.dataset)
+    champion = ReleasedSystem(full, system.dataset)
     unchanged = evaluate_systems(candidate, champion, dataset, PROBED, SETTINGS)
     assert any("lacks classes of the champion: 7." in reason for reason in decide(unchanged, LENIENT).reasons)
     champion = champion._replace(classes=ClassSettings(retired=("7",)))

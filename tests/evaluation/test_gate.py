@@ -26,6 +26,8 @@ from evernear.settings import GateSettings
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SETTINGS = GateSettings()
 WITH_FLOOR = GateSettings(accuracy_floor=0.95)
+SETTINGS_OF = {"detectable_loss": GateSettings(max_undetected_loss=0.001, on_undetected_loss="hold")}
+"""The settings with which a rule fails, if not `WITH_FLOOR`."""
 UNSEEN = {"train": 0, "gallery": 0, "query": 0}
 
 
@@ -125,17 +127,20 @@ def test_each_rule_can_fail_alone(simulation: ModuleType, passing: Evaluation):
         "test_images_unseen": passing.model_copy(update={"leakage": UNSEEN | {"gallery": 1}}),
         "same_test_set": passing.model_copy(update={"champion_test_overlap": 0.89}),
         "same_queries": with_candidate(passing, queries_sha256="others"),
-        "no_worse": slow_rot,
         "classes_kept": with_candidate(passing, known_labels=simulation.LABELS[:-1]),
         "class_recall_drop": one_class,
+        "detectable_loss": passing,
     }
     for name, case in cases.items():
-        failures = failed(decide(case, WITH_FLOOR))
+        failures = failed(decide(case, SETTINGS_OF.get(name, WITH_FLOOR)))
         assert set(failures) == {name}
         if setting := failures[name].setting:
             key, _, value = setting.removeprefix("gate.").partition("=")
-            assert decide(case, GateSettings.model_validate(WITH_FLOOR.model_dump() | {key: value})).promote
-    assert set(cases) == {rule.name for rule in decide(passing, SETTINGS).rules}
+            changed = SETTINGS_OF.get(name, WITH_FLOOR).model_dump() | {key: value}
+            assert decide(case, GateSettings.model_validate(changed)).promote
+    rules = {rule.name for rule in decide(passing, SETTINGS).rules}
+    assert set(cases) == rules - {"no_worse", "anchor_budget"}, "these two compare the same systems here"
+    assert set(failed(decide(slow_rot, WITH_FLOOR))) == {"no_worse", "anchor_budget"}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def test_new_class_does_not_offset_regressions_of_other_classes(simulation: Modu
     """100 correct images in the new class, and 8 errors spread over the champion's classes."""
     losing = with_new_class(simulation, {1: 5, 3: 2, 5: 2, 8: 2})
     assert losing.comparison.overall.improvements == 100
-    assert set(failed(decide(losing, SETTINGS))) == {"no_worse"}
+    assert set(failed(decide(losing, SETTINGS))) == {"no_worse", "anchor_budget"}
 
 
 def test_tiny_p_value_is_not_printed_as_zero(simulation: ModuleType):
@@ -317,5 +322,8 @@ def test_both_comparisons_with_the_champion_share_one_level(simulation: ModuleTy
 
 
 def test_verdict_states_the_smallest_loss_that_it_would_notice(passing: Evaluation):
-    (reason,) = [rule.reason for rule in decide(passing, SETTINGS).rules if rule.name == "no_worse"]
-    assert re.search(r" A loss of \d+\.\d points is detected with 90% probability\.$", reason), reason
+    verdict = decide(passing, SETTINGS)
+    (rule,) = [rule for rule in verdict.rules if rule.name == "detectable_loss"]
+    assert re.search(r"^A loss of \d\.\d points is detected with 90% probability\.$", rule.reason), rule.reason
+    assert rule.candidate == verdict.detectable_loss
+    assert not verdict.caution

@@ -14,7 +14,7 @@ from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.data.validate import validate_dataset
 from evernear.errors import StoreError
-from evernear.evaluation.evaluate import Evaluation, LiveSystem, evaluate_systems
+from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
@@ -96,13 +96,13 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Exampl
     return measure(
         system,
         recognizer,
-        LiveSystem(recognizer, system.dataset),
+        ReleasedSystem(recognizer, system.dataset),
         assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95),
     )
 
 
 def measure(
-    system: System, candidate: Recognizer, champion: LiveSystem | None, open_set: OpenSet
+    system: System, candidate: Recognizer, champion: ReleasedSystem | None, open_set: OpenSet
 ) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(candidate, system.dataset)
     evaluation = evaluate_systems(

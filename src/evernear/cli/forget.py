@@ -42,6 +42,11 @@ def forget(
     for name, value in forgotten.model_dump().items():
         text = ", ".join(value) if isinstance(value, tuple) else value
         print_line(f"{name.replace('_', ' '):<12} {'-' if text in ('', None) else text}")
+    if forgotten.anchor and not forgotten.champion:
+        print_line(
+            f"The champion {'is now' if yes else 'becomes'} the anchor, which the gate compares candidates with: "
+            f"{forgotten.anchor}, the anchor until now, is deleted."
+        )
     if yes:
         print_line("Deleted. Run directories and artifacts of Kubeflow Pipelines may have copies.")
     elif forgotten.champion:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 EVALUATION_FILE = "evaluation.json"
 OUTCOMES_FILE = "outcomes.npz"
-SYSTEMS = ("candidate", "champion")
+SYSTEMS = ("candidate", "champion", "anchor")
 
 
-class LiveSystem(NamedTuple):
-    """The live release, which is measured together with the candidate."""
+class ReleasedSystem(NamedTuple):
+    """A release that is measured together with the candidate: the champion or the anchor."""
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None
@@ -41,8 +41,33 @@ class LiveSystem(NamedTuple):
     """Why the manifest of its snapshot cannot be read."""
 
 
+class UnavailableSystem(NamedTuple):
+    """A release that cannot be measured."""
+
+    name: str
+    fault: str
+    """Why, as a sentence."""
+
+
+class AnchorEvaluation(Frozen):
+    """The anchor, a fixed earlier release, on the same queries as the candidate; see `evernear.evaluation.gate_anchor`.
+
+    Without a measurement, ``fault`` or ``difference`` says why as a sentence.
+    """
+
+    name: str
+    measurement: Measurement | None = None
+    comparison: Comparison | None = None
+    test_overlap: float | None = None
+    """Proportion of its test images that are in the test split; None if they are unknown."""
+    fault: str = ""
+    """Its archive is damaged, or its snapshot is damaged or lost."""
+    difference: str = ""
+    """It was built for other images, so that it cannot answer these queries."""
+
+
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate and the champion, if any, on the same queries."""
+    """Measurements of the candidate and of earlier releases, if any, on the same queries."""
 
     remedy = "run the evaluate step again"
 
@@ -63,8 +88,10 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """Why the snapshot that the candidate's network was trained on, or the champion's snapshot, cannot be read."""
     classes: ClassSettings = NO_CHANGES
     """Classes of the champion that were removed or renamed on purpose. Its measurement uses their current names."""
+    anchor: AnchorEvaluation | None = None
+    """None if the champion is the anchor, or without a champion."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
-    """By "candidate" and "champion"; stored in `OUTCOMES_FILE`."""
+    """By the names in `SYSTEMS`; stored in `OUTCOMES_FILE`."""
 
     def metrics(self) -> dict[str, float]:
         """The metrics to chart, without values that are None or not finite."""
@@ -95,6 +122,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             metrics["regressions"] = pairs.regressions
             metrics["improvements"] = pairs.improvements
             metrics["p_worse"] = pairs.p_worse
+        if self.anchor and self.anchor.measurement:
+            metrics["anchor_accuracy"] = self.anchor.measurement.accuracy.value
         return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
 
     def write(self, directory: Path) -> None:
@@ -129,11 +158,13 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
 
     def _is_consistent(self) -> bool:
         """Whether the stored counts match the outcomes."""
-        measured = [measurement for measurement in (self.candidate, self.champion) if measurement]
+        anchor = self.anchor or AnchorEvaluation(name="")
+        measured = [measurement for measurement in (self.candidate, self.champion, anchor.measurement) if measurement]
         counts = [(int(system.correct.sum()), len(system.correct)) for system in self.outcomes.values()]
         return (
             counts == [(each.accuracy.count, each.accuracy.total) for each in measured]
-            and _compare(self.outcomes, self.candidate.labels) == self.comparison
+            and _compare(self.outcomes, "champion", self.candidate.labels) == self.comparison
+            and _compare(self.outcomes, "anchor", self.candidate.labels) == anchor.comparison
         )
 
 
@@ -148,16 +179,18 @@ class _Leakage(NamedTuple):
 
 def evaluate_systems(
     candidate: "Recognizer",
-    champion: LiveSystem | None,
+    champion: ReleasedSystem | None,
     dataset: Dataset,
     open_set: OpenSet,
     settings: EvaluationSettings,
     trained_on: Dataset | None = None,
     observe: Observer | None = None,
+    anchor: ReleasedSystem | UnavailableSystem | None = None,
 ) -> Evaluation:
-    """Measure ``candidate`` and ``champion`` on the test split of ``dataset``, and count leaked test images.
+    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``; count leaked test images.
 
-    An earlier snapshot that cannot be read is no error, because the gate then holds the candidate.
+    ``anchor`` is None if the champion is the anchor. An anchor or an earlier snapshot that cannot be read is no error,
+    because the gate then holds the candidate.
 
     The accuracy of a champion that was trained on test images is overstated. The gate reports this. A class of the
     champion that was renamed counts under its new name. A retired one is left out. ``trained_on`` is the snapshot that
@@ -174,10 +207,12 @@ def evaluate_systems(
         measurements["champion"], outcomes["champion"] = measure(
             champion.recognizer, dataset, settings, classes=classes
         )
+    measured_anchor = _measure_anchor(anchor, dataset, settings, outcomes) if champion and anchor else None
     return Evaluation(
         candidate=measurements["candidate"],
         champion=measurements.get("champion"),
-        comparison=_compare(outcomes, dataset.labels),
+        comparison=_compare(outcomes, "champion", dataset.labels),
+        anchor=measured_anchor,
         open_set=open_set,
         baselines=measure_baselines(outcomes["candidate"], dataset, settings.confidence, settings.batch_size),
         classes=classes,
@@ -186,7 +221,36 @@ def evaluate_systems(
     )
 
 
-def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: LiveSystem | None) -> _Leakage:
+def _measure_anchor(
+    anchor: ReleasedSystem | UnavailableSystem,
+    dataset: Dataset,
+    settings: EvaluationSettings,
+    outcomes: dict[str, Outcomes],
+) -> AnchorEvaluation:
+    """Measure the anchor and add its outcomes to ``outcomes``, unless something prevents it."""
+    if isinstance(anchor, UnavailableSystem):
+        return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
+    recognizer = anchor.recognizer
+    if recognizer.shape != dataset.shape:
+        difference = f"It takes images of {recognizer.shape}, not of {dataset.shape}."
+        return AnchorEvaluation(name=recognizer.name, difference=difference)
+    if anchor.dataset is None:
+        fault = anchor.fault or "The dataset that it was built from is not in the store."
+        return AnchorEvaluation(name=recognizer.name, fault=fault)
+    try:
+        overlap = _test_overlap(dataset, anchor.dataset, anchor.classes)
+    except IntegrityError as error:
+        return AnchorEvaluation(name=recognizer.name, fault=str(error))
+    measurement, outcomes["anchor"] = measure(recognizer, dataset, settings, classes=anchor.classes)
+    return AnchorEvaluation(
+        name=recognizer.name,
+        measurement=measurement,
+        comparison=_compare(outcomes, "anchor", dataset.labels),
+        test_overlap=overlap,
+    )
+
+
+def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
     """Count leaked test images. An earlier snapshot that cannot be read leaves its counts unknown."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
@@ -214,7 +278,6 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
     return common / max(1, sum(count for label, count in counts.items() if classes.current(label)))
 
 
-def _compare(outcomes: dict[str, Outcomes], labels: tuple[str, ...]) -> Comparison | None:
-    if "champion" not in outcomes:
-        return None
-    return compare(outcomes["candidate"], outcomes["champion"], labels)
+def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:
+    """Compare the candidate with an earlier ``system``; None if it was not measured."""
+    return compare(outcomes["candidate"], outcomes[system], labels) if system in outcomes else None

@@ -6,11 +6,10 @@ class, and must be sound. The gate fails closed: a figure that is missing or NaN
 
 Paired test (`no_worse`)
     An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). The rule fails if
-    p <= 0.8 x ``gate.significance``. The rule for the classes spends the rest, so that both together hold an equally
-    good candidate at most as often as the setting says, for any size of the test split. The test is exact because
-    mid-p keeps the level only approximately. Why the level is 0.10, and how often the rules err:
-    docs/decisions/0007-the-gate-asks-not-worse.md. The reason states the loss that the test detects with a
-    probability of 90%.
+    p <= 0.8 x ``gate.significance``. The rules for the classes and for an anchor other than the champion spend their
+    share of the level, so that all together hold an equally good candidate at most as often as the setting says. The
+    test is exact because mid-p keeps the level only approximately. Why the level is 0.10, and how often the rules err:
+    docs/decisions/0007-the-gate-asks-not-worse.md.
 
     A non-inferiority test, which requires evidence within a margin, would hold more bad models, but also every equal
     model on a small test split. On small splits this rule has less power, and the floors matter more.
@@ -18,8 +17,8 @@ Paired test (`no_worse`)
     Queries of classes that the champion does not know are excluded. The champion is always wrong on them, so the gain
     from a new class would hide losses on the others. The floors decide whether a new class is recognized well enough.
 
-    A series of promotions may each lose a little that no single test detects. The accuracy floor limits the total. To
-    limit it further, raise the level or enlarge the test split.
+    A series of promotions may each lose a little that no single test detects. The rules for the anchor limit the total
+    (`evernear.evaluation.gate_anchor`), and the accuracy floor does.
 
 Test set (`same_test_set`)
     The choice of test images can decide the comparison. The test split must therefore still contain
@@ -50,31 +49,50 @@ from collections.abc import Iterator
 
 from evernear.common.output import named, quantity
 from evernear.evaluation.baselines import Baseline
-from evernear.evaluation.compare import PairedCounts, detectable_loss, mcnemar_worse
+from evernear.evaluation.compare import mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.gate_anchor import (
+    CLASSES_SHARE,
+    Anchor,
+    anchor_rules,
+    choose_anchor,
+    detectable_loss_rule,
+    levels,
+    smallest_detectable_loss,
+)
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import ClassSettings, GateSettings
 
-CLASSES_SHARE = 0.2
-"""Share of ``gate.significance`` that `class_recall_drop` spends; `no_worse` spends the rest."""
-POWER = 0.9
-"""Probability of detecting the loss that a verdict states."""
-
 
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
     """Apply every rule to ``evaluation``. The module docstring explains the rules."""
+    champion = evaluation.champion
+    anchor = choose_anchor(evaluation, champion, settings) if champion else None
+    loss = _detectable_loss(evaluation, anchor, settings) if anchor else None
+    sensitivity = [detectable_loss_rule(loss, settings)] if loss else []
+    is_caution = loss is not None and loss > settings.max_undetected_loss
     return Verdict.of(
-        _rules(evaluation, settings),
+        [*_rules(evaluation, anchor, settings), *sensitivity],
         candidate=_system(evaluation.candidate),
-        champion=_system(evaluation.champion) if evaluation.champion else None,
+        champion=_system(champion) if champion else None,
         dataset_digest=evaluation.candidate.dataset_digest,
+        anchor=anchor.choice if anchor else None,
+        detectable_loss=loss,
+        caution=sensitivity[0].reason if is_caution else "",
     )
 
 
-def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
+def _detectable_loss(evaluation: Evaluation, anchor: Anchor, settings: GateSettings) -> float | None:
+    """The smallest loss that the comparisons detect; None without a query to compare."""
+    assert evaluation.champion is not None  # noqa: S101 - an anchor is chosen only with a champion
+    pairs = evaluation.comparison.within(evaluation.champion.known_labels) if evaluation.comparison else None
+    return smallest_detectable_loss(anchor, pairs, settings) if pairs and pairs.queries else None
+
+
+def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings) -> Iterator[Rule]:
     candidate = evaluation.candidate
     yield _accuracy_floor(candidate, settings)
     yield _class_recall_floor(candidate, settings)
@@ -82,12 +100,13 @@ def _rules(evaluation: Evaluation, settings: GateSettings) -> Iterator[Rule]:
     yield _index_recall(candidate, settings)
     yield _parity(candidate, settings)
     yield _test_images_unseen(evaluation)
-    if evaluation.champion is None:
+    if evaluation.champion is None or anchor is None:
         yield _beats_baselines(evaluation, settings)
     else:
         yield _same_test_set(evaluation, evaluation.champion, settings)
         yield _same_queries(evaluation, evaluation.champion)
-        yield _no_worse(evaluation, evaluation.champion, settings)
+        yield _no_worse(evaluation, evaluation.champion, levels(anchor, settings)[0])
+        yield from anchor_rules(anchor, candidate, settings)
         yield _classes_kept(candidate, evaluation.champion, evaluation.classes)
         yield _class_recall_drop(evaluation, evaluation.champion, settings)
 
@@ -141,18 +160,9 @@ def _is_beaten(baseline: Baseline, level: float) -> bool:
     return pairs.p_better <= level
 
 
-def _changes(pairs: PairedCounts) -> str:
-    improvements, regressions = quantity(pairs.improvements, "improvement"), quantity(pairs.regressions, "regression")
-    return f"{improvements} and {regressions}"
-
-
 def _p_of(baseline: Baseline) -> str:
     pairs = baseline.comparison
-    return f"{_changes(pairs)}, {_p_value(pairs.p_better)}"
-
-
-def _p_value(p: float) -> str:
-    return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
+    return f"{pairs.changes()}, {pairs.p_in_words(pairs.p_better)}"
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
@@ -297,8 +307,8 @@ def _same_queries(evaluation: Evaluation, champion: Measurement) -> Rule:
     return Rule(name="same_queries", passed=passed, reason=reason)
 
 
-def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
-    known, level = champion.known_labels, settings.significance * (1 - CLASSES_SHARE)
+def _no_worse(evaluation: Evaluation, champion: Measurement, level: float) -> Rule:
+    known = champion.known_labels
     if evaluation.comparison is None:
         return Rule(name="no_worse", passed=False, bound=level, reason="The comparison with the champion is missing.")
     pairs = evaluation.comparison.within(known)
@@ -309,23 +319,14 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, settings: GateSetti
     if pairs.queries < evaluation.comparison.overall.queries:
         accuracy, champion_accuracy = _accuracy_within(evaluation.candidate, known), _accuracy_within(champion, known)
         where = f" on the {quantity(pairs.queries, 'image')} of classes that it knows"
-    p_worse = pairs.p_worse
-    passed = p_worse > level
+    passed = pairs.p_worse > level
     reason = (
-        f"Accuracy {accuracy:.2%} against the champion's {champion_accuracy:.2%}{where}: "
-        f"{_changes(pairs)}, {'not ' if passed else ''}"
-        f"significantly worse ({_p_value(p_worse)}, level {level:g}). {_sensitivity(pairs, level)}"
+        f"Accuracy {accuracy:.2%} against the champion's {champion_accuracy:.2%}{where}: {pairs.changes()}, "
+        f"{'not ' if passed else ''}significantly worse ({pairs.p_in_words()}, level {level:g})."
     )
     return Rule(
         name="no_worse", passed=passed, candidate=accuracy, champion=champion_accuracy, bound=level, reason=reason
     )
-
-
-def _sensitivity(pairs: PairedCounts, level: float) -> str:
-    loss = detectable_loss(pairs, level, POWER)
-    if loss >= 1:
-        return f"With {quantity(pairs.queries, 'test image')}, no loss is detected with {POWER:.0%} probability."
-    return f"A loss of {100 * loss:.1f} points is detected with {POWER:.0%} probability."
 
 
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:

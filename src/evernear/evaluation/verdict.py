@@ -30,6 +30,16 @@ class System(Frozen):
     index_digest: str
 
 
+class AnchorChoice(Frozen):
+    """The release that the candidate is compared with besides the champion; see `evernear.evaluation.gate_anchor`."""
+
+    version: str
+    former: str = ""
+    """The anchor before, if it can no longer be compared. A promotion makes ``version`` the anchor."""
+    why: str = ""
+    """Why ``former`` cannot be compared, as a sentence."""
+
+
 class Verdict(Frozen):
     """Whether the candidate may replace the champion."""
 
@@ -41,11 +51,25 @@ class Verdict(Frozen):
     candidate: System
     champion: System | None
     dataset_digest: str
+    anchor: AnchorChoice | None = None
+    """None without a champion, and in verdicts of earlier versions."""
+    detectable_loss: float | None = None
+    """The smallest loss of accuracy that the gate detects with a probability of 90%: 0 to 1. None as for ``anchor``."""
+    caution: str = ""
+    """What a promotion without a person leaves unknown, as sentences; empty if the test split is large enough."""
     digest: str
     """sha256 of all other fields."""
 
     @staticmethod
-    def of(rules: Iterable[Rule], candidate: System, champion: System | None, dataset_digest: str) -> "Verdict":
+    def of(
+        rules: Iterable[Rule],
+        candidate: System,
+        champion: System | None,
+        dataset_digest: str,
+        anchor: AnchorChoice | None = None,
+        detectable_loss: float | None = None,
+        caution: str = "",
+    ) -> "Verdict":
         """The verdict of ``rules``: promote if at least one is given and all passed."""
         rules = list(rules)
         promote = _all_passed(rules)
@@ -56,6 +80,9 @@ class Verdict(Frozen):
             candidate=candidate,
             champion=champion,
             dataset_digest=dataset_digest,
+            anchor=anchor,
+            detectable_loss=detectable_loss,
+            caution=caution,
             digest="",
         )
         return verdict.model_copy(update={"digest": _digest(verdict)})
@@ -86,4 +113,6 @@ def _all_passed(rules: Iterable[Rule]) -> bool:
 
 
 def _digest(verdict: Verdict) -> str:
-    return sha256_bytes(verdict.model_dump_json(exclude={"digest"}).encode())
+    # Verdicts of earlier versions lack these fields, and stay valid.
+    unset = {name for name in ("anchor", "detectable_loss", "caution") if not getattr(verdict, name)}
+    return sha256_bytes(verdict.model_dump_json(exclude={"digest", *unset}).encode())

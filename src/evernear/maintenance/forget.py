@@ -10,8 +10,9 @@ trained on one. `find` only reads. `forget_images` deletes:
 - sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
 - logged queries whose image may show a class of a removed image.
 
-The champion is never deleted: `forget_images` refuses while it is affected. Shards and snapshots are deleted last, so
-after a kill, a second call finds the same images.
+The champion is never deleted: `forget_images` refuses while it is affected. If the gate's anchor is deleted, the
+champion becomes the anchor. Shards and snapshots are deleted last, so after a kill, a second call finds the same
+images.
 """
 
 import tempfile
@@ -55,6 +56,8 @@ class Forgotten(Frozen):
     releases: tuple[str, ...]
     champion: str | None
     """The champion if it is affected, so that nothing can be deleted."""
+    anchor: str | None
+    """The anchor of the gate if it is deleted. The champion then becomes the anchor."""
     snapshots: tuple[str, ...]
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
@@ -136,6 +139,7 @@ class _Forgetting:
             labels=tuple(sorted(self._labels)),
             releases=tuple(self._releases),
             champion=champion.version if champion and champion.version in self._releases else None,
+            anchor=champion.anchor if champion and champion.anchor in self._releases else None,
             snapshots=tuple(f"{d.snapshots.name}/{manifest.digest}" for d in self._datasets for manifest in d.affected),
             shards=sum(len(dataset.shards) for dataset in self._datasets),
             embeddings=len(self._embeddings),

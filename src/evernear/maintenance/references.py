@@ -152,7 +152,8 @@ def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
     if champion is None:
         return
     yield Reference(CHAMPION, owner)
-    for version, needed_by in ((champion.version, owner), (champion.previous, "the target of a rollback")):
+    versions = {champion.previous: "the target of a rollback", champion.anchor: "the anchor", champion.version: owner}
+    for version, needed_by in versions.items():
         key = f"{MANIFESTS}{version}.json"
         if version is None or (version != champion.version and store.find(f"{PRUNED}{version}.json")):
             continue

@@ -1,4 +1,4 @@
-"""Open the live release to measure it together with a candidate."""
+"""Open the live release and the anchor to measure them together with a candidate."""
 
 import tempfile
 from collections.abc import Generator
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
-from evernear.errors import IntegrityError
-from evernear.evaluation.evaluate import LiveSystem
+from evernear.errors import IntegrityError, StoreError, TransientStoreError
+from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
 from evernear.evaluation.recognizer import Recognizer
 from evernear.release.archive_reader import open_release
@@ -17,7 +17,7 @@ from evernear.settings import ClassSettings
 
 
 @contextmanager
-def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[LiveSystem | None]:
+def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[ReleasedSystem | None]:
     """The champion of a store, if there is one, with its removed and renamed ``classes``.
 
     The recognizer is named after the champion's version. Its files are in a temporary directory, deleted on exit.
@@ -26,24 +26,52 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
         IntegrityError: the champion's archive is damaged.
         StoreError: the store cannot be reached.
     """
-    registry = Registry(store)
-    champion = registry.champion()
+    champion = Registry(store).champion()
     if champion is None:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="evernear-champion-") as temporary:
-        archive = Path(temporary) / "champion.mar"
         try:
-            manifest = registry.fetch(champion.version, archive).manifest
-            parts = open_release(archive, Path(temporary) / "release")
-            recognizer = Recognizer.open(parts.directory, parts.directory, champion.version)
+            system = _open_system(store, champion.version, classes, Path(temporary))
         except IntegrityError as error:
             raise IntegrityError(
                 f"The champion {champion.version} cannot be opened for comparison: {str(error).removesuffix('.')}; "
                 "restore the file or promote another release (`evernear registry promote VERSION`), and run again."
             ) from error
+        yield system
+
+
+@contextmanager
+def open_anchor(
+    store: Store, classes: ClassSettings = NO_CHANGES
+) -> Generator[ReleasedSystem | UnavailableSystem | None]:
+    """The anchor of a store as `open_champion`; None if it is the champion.
+
+    Raises:
+        TransientStoreError: the store cannot be reached.
+    """
+    champion = Registry(store).champion()
+    if champion is None or champion.anchor == champion.version:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="evernear-anchor-") as temporary:
         try:
-            dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
-        except IntegrityError as error:
-            dataset, fault = None, str(error)
-        yield LiveSystem(recognizer, dataset, classes, fault)
+            system = _open_system(store, champion.anchor, classes, Path(temporary))
+        except TransientStoreError:
+            raise
+        except (IntegrityError, StoreError) as error:
+            system = UnavailableSystem(champion.anchor, str(error))
+        yield system
+
+
+def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Path) -> ReleasedSystem:
+    """Open a release, unpacked in ``scratch``."""
+    archive = scratch / "release.mar"
+    manifest = Registry(store).fetch(version, archive).manifest
+    parts = open_release(archive, scratch / "release")
+    recognizer = Recognizer.open(parts.directory, parts.directory, version)
+    try:
+        dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
+    except IntegrityError as error:
+        dataset, fault = None, str(error)
+    return ReleasedSystem(recognizer, dataset, classes, fault)

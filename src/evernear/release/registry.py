@@ -47,7 +47,7 @@ _GZIP = b"\x1f\x8b"
 """The first bytes of gzip."""
 CHAMPION_ALONE = "is the champion; servers load it when they start"
 """The state of a release that was promoted in the registry without a server."""
-How = Literal["deploy", "promote", "force", "apply", "rollback", "restore"]
+How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
 
 # The release is live before the pointer moves, and a store may take minutes to restart.
 _RETRY_TIMEOUT_S = 300.0
@@ -114,6 +114,8 @@ class Promotion(Frozen):
     """The sequence number of the promotion, from 1."""
     undo_to: int | None = None
     """The number of the promotion that a rollback restores; None if no promotion precedes the current one."""
+    anchor: Version | None = None
+    """The release that the gate also compares candidates with. None: ``version``, as after the first promotion."""
     how: How = "deploy"
     by: str = ""
     why: str = ""
@@ -162,6 +164,11 @@ class Champion:
         if self.previous is None:
             raise StoreError(f"There is nothing to roll back to: {self.version} has no previous champion.")
         return self.previous
+
+    @property
+    def anchor(self) -> str:
+        """The version of the anchor, the release that the gate also compares candidates with."""
+        return self.pointer.anchor or self.version
 
     @property
     def promotion(self) -> Promotion:
@@ -349,6 +356,7 @@ class Registry:
         if not self.is_published(version):
             raise StoreError(f"Release {version} does not exist in {self._store.uri}, or was pruned.")
         previous, undo_to = (newest.version, newest.number) if newest else (None, None)
+        anchor = (newest.anchor or newest.version) if newest else None
         if newest is not None and newest.version == version:
             previous, undo_to = newest.previous, newest.undo_to
         promotion = Promotion(
@@ -357,6 +365,7 @@ class Registry:
             since=datetime.now(UTC),
             number=highest + 1,
             undo_to=undo_to,
+            anchor=anchor if anchor and self.is_published(anchor) else None,
             how="restore",
             **(cause or Cause.of_this_process()).model_dump(),
         )
@@ -375,9 +384,14 @@ class Registry:
         return highest, newest
 
     def set_champion(
-        self, version: str, expected: Champion | None, how: How = "deploy", cause: Cause | None = None
+        self,
+        version: str,
+        expected: Champion | None,
+        how: How = "deploy",
+        cause: Cause | None = None,
+        anchor: str | None = None,
     ) -> Champion:
-        """Make a published release the champion, if the champion is still ``expected``.
+        """Make a published release the champion, if the champion is still ``expected``. ``anchor`` replaces the anchor.
 
         ``cause`` (default: this process) is recorded in the history. An unreachable store is retried for 5 minutes.
 
@@ -392,6 +406,7 @@ class Registry:
             since=datetime.now(UTC),
             number=expected.pointer.number + 1 if expected else 1,
             undo_to=expected.pointer.number if expected else None,
+            anchor=anchor or (expected.anchor if expected else None),
             how=how,
             **(cause or Cause.of_this_process()).model_dump(),
         )
@@ -403,13 +418,28 @@ class Registry:
         Raises:
             ConflictError, TransientStoreError, StoreError: as in `set_champion`.
         """
+        return self._record_again(expected, "apply", expected.anchor, cause)
+
+    def set_anchor(self, version: str, expected: Champion, cause: Cause | None = None) -> Champion:
+        """Make a published release the anchor, if the champion is still ``expected``; rollbacks pass over it.
+
+        Raises:
+            ConflictError, TransientStoreError, StoreError: as in `set_champion`.
+        """
+        self.get(version)
+        if version in expected.pointer.pruning:
+            raise StoreError(f"Release {version} is being pruned from {self._store.uri}.")
+        return self._record_again(expected, "anchor", version, cause)
+
+    def _record_again(self, expected: Champion, how: How, anchor: str, cause: Cause | None) -> Champion:
         promotion = Promotion(
             version=expected.version,
             previous=expected.previous,
             since=datetime.now(UTC),
             number=expected.pointer.number + 1,
             undo_to=expected.pointer.undo_to,
-            how="apply",
+            anchor=anchor,
+            how=how,
             **(cause or Cause.of_this_process()).model_dump(),
         )
         return self._move_pointer(promotion, expected)
@@ -419,7 +449,8 @@ class Registry:
 
         A rollback undoes the last promotion, and a second one the promotion before it: it never returns to the release
         that it just left. Nothing precedes a promotion whose entry in the history is lost. An unreachable store is
-        retried for 5 minutes.
+        retried for 5 minutes. The anchor stays, unless it is the release that is left: then it is the one that was the
+        anchor before.
 
         Raises:
             ConflictError: the pointer moved in the meantime; nothing was changed.
@@ -434,10 +465,17 @@ class Registry:
             since=datetime.now(UTC),
             number=expected.pointer.number + 1,
             undo_to=restored.undo_to if restored else None,
+            anchor=self._anchor_after_rollback(expected, restored),
             how="rollback",
             **(cause or Cause.of_this_process()).model_dump(),
         )
         return self._move_pointer(promotion, expected)
+
+    def _anchor_after_rollback(self, expected: Champion, restored: Promotion | None) -> str | None:
+        if expected.anchor != expected.version:
+            return expected.anchor
+        anchor = restored.anchor if restored else None
+        return anchor if anchor and self.is_published(anchor) else None
 
     def history(self) -> Iterator[Promotion]:
         """All promotions and rollbacks that can be read, oldest first. The last one is the current state."""
@@ -466,8 +504,8 @@ class Registry:
     def surplus(self, keep: int) -> tuple[str, ...]:
         """The versions that `prune` would remove.
 
-        The champion, its parent and the target of a rollback are never removed, nor is a release whose record is
-        damaged; without a champion, nothing is.
+        The champion, its parent, the target of a rollback and the anchor are never removed, nor is a release whose
+        record is damaged; without a champion, nothing is.
         """
         champion = self.champion()
         if champion is None:
@@ -477,12 +515,15 @@ class Registry:
     def _surplus(self, keep: int, champion: Champion) -> tuple[str, ...]:
         records, faults = self.records()
         versions = [*records]
-        retained = {champion.version, champion.previous, self.get(champion.version).manifest.parent, *faults}
+        parent = self.get(champion.version).manifest.parent
+        retained = {champion.version, champion.previous, champion.anchor, parent, *faults}
         retained.update(versions[max(0, len(versions) - keep) :])
         return tuple(version for version in versions if version not in retained)
 
     def remove(self, versions: Collection[str]) -> tuple[str, ...]:
         """Remove releases as `prune`, even targets of a rollback, but not the champion; returns the removed versions.
+
+        If one of them is the anchor, the champion becomes the anchor.
 
         Raises:
             ConflictError: the champion is one of them, or changed in the meantime; nothing was removed.
@@ -495,6 +536,9 @@ class Registry:
             raise StoreError(f"Releases are removed only while another one is live. {self.explain_no_champion()}")
         if champion.version in versions:
             raise ConflictError(f"Release {champion.version} is the champion; promote another one first.")
+        if champion.anchor in versions:
+            cause = Cause.of_this_process(f"The anchor {champion.anchor} was removed.")
+            champion = self.set_anchor(champion.version, champion, cause)
         return self._prune(versions, champion)
 
     def _prune(self, versions: Collection[str], champion: Champion) -> tuple[str, ...]:

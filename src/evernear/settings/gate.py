@@ -1,5 +1,7 @@
 """The settings of the section ``gate``."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from evernear.settings.section import Fraction, Section
@@ -19,6 +21,16 @@ class GateSettings(Section):
     )
     significance: float = Field(
         default=0.10, gt=0.0, lt=0.5, description="Largest probability of holding an equally good candidate."
+    )
+    max_undetected_loss: Fraction = Field(
+        default=0.10,
+        description="Largest loss of accuracy that the gate may fail to detect on the test split, with a probability "
+        "of more than 10%; the verdict says so if it is exceeded.",
+    )
+    on_undetected_loss: Literal["warn", "hold"] = Field(
+        default="warn",
+        description="What the gate does beyond max_undetected_loss. Runs that the watcher starts without asking hold "
+        "the candidate for a person unless this is set.",
     )
     class_recall_drop: Fraction = Field(
         default=0.05, description="Largest loss of recall in any class, compared with the champion."
