@@ -10,19 +10,30 @@ rules and default thresholds. The difference is simulated in one of two ways:
 ``shared`` is the fraction of the better model's errors that the other model repeats. Two seeds of the default recipe
 share 60% on MNIST's 10,000 test images (25 of 40, at 99.60% and 99.54% after four epochs). 0% is the harder case: the
 less two models agree, the more of their difference is due to chance.
+
+Three more tables concern the anchor. Their models answer one frozen test split, and each pair shares the given fraction
+of errors: a query has a difficulty, and a model a deviation from it, both normal.
+
+- Equal: champion, anchor and candidate are equally good. Every hold is a false one.
+- Chains: each of ten candidates is a point worse than the one before it. The result is the accuracy of the last
+  champion. Without an anchor, only the test against the champion stops a chain.
+- Detectable losses, as the verdict states them, by the size of the test split.
 """
 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Literal
 
 import machine
 import numpy as np
-from scipy.stats import binomtest
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.stats import binomtest, multivariate_normal, norm
 
 from evernear.evaluation.compare import compare
-from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Measurement, Outcomes
 from evernear.evaluation.open_set import OpenSet
@@ -85,8 +96,94 @@ def cases() -> Iterator[Case]:
             yield Case("drawn", queries, 0.9, 0.0, shared)
 
 
-def make_evaluation(challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS) -> Evaluation:
-    """The evaluation of two systems that differ only in these outcomes."""
+class TestSplit:
+    """A frozen test split, answered by models of which each pair shares the fraction ``shared`` of errors."""
+
+    def __init__(self, queries: int, shared: float, error_rate: float, seed: int) -> None:
+        """``shared`` holds for models of ``error_rate``, approximately also for others."""
+        self._rng = np.random.default_rng(seed)
+        self._correlation = correlation(shared, error_rate)
+        self._difficulty = self._rng.standard_normal(queries)
+        self._labels = self._rng.integers(0, len(LABELS), queries, dtype=np.int32)
+
+    def outcomes(self, error_rate: float) -> Outcomes:
+        """The outcomes of another model."""
+        own: NDArray[np.float64] = self._rng.standard_normal(len(self._labels))
+        score = np.sqrt(self._correlation) * self._difficulty + np.sqrt(1 - self._correlation) * own
+        return Outcomes(score <= norm.isf(error_rate), self._labels)
+
+
+@cache
+def correlation(shared: float, error_rate: float) -> float:
+    """The correlation of two models' scores with which they share the fraction ``shared`` of their errors."""
+    limit = norm.isf(error_rate)
+
+    def excess(correlation: float) -> float:
+        both = multivariate_normal.cdf([-limit, -limit], cov=[[1, correlation], [correlation, 1]])
+        return float(both) / error_rate - shared
+
+    return float(brentq(excess, 0.0, 0.999)) if shared else 0.0  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Ten candidates, each ``step_points`` worse than the one before it."""
+
+    queries: int
+    shared: float
+    has_anchor: bool = True
+    start: float = 0.97
+    step_points: float = 1.0
+    steps: int = 10
+
+    def run(self, seed: int) -> tuple[float, int]:
+        """The accuracy of the last champion, and the number of the first candidate that was held (0: none)."""
+        split = TestSplit(self.queries, self.shared, 1 - self.start, seed)
+        accuracy, first_held = self.start, 0
+        champion = anchor = split.outcomes(1 - self.start)
+        for step in range(1, self.steps + 1):
+            candidate_accuracy = self.start - step * self.step_points / 100
+            candidate = split.outcomes(1 - candidate_accuracy)
+            fixed = anchor if champion is not anchor else None
+            verdict = decide(make_evaluation(candidate, champion, anchor=fixed), GateSettings())
+            rules = {rule.name: rule.passed for rule in verdict.rules}
+            if verdict.promote if self.has_anchor else rules["no_worse"] and rules["class_recall_drop"]:
+                champion, accuracy = candidate, candidate_accuracy
+                anchor = anchor if self.has_anchor else candidate
+            else:
+                first_held = first_held or step
+        return accuracy, first_held
+
+
+def chains() -> Iterator[Chain]:
+    for queries in (20, 50, 200):
+        for shared in (MEASURED_SHARED, 0.3, 0.0):
+            for has_anchor in (False, True):
+                yield Chain(queries, shared, has_anchor)
+
+
+def held_equal(queries: int, accuracy: float, shared: float, seed: int) -> set[str]:
+    """The rules that hold a candidate that is as good as the champion and the anchor."""
+    split = TestSplit(queries, shared, 1 - accuracy, seed)
+    candidate, champion, anchor = (split.outcomes(1 - accuracy) for _ in range(3))
+    verdict = decide(make_evaluation(candidate, champion, anchor=anchor), GateSettings())
+    return {rule.name for rule in verdict.rules if not rule.passed}
+
+
+def make_evaluation(
+    challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS, anchor: Outcomes | None = None
+) -> Evaluation:
+    """The evaluation of systems that differ only in these outcomes. Without ``anchor``, the champion is the anchor."""
+    fixed = (
+        AnchorEvaluation(
+            name="anchor",
+            measurement=make_measurement("anchor", anchor, labels),
+            comparison=compare(challenger, anchor, labels),
+            test_overlap=1.0,
+        )
+        if anchor
+        else None
+    )
     return Evaluation(
         candidate=make_measurement("challenger", challenger, labels),
         champion=make_measurement("champion", champion, labels),
@@ -95,6 +192,7 @@ def make_evaluation(challenger: Outcomes, champion: Outcomes, labels: tuple[str,
         leakage={"train": 0, "gallery": 0, "query": 0},
         champion_leakage={"train": 0, "gallery": 0, "query": 0},
         champion_test_overlap=1.0,
+        anchor=fixed,
     )
 
 
@@ -175,6 +273,50 @@ def main() -> None:
         {"settings": settings.model_dump(), "cases": results},
         table,
     )
+    machine.write(
+        "gate_equal", "How often the gate holds equal candidates", machine_info, *equal_table(arguments.seeds // 2)
+    )
+    machine.write(
+        "gate_chains", "Chains of candidates that lose a point each", machine_info, *chain_table(arguments.seeds // 5)
+    )
+    machine.write("gate_detectable", "The smallest loss that the gate detects", machine_info, *detectable_table(200))
+
+
+def equal_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
+    names = ("no_worse", "class_recall_drop", "no_worse_than_anchor", "anchor_budget")
+    table = [["test images", "accuracy", "shared errors", "held in all", *(name.replace("_", " ") for name in names)]]
+    for queries in (50, 100, 200, 500, 1000, 2000):
+        for accuracy in (0.97, 0.9):
+            for shared in (MEASURED_SHARED, 0.0):
+                held = [held_equal(queries, accuracy, shared, seed) for seed in range(seeds)]
+                shares = [sum(map(bool, held)), *(sum(name in rules for rules in held) for name in names)]
+                figures = [f"{count / seeds:.1%}" for count in shares]
+                table.append([f"{queries:,}", f"{accuracy:.0%}", f"{shared:.0%}", *figures])
+    return {"seeds": seeds, "rows": table}, table
+
+
+def chain_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
+    table = [["test images", "shared errors", "anchor", "last champion (mean)", "held by the fifth"]]
+    for chain in chains():
+        ends, held = zip(*(chain.run(seed) for seed in range(seeds)), strict=True)
+        by_fifth = sum(0 < first <= 5 for first in held) / seeds
+        row = ["yes" if chain.has_anchor else "no", f"{np.mean(ends):.2%}", f"{by_fifth:.0%}"]
+        table.append([f"{chain.queries:,}", f"{chain.shared:.0%}", *row])
+    return {"seeds": seeds, "rows": table}, table
+
+
+def detectable_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
+    table = [["test images", "accuracy", "detectable loss, points (median)"]]
+    for queries in (20, 50, 75, 100, 150, 200, 500, 1000, 2000, 10_000):
+        for accuracy in (0.97, 0.9):
+            losses: list[float] = []
+            for seed in range(seeds):
+                split = TestSplit(queries, MEASURED_SHARED, 1 - accuracy, seed)
+                candidate, champion, anchor = (split.outcomes(1 - accuracy) for _ in range(3))
+                verdict = decide(make_evaluation(candidate, champion, anchor=anchor), GateSettings())
+                losses.append(verdict.detectable_loss or 1.0)
+            table.append([f"{queries:,}", f"{accuracy:.0%}", f"{100 * np.median(losses):.1f}"])
+    return {"seeds": seeds, "rows": table}, table
 
 
 def describe_difference(case: Case) -> str:

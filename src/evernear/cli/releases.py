@@ -7,7 +7,7 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.common.output import print_json, print_line, print_table
-from evernear.errors import IntegrityError, StoreError
+from evernear.errors import IntegrityError, SettingsError, StoreError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="List, show, promote, apply, roll back, restore and prune releases.",
+    help="List, show, promote, apply, roll back, restore and prune releases, and move the anchor.",
 )
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 StoreOption = Annotated[
@@ -150,6 +150,35 @@ def champion(
 
 
 @app.command()
+def anchor(
+    version: Annotated[str | None, typer.Argument(metavar="[VERSION]", help="The new anchor. [print it]")] = None,
+    why: WhyOption = "",
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Print the anchor, the release that the gate also compares every candidate with, or move it to VERSION. Moving it
+    accepts the accuracy of VERSION, and requires --why.
+    """
+    from evernear.release.registry import Cause
+
+    registry = registry_of(store, config, overrides, workdir)
+    current = registry.champion()
+    if current is None:
+        raise StoreError(registry.explain_no_champion())
+    if version is not None:
+        if not why.strip():
+            raise SettingsError("Moving the anchor needs a reason; add --why 'the reason'.")
+        current = registry.set_anchor(version, current, Cause.of_this_process(why))
+    if as_json:
+        print_json({"anchor": current.anchor, "champion": current.version})
+    else:
+        print_line(current.anchor if version is None else f"Release {current.anchor} is the anchor now.")
+
+
+@app.command()
 def history(
     as_json: JsonOption = False,
     store: StoreOption = None,
@@ -157,16 +186,28 @@ def history(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Show every promotion, change of settings and rollback, oldest first: when, how, by whom and why."""
+    """Show every promotion, change of settings, move of the anchor and rollback, oldest first: when, how, by whom and
+    why.
+    """
     registry = registry_of(store, config, overrides, workdir)
     promotions = list(registry.history())
     if as_json:
         print_json(promotions)
         return
     rows = [
-        (f"{p.since:%Y-%m-%d %H:%M:%S}", p.version, p.previous or "-", p.how, p.by, p.run, p.why) for p in promotions
+        (
+            f"{p.since:%Y-%m-%d %H:%M:%S}",
+            p.version,
+            p.previous or "-",
+            p.anchor or p.version,
+            p.how,
+            p.by,
+            p.run,
+            p.why,
+        )
+        for p in promotions
     ]
-    print_table(("since (UTC)", "version", "previous", "how", "by", "run", "why"), rows)
+    print_table(("since (UTC)", "version", "previous", "anchor", "how", "by", "run", "why"), rows)
 
 
 @app.command()
@@ -257,7 +298,7 @@ def prune(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Remove old releases, except the champion, its parent and the target of a rollback.
+    """Remove old releases, except the champion, its parent, the target of a rollback and the anchor.
 
     `evernear store prune` also removes what only they needed.
     """

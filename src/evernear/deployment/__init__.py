@@ -40,14 +40,14 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
     target = open_target(settings)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:
         champion = registry.champion()
-        parts = check_candidate(archive, verdict_file, champion, Path(temporary) / "release")
+        parts, anchor = check_candidate(archive, verdict_file, champion, Path(temporary) / "release")
         Breaches(store).require_none(parts.manifest)
         registry.publish(archive)
         with target.rollout(archive, parts) as rollout:
             version = parts.manifest.version
             current = champion
             if current is None or current.version != version:
-                current = registry.set_champion(version, champion, cause=cause)
+                current = registry.set_champion(version, champion, cause=cause, anchor=anchor)
             deployed = Deployment.of(current, rollout)
     champion_moved(registry, champion)
     return deployed

@@ -11,13 +11,17 @@ from evernear.release.manifest import VERDICT_FILE
 from evernear.release.registry import Champion
 
 
-def check_candidate(archive: Path, verdict_file: Path, champion: Champion | None, out_dir: Path) -> ReleaseParts:
+def check_candidate(
+    archive: Path, verdict_file: Path, champion: Champion | None, out_dir: Path
+) -> tuple[ReleaseParts, str | None]:
     """Unpack ``archive`` into ``out_dir`` and check that it may replace ``champion``.
+
+    Returns its parts, and the anchor of its verdict; None in verdicts without a champion or of earlier versions.
 
     Raises:
         IntegrityError: the archive is damaged, or its verdict is missing, is about another network or index, or is
             hold.
-        ConflictError: the release was measured against another champion.
+        ConflictError: the release was measured against another champion or anchor.
     """
     parts = open_release(archive, out_dir)
     manifest = parts.manifest
@@ -30,7 +34,15 @@ def check_candidate(archive: Path, verdict_file: Path, champion: Champion | None
             f"Release {manifest.version} was measured against {manifest.parent or 'no champion'}, "
             f"but {current or 'none'} is the champion now; run again."
         )
-    return parts
+    measured = verdict.anchor
+    if measured is None or champion is None or current == manifest.version:
+        return parts, None
+    if champion.anchor not in (measured.version, measured.former):
+        raise ConflictError(
+            f"Release {manifest.version} was measured against the anchor {measured.former or measured.version}, but "
+            f"{champion.anchor} is the anchor now; run again."
+        )
+    return parts, measured.version
 
 
 def check_promotable(parts: ReleaseParts, *, force: bool) -> None:

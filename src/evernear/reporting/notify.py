@@ -49,6 +49,8 @@ class RunOutcome(Frozen):
     step: str = ""
     """The step that failed."""
     reasons: tuple[str, ...] = ()
+    caution: str = ""
+    """What the promotion by the gate leaves unknown, as sentences; see `Verdict.caution`."""
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
     """``key=value`` with which the gate would have promoted a held candidate; empty if settings alone do not."""
@@ -66,7 +68,8 @@ class RunOutcome(Frozen):
         reasons = " ".join(self.reasons)
         match self.state:
             case "promoted":
-                return f"promoted: release {self.release} {self.release_state()}"
+                caution = f". WARNING: {self.caution}" if self.caution else ""
+                return f"promoted: release {self.release} {self.release_state()}{caution}"
             case "held":
                 return f"held: {reasons}"
             case "rolled back":
@@ -169,7 +172,12 @@ def finalize(
     elif promotion:
         fields = {"state": "promoted", "release": promotion["version"], "reasons": _reasons(promotion)}
     elif verdict.get("promote") and deployment:
-        fields = {"state": "promoted", "release": deployment["version"], "reasons": tuple(verdict["reasons"])}
+        fields = {
+            "state": "promoted",
+            "release": deployment["version"],
+            "reasons": tuple(verdict["reasons"]),
+            "caution": verdict.get("caution", ""),
+        }
     elif verdict.get("promote"):
         fields = {"reasons": ("The gate promoted the candidate, but it was not deployed.",)}
     else:

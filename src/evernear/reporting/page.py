@@ -40,21 +40,22 @@ CLASSES_MAX = 50
 CONFUSION_LABELS_MAX = 30
 REASONS_MAX = 4
 """So that the next command stays above the fold in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
-KEY_RULES = ("no_worse", "beats_baselines", "accuracy_floor")
+KEY_RULES = ("no_worse", "beats_baselines", "anchor_budget", "accuracy_floor")
 """The most informative rules for a promoted candidate."""
 
 
 class Figure(NamedTuple):
-    """A proportion of candidate and champion, or of the candidates of two runs."""
+    """A proportion of candidate, champion and anchor, or of the candidates of two runs."""
 
     name: str
     candidate: Proportion | None
     champion: Proportion | None
+    anchor: Proportion | None = None
 
     def position(self, value: float) -> float:
-        """Where ``value`` is between the ends of both intervals, in percent."""
-        both = [share for share in (self.candidate, self.champion) if share]
-        low, high = min(share.low for share in both), max(share.high for share in both)
+        """Where ``value`` is between the ends of all intervals, in percent."""
+        shares = [share for share in (self.candidate, self.champion, self.anchor) if share]
+        low, high = min(share.low for share in shares), max(share.high for share in shares)
         return 100 * (value - low) / max(high - low, 1e-9)
 
 
@@ -140,6 +141,7 @@ class RunReport:
         if self.evaluation is None:
             return []
         candidate, champion = self.evaluation.candidate, self.evaluation.champion
+        anchor = self.evaluation.anchor.measurement if self.evaluation.anchor else None
         names = {
             "accuracy": "accuracy",
             "recall_at_1": "recall@1",
@@ -147,7 +149,10 @@ class RunReport:
             "false_rejects": "known called unknown",
             "index_recall": "index recall",
         }
-        figures = [Figure(name, getattr(candidate, key), getattr(champion, key, None)) for key, name in names.items()]
+        figures = [
+            Figure(name, *(getattr(system, key, None) for system in (candidate, champion, anchor)))
+            for key, name in names.items()
+        ]
         return [figure for figure in figures if figure.candidate or figure.champion]
 
     @property
@@ -325,6 +330,7 @@ def _lineage(store: Store, outcome: RunOutcome, evaluation: Evaluation | None) -
             "network (sha256)": candidate.network_sha256,
             "index": candidate.index_digest,
             "champion": evaluation.champion.name if evaluation.champion else "none",
+            "anchor": evaluation.anchor.name if evaluation.anchor else "",
         }
     if outcome.candidate:
         with suppress(StoreError):  # not published, for example after a failed deployment

@@ -146,7 +146,8 @@ def champion_message(current: Champion | None, record: Record | None) -> Message
     if current is None or record is None:
         return line("No release has been promoted yet.")
     promotion, accuracy = current.promotion, record.manifest.metrics.get("accuracy")
-    text = f"*{escape(promotion.version)}* is live since {date(promotion.since)}: {escape(promotion.how)} by " + (
+    how = "anchor moved" if promotion.how == "anchor" else promotion.how
+    text = f"*{escape(promotion.version)}* is live since {date(promotion.since)}: {escape(how)} by " + (
         escape(promotion.by) or "an unknown person"
     )
     if promotion.why:

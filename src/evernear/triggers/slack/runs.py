@@ -229,6 +229,8 @@ def verdict(
     blocks = [header(f"{emoji} {result}"), section(join_lines(lines))]
     if rules:
         blocks.append(section(_table(rules)))
+    if outcome and outcome.caution:
+        blocks.append(section(f":warning: {escape(outcome.caution)}"))
     if outcome and "accuracy" in outcome.metrics:
         blocks.append(context(_accuracy(outcome.metrics)))
     blocks += actions(*buttons, *link_button(run.url, run.id))

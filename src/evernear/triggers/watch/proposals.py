@@ -148,7 +148,10 @@ class ProposalService:
         if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
         ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
-        parameters = combine(ours, {"started_by": f"the watcher, proposal {request.id}"}, request.parameters)
+        # Nobody decided on this run, so a person decides on a release whose losses the gate could not detect.
+        unattended = {"settings": {"gate": {"on_undetected_loss": "hold"}}}
+        started_by = {"started_by": f"the watcher, proposal {request.id}"}
+        parameters = combine(unattended, ours, started_by, request.parameters)
         run = self._runs.start(request.pipeline, parameters, request.key, self._store)
         return self._change(request, state="started", run=run.id)
 
