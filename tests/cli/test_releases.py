@@ -132,12 +132,37 @@ def test_unreachable_model_registry_does_not_fail_promotion_and_rollback(
         assert warning.startswith("The model registry of MODEL_REGISTRY_BASE_URL rejected the champion: ")
 
 
+def test_anchor_is_printed_and_moved_with_a_reason(uri: str, releases: list[PackedRelease]) -> None:
+    options = ("--store", uri)
+    first, second = (release.version for release in releases[:2])
+    registry = Registry(open_store(uri))
+    with pytest.raises(StoreError, match="No release has been promoted"):
+        evernear("anchor", *options)
+    for release in releases[:2]:
+        registry.publish(release.archive)
+        evernear("promote", release.version, *options)
+    assert evernear("anchor", *options) == f"{first}\n"
+    with pytest.raises(SettingsError, match=r"needs a reason; add --why"):
+        evernear("anchor", second, *options)
+    with pytest.raises(StoreError, match="does not exist"):
+        evernear("anchor", "20260101.000000.00000000", "--why", "typo", *options)
+    moved = evernear("anchor", second, "--why", "the classes are harder now", *options)
+    assert moved == f"Release {second} is the anchor now.\n"
+    assert json.loads(evernear("anchor", "--json", *options)) == {"anchor": second, "champion": second}
+    with pytest.raises(StoreError, match=f"{second} is the anchor already"):
+        evernear("anchor", second, "--why", "again", *options)
+    last = json.loads(evernear("history", "--json", *options))[-1]
+    assert (last["how"], last["anchor"], last["why"]) == ("anchor", second, "the classes are harder now")
+
+
 def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(uri: str, releases: list[PackedRelease]) -> None:
     registry, champion = Registry(open_store(uri)), None
     first, second, third = (release.version for release in releases[:3])
     for release in releases[:3]:
         registry.publish(release.archive)
         champion = registry.set_champion(release.version, champion)
+    assert champion is not None
+    registry.set_anchor(third, champion)
     assert registry.prune(keep=1) == (first,)
     assert f"No rollback is possible: {first}, the champion before it, was pruned." in evernear(
         "rollback", "--store", uri

@@ -9,7 +9,7 @@ from releases import MakeRelease, PackedRelease, System, decided
 from evernear.common.store import Store, open_store
 from evernear.deployment import Deployment, deploy_release, promote_release, roll_back
 from evernear.errors import ConflictError, IntegrityError, StoreError
-from evernear.evaluation.verdict import Verdict
+from evernear.evaluation.verdict import AnchorChoice, Verdict
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 
@@ -112,6 +112,34 @@ def test_release_measured_against_another_champion_is_rejected(store: Store, mak
         publish(store, second.archive, second.verdict)
     third = make_release(parent=first.version)
     assert publish(store, third.archive, third.verdict).previous == first.version
+
+
+def test_verdict_against_another_anchor_is_rejected_and_a_moved_anchor_is_recorded(
+    store: Store, system: System, make_release: MakeRelease
+) -> None:
+    def measured_against(parent: str, anchor: AnchorChoice) -> PackedRelease:
+        verdict = decided(system, parent, True)
+        verdict = Verdict.of(verdict.rules, verdict.candidate, verdict.champion, verdict.dataset_digest, anchor)
+        return make_release(parent, verdict=verdict.model_dump_json())
+
+    def anchor() -> str:
+        champion = Registry(store).champion()
+        assert champion is not None
+        return champion.anchor
+
+    first = make_release()
+    publish(store, first.archive, first.verdict)
+    second = measured_against(first.version, AnchorChoice(version=first.version))
+    publish(store, second.archive, second.verdict)
+    assert anchor() == first.version
+    other = measured_against(second.version, AnchorChoice(version=second.version))
+    with pytest.raises(ConflictError, match=f"the anchor {second.version}, but {first.version} is the anchor now"):
+        publish(store, other.archive, other.verdict)
+    choice = AnchorChoice(version=second.version, former=first.version, why="Another test set.")
+    third = measured_against(second.version, choice)
+    for _ in range(2):
+        publish(store, third.archive, third.verdict)
+        assert anchor() == second.version
 
 
 def test_registry_target_moves_the_pointer_only_to_intact_archives(tmp_path: Path, make_release: MakeRelease) -> None:

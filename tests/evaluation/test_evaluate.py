@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -15,7 +16,13 @@ from evernear.data.writer import shard_key
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription
 from evernear.errors import IntegrityError
-from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
+from evernear.evaluation.evaluate import (
+    AnchorEvaluation,
+    Evaluation,
+    ReleasedSystem,
+    UnavailableSystem,
+    evaluate_systems,
+)
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import measure
 from evernear.evaluation.open_set import OpenSet
@@ -63,6 +70,49 @@ def test_evaluation_survives_a_round_trip(system: System, full: Recognizer, coll
         assert (loaded.outcomes[name].correct == outcomes.correct).all()
         assert (loaded.outcomes[name].labels == outcomes.labels).all()
     assert decide(loaded, LENIENT) == decide(evaluation, LENIENT)
+
+
+def test_anchor_is_measured_on_the_same_queries_and_survives_a_round_trip(
+    system: System, full: Recognizer, collapsed: Recognizer, tmp_path: Path
+):
+    release = ReleasedSystem(full, system.dataset)
+    evaluation = evaluate_systems(
+        collapsed, ReleasedSystem(collapsed, system.dataset), system.dataset, PROBED, SETTINGS, anchor=release
+    )
+    assert evaluation.anchor is not None
+    assert evaluation.anchor.name == "v1"
+    assert evaluation.anchor.measurement is not None
+    assert evaluation.anchor.measurement.queries_sha256 == evaluation.candidate.queries_sha256
+    assert evaluation.anchor.test_overlap == 1.0
+    evaluation.write(tmp_path)
+    loaded = Evaluation.open(tmp_path)
+    assert loaded.model_dump() == evaluation.model_dump()
+    assert set(loaded.outcomes) == {"candidate", "champion", "anchor"}
+    verdict = decide(loaded, LENIENT)
+    assert verdict.anchor is not None
+    assert verdict.anchor.version == "v1"
+    assert "no_worse_than_anchor" not in {rule.name for rule in verdict.rules if rule.passed}, "it lost a whole class"
+
+    tree = json.loads((tmp_path / "evaluation.json").read_text())
+    tree["anchor"]["comparison"]["overall"]["regressions"] -= 1
+    (tmp_path / "evaluation.json").write_text(json.dumps(tree))
+    with pytest.raises(IntegrityError, match="contradicts its own outcomes"):
+        Evaluation.open(tmp_path)
+
+
+def test_anchor_that_cannot_be_measured_is_reported(system: System, full: Recognizer):
+    def measured(anchor: ReleasedSystem | UnavailableSystem) -> AnchorEvaluation:
+        champion = ReleasedSystem(full, system.dataset)
+        evaluation = evaluate_systems(full, champion, system.dataset, PROBED, SETTINGS, anchor=anchor)
+        assert evaluation.anchor is not None
+        assert evaluation.anchor.measurement is None
+        return evaluation.anchor
+
+    assert measured(UnavailableSystem("v0", "It is damaged.")).fault == "It is damaged."
+    assert "not in the store" in measured(ReleasedSystem(full)).fault
+    assert measured(ReleasedSystem(full, fault="Its manifest is damaged.")).fault == "Its manifest is damaged."
+    small = dataclasses.replace(full, shape=(8, 8, 3))
+    assert "takes images of (8, 8, 3)" in measured(ReleasedSystem(small, system.dataset)).difference
 
 
 @pytest.fixture

@@ -322,10 +322,17 @@ def test_command_lists_first_and_deletes_with_yes(prepared: Prepared):
     store = ["--store", prepared.store.uri]
     listed = evernear("forget", *store)
     assert "Nothing was deleted. Add --yes" in listed.stdout
+    assert f"The champion becomes the anchor, which the gate compares candidates with: {prepared.trained}, the an" in (
+        listed.stdout
+    )
     assert prepared.trained in listed.stdout
     assert content(prepared) == before
     deleted = json.loads(evernear("forget", "--yes", "--json", *store).stdout)
     assert deleted["releases"] == [prepared.trained, prepared.reindexed]
+    assert deleted["anchor"] == prepared.trained
+    champion = Registry(prepared.store).champion()
+    assert champion is not None
+    assert champion.anchor == prepared.retrained
     assert "images       0" in evernear("forget", *store).stdout
 
 

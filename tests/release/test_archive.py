@@ -14,10 +14,11 @@ from evernear.common.store import open_store
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError, StoreError
+from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.index.search import Gallery
 from evernear.release.archive import Candidate, git_commit, make_archive
 from evernear.release.archive_reader import open_release, read_release_manifest
-from evernear.release.champion import open_champion
+from evernear.release.champion import open_anchor, open_champion
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.settings import ServingSettings
@@ -141,6 +142,35 @@ def test_unreadable_champion_is_reported_with_a_remedy(make_release: MakeRelease
     message = f"champion {packed.version} cannot be opened for comparison: .* is damaged.*; .*registry promote"
     with pytest.raises(IntegrityError, match=message), open_champion(store):
         pass
+
+
+def test_anchor_opens_for_evaluation_unless_it_is_the_champion(make_release: MakeRelease, tmp_path: Path) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    registry, releases = Registry(store), [make_release(), make_release()]
+    with open_anchor(store) as anchor:
+        assert anchor is None
+    champion = None
+    for packed, expected in zip(releases, (None, releases[0].version), strict=True):
+        registry.publish(packed.archive)
+        champion = registry.set_champion(packed.version, champion)
+        with open_anchor(store) as anchor:
+            assert (anchor.recognizer.name if isinstance(anchor, ReleasedSystem) else anchor) == expected
+
+
+@pytest.mark.parametrize("damage", ["archive", "record"])
+def test_damaged_anchor_does_not_stop_the_evaluation(make_release: MakeRelease, tmp_path: Path, damage: str) -> None:
+    store = open_store((tmp_path / "store").as_uri())
+    registry, champion = Registry(store), None
+    for packed in (make_release(), make_release()):
+        record = registry.publish(packed.archive)
+        champion = registry.set_champion(packed.version, champion)
+        if champion.pointer.number == 1:
+            key = record.archive_key if damage == "archive" else f"releases/manifests/{packed.version}.json"
+    store.delete(key) if damage == "record" else store.put(key, b"damaged")
+    with open_anchor(store) as anchor:
+        assert isinstance(anchor, UnavailableSystem)
+        assert anchor.name in anchor.fault or "is damaged" in anchor.fault
+        assert anchor.fault.endswith(".")
 
 
 def test_opening_a_release_imports_neither_torch_nor_faiss() -> None:

@@ -407,6 +407,92 @@ def test_prune_keeps_champion_parent_rollback_targets_and_newest(
     registry.roll_back(champion)
 
 
+def test_first_promoted_release_stays_the_anchor(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    first, second, third = (release.version for release in releases)
+    champion = champions(registry, releases[:1])
+    assert champion.anchor == first
+    champion = champions(registry, releases)
+    assert (champion.version, champion.anchor) == (third, first)
+    champion = registry.record_settings(champion)
+    assert champion.anchor == first
+    champion = registry.roll_back(champion)
+    assert (champion.version, champion.anchor) == (second, first)
+
+
+def test_store_of_an_earlier_version_has_the_champion_as_anchor(store: Store, releases: list[PackedRelease]) -> None:
+    """Its pointer and history do not name an anchor."""
+    registry = Registry(store)
+    champions(registry, releases[:2])
+    for key in (CHAMPION, "releases/history/00000002.json"):
+        tree = json.loads(store.get(key))
+        del tree["anchor"]
+        store.put(key, json.dumps(tree).encode())
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.anchor == releases[1].version
+    publish(registry, releases[2])
+    assert registry.set_champion(releases[2].version, champion, "force").anchor == releases[1].version
+
+
+def test_moved_anchor_is_in_the_history_and_survives_rollbacks(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    first, second, third = (release.version for release in releases)
+    champion = champions(registry, releases)
+    champion = registry.set_anchor(second, champion, Cause(by="ann", why="harder classes"))
+    assert (champion.version, champion.previous, champion.anchor) == (third, second, second)
+    last = [*registry.history()][-1]
+    assert (last.how, last.anchor, last.by, last.why) == ("anchor", second, "ann", "harder classes")
+    champion = registry.roll_back(champion)
+    assert (champion.version, champion.anchor) == (second, second)
+    champion = registry.roll_back(champion)
+    assert (champion.version, champion.anchor) == (first, first), "the anchor that was left was the anchor no longer"
+
+
+def test_anchor_that_is_rolled_back_gives_way_to_the_one_before(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    champion = champions(registry, releases)
+    champion = registry.set_anchor(releases[2].version, champion)
+    champion = registry.roll_back(champion)
+    assert (champion.version, champion.anchor) == (releases[1].version, releases[0].version)
+
+
+def test_anchor_is_not_pruned_and_cannot_be_moved_to_a_release_that_is(
+    store: Store, six_releases: list[PackedRelease]
+) -> None:
+    registry = Registry(store)
+    champion = champions(registry, six_releases)
+    first = six_releases[0].version
+    assert champion.anchor == first
+    stale = champion
+    pruned = registry.prune(1)
+    assert first not in pruned
+    assert registry.is_published(first)
+    with pytest.raises(StoreError, match="was pruned"):
+        registry.set_anchor(pruned[0], stale)
+    with pytest.raises(ConflictError):
+        registry.set_anchor(champion.version, stale)
+
+
+def test_champion_becomes_the_anchor_if_that_is_removed(store: Store, six_releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    champions(registry, six_releases)
+    first = six_releases[0].version
+    assert registry.remove([first]) == (first,)
+    champion = registry.champion()
+    assert champion is not None
+    assert champion.anchor == champion.version == six_releases[-1].version
+    last = [*registry.history()][-1]
+    assert (last.how, last.why) == ("anchor", f"The anchor {first} was removed.")
+
+
+def test_restored_pointer_has_the_anchor_of_the_history(store: Store, releases: list[PackedRelease]) -> None:
+    registry = Registry(store)
+    champions(registry, releases)
+    store.delete(CHAMPION)
+    assert registry.restore().anchor == releases[0].version
+
+
 def test_records_of_pruned_releases_are_small(store: Store, six_releases: list[PackedRelease]) -> None:
     """Each release leaves one for ever. Earlier versions did not compress them."""
     registry = promoted_registry(store, six_releases)

@@ -424,9 +424,12 @@ class Registry:
         """Make a published release the anchor, if the champion is still ``expected``; rollbacks pass over it.
 
         Raises:
-            ConflictError, TransientStoreError, StoreError: as in `set_champion`.
+            StoreError: the release does not exist, is being pruned, or is the anchor already.
+            ConflictError, TransientStoreError: as in `set_champion`.
         """
         self.get(version)
+        if version == expected.anchor:
+            raise StoreError(f"Release {version} is the anchor already.")
         if version in expected.pointer.pruning:
             raise StoreError(f"Release {version} is being pruned from {self._store.uri}.")
         return self._record_again(expected, "anchor", version, cause)

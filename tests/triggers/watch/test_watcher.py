@@ -24,7 +24,7 @@ from evernear.release.registry import Registry
 from evernear.review.answers import Answer, Answers, open_label_target
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
-from evernear.settings import DataSettings, IndexSettings, Settings
+from evernear.settings import DataSettings, IndexSettings, Settings, of_run
 from evernear.triggers.requests import Person, RequestStore
 from evernear.triggers.watch.watcher import Watcher
 
@@ -240,6 +240,8 @@ def test_policy_starts_a_run_with_the_watched_source(watched: WatchedSystem) -> 
     assert run.pipeline == "continuous-training"
     assert run.parameters["source"] == f"folder:{watched.images}"
     assert run.parameters["started_by"] == f"the watcher, proposal {proposal.id}"
+    gate = of_run(run.parameters["settings"]).gate
+    assert gate.on_undetected_loss == "hold", "nobody decided on this run"
     assert run.parameters["store"] == watched.store.uri
     watched.wait(hours=12)
     assert watched.watcher(policy="start").check().reasons[-1] == f"Run {run.name} of continuous-training is running."
