@@ -24,13 +24,14 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from statistics import NormalDist
 from typing import Literal
 
 import machine
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.stats import binomtest, multivariate_normal, norm
+from scipy.stats import binomtest, multivariate_normal
 
 from evernear.evaluation.compare import compare
 from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
@@ -110,13 +111,13 @@ class TestSplit:
         """The outcomes of another model."""
         own: NDArray[np.float64] = self._rng.standard_normal(len(self._labels))
         score = np.sqrt(self._correlation) * self._difficulty + np.sqrt(1 - self._correlation) * own
-        return Outcomes(score <= norm.isf(error_rate), self._labels)
+        return Outcomes(score <= -NormalDist().inv_cdf(error_rate), self._labels)
 
 
 @cache
 def correlation(shared: float, error_rate: float) -> float:
     """The correlation of two models' scores with which they share the fraction ``shared`` of their errors."""
-    limit = norm.isf(error_rate)
+    limit = -NormalDist().inv_cdf(error_rate)
 
     def excess(correlation: float) -> float:
         both = multivariate_normal.cdf([-limit, -limit], cov=[[1, correlation], [correlation, 1]])
@@ -157,7 +158,7 @@ class Chain:
 
 def chains() -> Iterator[Chain]:
     for queries in (20, 50, 200):
-        for shared in (MEASURED_SHARED, 0.3, 0.0):
+        for shared in (MEASURED_SHARED, 0.0):
             for has_anchor in (False, True):
                 yield Chain(queries, shared, has_anchor)
 
