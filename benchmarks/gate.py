@@ -285,7 +285,15 @@ def main() -> None:
 
 def equal_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
     names = ("no_worse", "class_recall_drop", "no_worse_than_anchor", "anchor_budget")
-    table = [["test images", "accuracy", "shared errors", "held in all", *(name.replace("_", " ") for name in names)]]
+    table = [
+        [
+            "test images",
+            "accuracy",
+            "shared errors",
+            f"held in all ({seeds:,} trials)",
+            *(name.replace("_", " ") for name in names),
+        ]
+    ]
     for queries in (50, 100, 200, 500, 1000, 2000):
         for accuracy in (0.97, 0.9):
             for shared in (MEASURED_SHARED, 0.0):
@@ -297,7 +305,9 @@ def equal_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
 
 
 def chain_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
-    table = [["test images", "shared errors", "anchor", "last champion (mean)", "held by the fifth"]]
+    table = [
+        ["test images", "shared errors", "anchor", f"last champion (mean of {seeds:,} trials)", "held by the fifth"]
+    ]
     for chain in chains():
         ends, held = zip(*(chain.run(seed) for seed in range(seeds)), strict=True)
         by_fifth = sum(0 < first <= 5 for first in held) / seeds
@@ -307,7 +317,7 @@ def chain_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
 
 
 def detectable_table(seeds: int) -> tuple[dict[str, object], list[list[str]]]:
-    table = [["test images", "accuracy", "detectable loss, points (median)"]]
+    table = [["test images", "accuracy", f"detectable loss, points (median of {seeds:,} trials)"]]
     for queries in (20, 50, 75, 100, 150, 200, 500, 1000, 2000, 10_000):
         for accuracy in (0.97, 0.9):
             losses: list[float] = []

@@ -10,12 +10,12 @@ import pytest
 
 from tests.scenarios.workspace import Workspace, write_digits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STEPS = (200, 40, 24, 16, 10, 6)
 
 
 def test_chain_of_weaker_releases_stops_by_its_fifth_step(tmp_path: Path) -> None:
-    write_digits(tmp_path / "images", labels="012345", per_class=30)
+    write_digits(tmp_path / "images", labels="012345", per_class=42)
     workspace = Workspace(tmp_path, EVERNEAR_GATE__ACCURACY_FLOOR="0", EVERNEAR_TARGET="registry")
     promoted: list[str] = []
     for steps in STEPS:
