@@ -84,7 +84,7 @@ class Baker:
         """The state after the champion's pointer moved: the bake in progress ends, and another one may begin."""
         promotion, bake = champion.promotion, state.bake
         moved = {"version": promotion.version, "number": promotion.number}
-        if promotion.version == state.version and promotion.how == "apply":  # the same release with other settings
+        if promotion.version == state.version and promotion.how in ("apply", "anchor"):  # the same release
             bake = bake and bake.model_copy(update={"number": promotion.number})
             return state.model_copy(update=moved | {"bake": bake}), ""
         self._attempts, self._retry_at = 0, now
