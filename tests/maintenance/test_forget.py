@@ -214,6 +214,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
         "images": 0,
         "releases": (),
         "champion": None,
+        "anchor": None,
         "snapshots": (),
         "shards": 0,
         "embeddings": 0,
