@@ -2,12 +2,17 @@
 
 A p-value shows that two samples differ, not that the difference matters: with enough queries any difference is
 significant. Drift is therefore reported if the effect is at least a bound *and* the p-value is at most its share of the
-false alarm rate (Bonferroni). If live queries are independent draws from the reference distribution, a measurement
-raises a false alarm at most at that rate. The bounds only lower it. Queries that come in bursts (one camera, one hour)
-are not independent; then the bounds limit false alarms, not the p-values.
+false alarm rate (Bonferroni).
+
+The class mix of live queries changes with the hour and the weekday, and is not drift. Each test therefore compares the
+queries with a reference of the same mix of predicted classes: reference queries are weighted, and the permutations that
+give the p-values exchange queries of one class only (a stratified permutation test). If the live queries of a class are
+independent draws from the reference's distribution of this class, the p-values are exact for any mix, and a measurement
+raises a false alarm at most at the stated rate. `evernear.data.query_blocks` removes dependent queries first.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,14 +23,23 @@ from scipy.spatial.distance import cdist
 
 Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
 Floats = NDArray[np.float32]
+Weights = NDArray[np.float64]
+_Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
-"""Points per side in the energy test. Its distance matrix then takes 4 MB."""
+"""Live queries in a test. With 1,000 reference queries the matrix of distances then takes 9 MB."""
+MIN_QUERIES = 20
+"""Fewest independent live queries, and fewest reference queries, to test."""
+POWER = 0.9
+_MIN_SHARED = 5
+"""Reference queries that classes without any are compared with."""
+_BATCH = 400
+"""Permutations between two looks at whether the p-values can still become small enough."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release: ``unknown`` of ``total``, and the distances and coordinates of a sample."""
+    """Queries of one release: ``unknown`` of ``total``, and the predictions for a sample of N of them."""
 
     total: int
     unknown: int
@@ -33,11 +47,33 @@ class Queries:
     """L2 distance to the nearest gallery image, (N,)."""
     coordinates: Floats
     """Projected embeddings, (N, D); D is 0 if the release has no projection."""
+    is_unknown: NDArray[np.bool_]
+    """Of the sample, (N,)."""
+    at_s: NDArray[np.float64]
+    """Unix times, (N,); zero in a reference."""
+    labels: NDArray[np.str_] | None = None
+    """Predicted classes, (N,); None for the reference of a release that an earlier version archived."""
 
     @property
     def unknown_rate(self) -> float:
         """The proportion of unknown images."""
         return self.unknown / self.total if self.total else 0.0
+
+    def __len__(self) -> int:
+        """The size of the sample."""
+        return len(self.distances)
+
+    def select(self, rows: NDArray[np.intp]) -> "Queries":
+        """The same queries with another sample: ``rows`` of this one."""
+        return Queries(
+            self.total,
+            self.unknown,
+            self.distances[rows],
+            self.coordinates[rows],
+            self.is_unknown[rows],
+            self.at_s[rows],
+            None if self.labels is None else self.labels[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -49,6 +85,8 @@ class Shift:
     bound: float
     p: float
     level: float
+    detectable: float
+    """The smallest effect that samples of this size show in `POWER` of cases."""
 
     @property
     def detected(self) -> bool:
@@ -61,75 +99,153 @@ def measure_drift(
 ) -> list[Shift]:
     """Compare ``live`` with ``reference`` by each measure of ``bounds``.
 
-    The embeddings are skipped if one side has none. ``seed`` chooses the energy test's sample and permutations.
+    The embeddings are skipped if one side has none. Empty if a side has fewer than `MIN_QUERIES`. ``seed`` chooses the
+    sample and the permutations.
     """
+    if min(len(reference), len(live)) < MIN_QUERIES:
+        return []
+    rng = np.random.default_rng(seed)
+    if len(live) > SAMPLE:
+        live = live.select(np.sort(rng.choice(len(live), SAMPLE, replace=False)))
+    strata = _Strata.of(reference, live)
+    statistics = _statistics(reference, live, strata.weights())
     level = false_alarm_rate / len(bounds)
+    measures: list[Measure] = [measure for measure in bounds if measure in statistics]
+    observed, null = _permute(strata, [statistics[measure] for measure in measures], level, rng)
     shifts: list[Shift] = []
-    for measure, bound in bounds.items():
-        if measure == "unknown_rise":
-            effect, p = unknown_rise(reference, live)
-        elif measure == "distance_shift":
-            effect, p = distance_shift(reference.distances, live.distances)
-        elif reference.coordinates.shape[1] != live.coordinates.shape[1] or not live.coordinates.shape[1]:
-            continue
-        else:
-            # One more than needed: 1 / (1 / level) may be rounded to above ``level``, which no p-value would reach.
-            effect, p = embedding_shift(reference.coordinates, live.coordinates, math.ceil(1 / level), seed)
-        shifts.append(Shift(measure, effect, bound, p, level))
+    for measure, effect, permuted in zip(measures, observed, null, strict=True):
+        p = (1 + int((permuted >= effect - _ROUNDING).sum())) / (1 + len(permuted))
+        shifts.append(Shift(measure, effect, bounds[measure], p, level, _detectable(permuted, level, bounds[measure])))
     return shifts
 
 
-def unknown_rise(reference: Queries, live: Queries) -> tuple[float, float]:
-    """The increase of the unknown rate, and Fisher's exact one-sided p-value.
-
-    The exact test is conservative: with few unknown images it rejects more rarely than its level.
-    """
-    table = [[live.unknown, live.total - live.unknown], [reference.unknown, reference.total - reference.unknown]]
-    result: Any = stats.fisher_exact(table, alternative="greater")
-    return live.unknown_rate - reference.unknown_rate, float(result.pvalue)
+_ROUNDING = 1e-6
+"""Rounding must not make a permutation with the same two sides look smaller."""
 
 
-def distance_shift(reference: Floats, live: Floats) -> tuple[float, float]:
-    """Kolmogorov-Smirnov distance of two samples (largest gap of their distribution functions), and its p-value.
+@dataclass(frozen=True)
+class _Strata:
+    """The classes of a pooled sample, reference first. ``order`` sorts it by class, ``ends`` are the classes' ends."""
 
-    The p-value is asymptotic (Hodges 1958); for samples of 100 and more it is accurate or slightly too large.
-    """
-    result: Any = stats.ks_2samp(reference, live, method="asymp")
-    return float(result.statistic), float(result.pvalue)
+    is_live: NDArray[np.bool_]
+    order: NDArray[np.intp]
+    ends: list[int]
+
+    @staticmethod
+    def of(reference: Queries, live: Queries) -> "_Strata":
+        is_live = np.repeat([False, True], [len(reference), len(live)])
+        classes = np.zeros(len(is_live), np.intp)
+        if reference.labels is not None and live.labels is not None:
+            _, classes = np.unique(np.concatenate([reference.labels, live.labels]), return_inverse=True)
+            classes = _without_empty(classes, is_live)
+        order = np.argsort(classes, kind="stable")
+        return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
+
+    def weights(self, permutations: int = 0, rng: np.random.Generator | None = None) -> Weights:
+        """Signed weights of the pooled sample for each permutation within the classes, (N, ``permutations``).
+
+        Live queries weigh 1/n each, and reference queries less than zero, so that each class sums to zero. Without
+        ``rng``, the weights of the actual sides, (N, 1).
+        """
+        total = int(self.is_live.sum())
+        weights = np.zeros((len(self.order), permutations if rng else 1))
+        for start, end in zip([0, *self.ends], self.ends, strict=False):
+            rows = self.order[start:end]
+            live = int(self.is_live[rows].sum())
+            if not live:
+                continue
+            signed = np.where(self.is_live[rows], 1 / total, -live / total / max(1, len(rows) - live))
+            if rng:
+                weights[rows] = rng.permuted(np.repeat(signed[:, None], permutations, axis=1), axis=0)
+            else:
+                weights[rows, 0] = signed
+        return weights
 
 
-def embedding_shift(reference: Floats, live: Floats, permutations: int, seed: int = 0) -> tuple[float, float]:
-    """Energy coefficient of two samples of points, and its permutation p-value.
+def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Merge classes that have no reference query with the rarest others, until they share `_MIN_SHARED` of them."""
+    counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
+    if counts.min():
+        return classes
+    rarest = np.argsort(counts, kind="stable")
+    last = int(np.searchsorted(np.cumsum(counts[rarest]), _MIN_SHARED))
+    return np.where(np.isin(classes, rarest[: last + 1]), rarest[0], classes)
+
+
+def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Measure, _Statistic]:
+    """Functions of signed weights (N, P) to statistics (P,); ``weights`` are those of the actual sides."""
+    statistics: dict[Measure, _Statistic] = {
+        "unknown_rise": unknown_rise(np.concatenate([reference.is_unknown, live.is_unknown])),
+        "distance_shift": distance_shift(np.concatenate([reference.distances, live.distances])),
+    }
+    if reference.coordinates.shape[1] == live.coordinates.shape[1] and live.coordinates.shape[1]:
+        points = np.concatenate([reference.coordinates, live.coordinates])
+        statistics["embedding_shift"] = embedding_shift(points, weights)
+    return statistics
+
+
+def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
+    """The increase of the unknown rate, directly standardized to the live class mix."""
+    return lambda weights: is_unknown @ weights
+
+
+def distance_shift(distances: Floats) -> _Statistic:
+    """Kolmogorov-Smirnov distance: the largest gap of the two distribution functions."""
+    order = np.argsort(distances, kind="stable")
+    is_last = np.append(np.diff(distances[order]) > 0, True)  # of equal distances
+    return lambda weights: np.abs(np.cumsum(weights[order], axis=0)[is_last]).max(axis=0)
+
+
+def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
+    """Energy coefficient of two samples of ``points``.
 
     With X, X' of one and Y, Y' of the other, E = 2 E|X-Y| - E|X-X'| - E|Y-Y'| is zero only if both have one
-    distribution, and H = E / 2 E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). Of two
-    finite samples of one distribution it is about 2 / `SAMPLE`. The p-value is (1 + permutations at least as large)
-    / (1 + all permutations), which is exact (Phipson and Smyth 2010).
+    distribution, and H = E / 2 E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With signed
+    weights u that sum to zero, E = -u'Du. Of two finite samples of one distribution, H is about their 1/n + 1/m. The
+    denominator is the one of the actual sides, ``weights``.
     """
-    rng = np.random.default_rng(seed)
-    first, second = _draw(reference, rng), _draw(live, rng)
-    points = np.concatenate([first, second])
     distances = cdist(points, points).astype(np.float32)
-    sides = np.zeros((len(points), permutations + 1), np.float32)
-    sides[: len(first), 0] = 1
-    for column in range(1, permutations + 1):
-        sides[rng.permutation(len(points))[: len(first)], column] = 1
-    energies, across = _energies(distances, sides, len(first))
-    # Rounding must not make a permutation with the same two sides look smaller.
-    count = int((energies[1:] >= energies[0] - 1e-6 * across[0]).sum())
-    return float(energies[0] / across[0]) if across[0] else 0.0, (1 + count) / (1 + permutations)
+    sides = weights[:, 0]
+    across = -2 * float(np.minimum(sides, 0) @ distances @ np.maximum(sides, 0)) or 1.0
+
+    def energy(weights: Weights) -> Weights:
+        signed = weights.astype(np.float32)
+        return -np.einsum("ij,ij->j", signed, distances @ signed, dtype=np.float64) / across
+
+    return energy
 
 
-def _draw(points: Floats, rng: np.random.Generator) -> Floats:
-    return points if len(points) <= SAMPLE else points[rng.choice(len(points), SAMPLE, replace=False)]
+def _permute(
+    strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
+) -> tuple[list[float], list[Weights]]:
+    """The statistics of the actual sides, and of permutations (Phipson and Smyth 2010).
+
+    Stops early when no p-value can reach ``level`` any more (Besag and Clifford 1991), which changes no decision.
+    """
+    observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
+    null: list[list[Weights]] = [[] for _ in statistics]
+    # One more than needed: 1 / (1 / level) may be rounded to above ``level``, which no p-value would reach.
+    wanted = max(_BATCH, math.ceil(1 / level))
+    exceeding = np.zeros(len(statistics), int)
+    done = 0
+    while done < wanted and (not done or (exceeding.min() + 1) / (wanted + 1) <= level):
+        weights = strata.weights(min(_BATCH, wanted - done), rng)
+        for number, statistic in enumerate(statistics):
+            null[number].append(statistic(weights))
+            exceeding[number] += int((null[number][-1] >= observed[number] - _ROUNDING).sum())
+        done += weights.shape[1]
+    return observed, [np.concatenate(parts) for parts in null]
 
 
-def _energies(distances: Floats, sides: Floats, first: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """E and 2 E|X-Y| of each column of ``sides``, which has 1 for the ``first`` points, of X, and 0 for Y's."""
-    second = len(distances) - first
-    within_first = np.einsum("ij,ij->j", sides, distances @ sides, dtype=np.float64)
-    rows = distances.sum(axis=1, dtype=np.float64)
-    across = rows @ sides - within_first
-    within_second = rows.sum() - 2 * across - within_first
-    mean_across = 2 * across / (first * second)
-    return mean_across - within_first / first**2 - within_second / second**2, mean_across
+def _detectable(permuted: Weights, level: float, bound: float) -> float:
+    """The smallest effect that is significant in `POWER` of cases, from the permutation distribution's moments.
+
+    The critical value is a quantile of the Pearson type III distribution with these moments, because a quantile as far
+    out as ``level`` would need more permutations. The effect's spread is assumed to be as large as without a shift.
+    """
+    spread = float(permuted.std())
+    if not spread:
+        return bound
+    skew: Any = stats.skew(permuted)
+    critical: Any = stats.pearson3.isf(level, max(0.0, float(skew)), permuted.mean(), spread)
+    return max(bound, float(critical) + float(stats.norm.ppf(POWER)) * spread)

@@ -12,11 +12,13 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from evernear import __version__
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
+from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
@@ -26,7 +28,7 @@ from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.index.search import Gallery, Recognition
 from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE, SmokeQuery, smoke_file
-from evernear.release.drift_baseline import DriftBaseline, evenly, random_projection
+from evernear.release.drift_baseline import SIZE, DriftBaseline, evenly, random_projection
 from evernear.release.git import git_commit
 from evernear.release.manifest import (
     DRIFT_BASELINE_FILE,
@@ -215,27 +217,35 @@ def _write_smoke_queries(
 
 
 def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
-    """The predictions of the release on its query split, which it was not trained on."""
+    """The predictions of the release on images that it was not built from."""
     network = load_network(network_dir)
-    positions = deque(evenly(dataset.count("query")))
-    embeddings: list[NDArray[np.float32]] = []
+    queries = _embed_evenly(dataset, "query", SIZE, network)
+    tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), network)
+    images = np.concatenate([*queries, *tests])
+    answers = gallery.recognize(images)
+    projection = random_projection(images.shape[1])
+    return DriftBaseline(
+        projection=projection,
+        coordinates=images @ projection,
+        distances=np.array([answer.dist for answer in answers], np.float32),
+        unknown=np.array([answer.unknown for answer in answers], np.bool_),
+        labels=np.array([answer.pred for answer in answers]),
+    )
+
+
+def _embed_evenly(
+    dataset: Dataset, split: Split, size: int, network: torch.jit.ScriptModule
+) -> Iterator[NDArray[np.float32]]:
+    """Embeddings of at most ``size`` images of a split, evenly spaced."""
+    positions = deque(evenly(dataset.count(split), size))
     before = 0
-    for block in dataset.blocks("query", SMOKE_BLOCK):
+    for block in dataset.blocks(split, SMOKE_BLOCK) if positions else ():
         rows: list[int] = []
         while positions and positions[0] < before + len(block):
             rows.append(positions.popleft() - before)
         if rows:
-            embeddings.append(embed_images(network, block.images[rows]))
+            yield embed_images(network, block.images[rows])
         before += len(block)
-    queries = np.concatenate(embeddings)
-    answers = gallery.recognize(queries)
-    projection = random_projection(queries.shape[1])
-    return DriftBaseline(
-        projection=projection,
-        coordinates=queries @ projection,
-        distances=np.array([answer.dist for answer in answers], np.float32),
-        unknown=np.array([answer.unknown for answer in answers], np.bool_),
-    )
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:

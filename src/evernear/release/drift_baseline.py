@@ -1,4 +1,7 @@
-"""The predictions of a release on its query split when it was archived, the reference for drift of live queries.
+"""The predictions of a release on images it was not built from, made when it was archived: the reference for drift.
+
+The images are those of the query split. If it has fewer than `SIZE`, images of the test split are added, which are in
+neither the training images nor the gallery either. Gallery images are not: some of them are training images.
 
 Embeddings are stored as 16 random projections. Distances between points are preserved well enough to detect a shift
 (Johnson and Lindenstrauss), but an image cannot be reconstructed. The projection is part of the release, so that the
@@ -16,27 +19,31 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Maximum number of queries in a baseline, spaced evenly over the split: 80 kB."""
+"""Maximum number of images in a baseline, spaced evenly over the split: 80 kB without their classes."""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown")
+_LABELS = "labels"
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """The projection (D, 16); for N queries, projected embeddings (N, 16), distances (N,) and unknown flags (N,)."""
+    """The projection (D, 16); for N images, projected embeddings (N, 16), distances (N,) and unknown flags (N,)."""
 
     projection: Floats
     coordinates: Floats
     distances: Floats
     unknown: NDArray[np.bool_]
+    labels: NDArray[np.str_] | None = None
+    """Predicted classes, (N,); None if an earlier version archived the release."""
 
     def to_bytes(self) -> bytes:
         """Serialize as ``.npz`` without pickle, the format in a release."""
         buffer = io.BytesIO()
-        np.savez(buffer, **{name: getattr(self, name) for name in _NAMES})
+        names = _NAMES if self.labels is None else (*_NAMES, _LABELS)
+        np.savez(buffer, **{name: getattr(self, name) for name in names})
         return buffer.getvalue()
 
     @staticmethod
@@ -49,6 +56,7 @@ class DriftBaseline:
         try:
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
                 projection, coordinates, distances, unknown = (arrays[name] for name in _NAMES)
+                labels = arrays.get(_LABELS)
         except (ValueError, KeyError, OSError, EOFError, TypeError, BadZipFile) as error:
             raise IntegrityError(f"{source} is not a drift baseline ({error}).") from None
         count, dim = len(distances), projection.shape[-1]
@@ -56,7 +64,9 @@ class DriftBaseline:
         kinds = (projection.dtype, coordinates.dtype, distances.dtype, unknown.dtype)
         if shapes != (2, (count, dim), (count,), (count,)) or kinds != (*(np.dtype(np.float32),) * 3, np.dtype(bool)):
             raise IntegrityError(f"{source} is not a drift baseline: the shapes or types of its arrays do not match.")
-        return DriftBaseline(projection, coordinates, distances, unknown)
+        if labels is not None and (labels.shape != (count,) or labels.dtype.kind != "U"):
+            raise IntegrityError(f"{source} is not a drift baseline: its classes do not match its distances.")
+        return DriftBaseline(projection, coordinates, distances, unknown, labels)
 
 
 def random_projection(dim: int) -> Floats:
@@ -65,7 +75,7 @@ def random_projection(dim: int) -> Floats:
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 
 
-def evenly(total: int) -> Iterator[int]:
-    """At most `SIZE` of the numbers below ``total``, evenly spaced."""
-    chosen = min(total, SIZE)
+def evenly(total: int, size: int = SIZE) -> Iterator[int]:
+    """At most ``size`` of the numbers below ``total``, evenly spaced."""
+    chosen = min(total, size)
     return (number * total // chosen for number in range(chosen))

@@ -16,13 +16,15 @@ from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, Per
 LIVE_DAYS = 30
 MAX_FILES = 200
 """Number of files read for a window, evenly spaced: about 10 MB."""
+WANTED = 1000
+"""Sampled queries to which thinning may reduce a window. One burst would otherwise remove most of the others."""
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
     """The queries that ``version`` answered in a time window, and a message for each damaged file.
 
-    The sample is uniform over all queries of the files read: a file that sampled a larger share of its period's
-    queries is thinned.
+    The sample is uniform over all queries of the files read, as far as that leaves enough of them: a file that sampled
+    a larger share of its period's queries than the busiest file is thinned, but not below `WANTED` queries in all.
 
     Raises:
         StoreError: the store is unavailable.
@@ -70,6 +72,9 @@ def reference_queries(reference: DriftBaseline) -> Queries:
         unknown=int(reference.unknown.sum()),
         distances=reference.distances,
         coordinates=reference.coordinates,
+        is_unknown=reference.unknown,
+        at_s=np.zeros(len(reference.unknown)),
+        labels=reference.labels,
     )
 
 
@@ -97,7 +102,7 @@ def _files(store: Store, since: datetime, until: datetime) -> Iterator[ObjectInf
 
 def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
     rng = np.random.default_rng(0)
-    share = min((len(rows) / period.queries for period, rows in periods), default=0.0)
+    share = _share(periods)
     sampled: list[LoggedQuery] = []
     for period, rows in periods:
         # Randomized rounding, so that the expected count is exact.
@@ -109,4 +114,16 @@ def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
         unknown=sum(period.unknown for period, _ in periods),
         distances=np.array([row.dist for row in sampled], np.float32),
         coordinates=np.array([row.coordinates[:dim] for row in sampled], np.float32).reshape(len(sampled), dim),
+        is_unknown=np.array([row.unknown for row in sampled], np.bool_),
+        labels=np.array([row.pred for row in sampled], np.str_),
+        at_s=np.array([row.at.timestamp() for row in sampled], np.float64),
     )
+
+
+def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
+    """The share of a period's queries that counts: the busiest file's, or the next one that leaves `WANTED`."""
+    shares = sorted(len(rows) / period.queries for period, rows in periods)
+    for share in shares:
+        if sum(min(len(rows), share * period.queries) for period, rows in periods) >= WANTED:
+            return share
+    return shares[-1] if shares else 0.0

@@ -70,7 +70,7 @@ class Request(Frozen):
     state: State = "accepted"
     created: AwareDatetime
     expires: AwareDatetime | None = None
-    """End of the time to answer, for a pending request."""
+    """End of the time to answer, for a pending request. The watcher's stay open while their causes last."""
     asked_by: Person
     answered_by: Person | None = None
     answered: AwareDatetime | None = None
@@ -82,6 +82,8 @@ class Request(Frozen):
     """Kind ``run``: the settings as typed. Kind ``stop`` without ``run``: the first characters of the run's id."""
     parameters: dict[str, Any] = Field(default={})
     """Arguments of the run, which take precedence over the settings of the process that starts it."""
+    causes: tuple[str, ...] = ()
+    """Names of the watcher's causes; empty in requests of earlier versions and of people."""
     reasons: tuple[str, ...] = ()
     """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
@@ -90,6 +92,12 @@ class Request(Frozen):
     """The champion at the time of the watcher's request; None in requests of earlier versions."""
     listing: str = ""
     """A digest of the source's listing at that time, to see whether anything has changed since."""
+    seen: AwareDatetime | None = None
+    """Time of the last check that found one of its causes."""
+    grown: int = 0
+    """Number of times that a cause became worse or another one came while the proposal was pending."""
+    shown: int = 0
+    """The value of ``grown`` that the prompt shows."""
     run: str = ""
     release: str = ""
     """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""

@@ -54,6 +54,9 @@ def advance(services: Services, request: Request) -> None:
     """Post the prompt of a pending request, or let the request expire."""
     if request.is_expired(services.clock()) and (request.message or request.is_proposal):
         services.requests.change(request, state="expired")
+    elif request.message and request.shown < request.grown:
+        services.slack.edit(request.message, proposal(request))
+        services.requests.change(request, shown=request.grown)
     elif request.message:
         return
     elif request.is_proposal:
@@ -124,7 +127,7 @@ def proposal(request: Request) -> Message:
 def closed_prompt(request: Request) -> Message:
     """The prompt of a request that was declined or has expired."""
     if request.is_proposal:
-        ending = "*Expired:* no one answered in time."
+        ending = "*Expired:* its reasons no longer hold, or another proposal or release has replaced it."
         return _with_reasons(
             request, context(ending if request.state == "expired" else f"*Declined* by {mention(request.by)}.")
         )
@@ -138,7 +141,7 @@ def closed_prompt(request: Request) -> Message:
 def _post_proposal(services: Services, request: Request) -> None:
     channel = services.settings.slack.channel
     address = services.slack.post(channel, proposal(request))
-    services.requests.change(request, message=address, channel=channel)
+    services.requests.change(request, message=address, channel=channel, shown=request.grown)
 
 
 def _post_prompt(services: Services, request: Request) -> None:

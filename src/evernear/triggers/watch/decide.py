@@ -5,34 +5,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evernear.common.output import quantity
-from evernear.data.drift import Shift
 from evernear.settings import Settings
-from evernear.triggers.watch.observe import Drift, Observation, SourceChanges
+from evernear.triggers.watch.drift_sentences import drift_reasons, mix_remarks, no_drift_reasons
+from evernear.triggers.watch.observe import Observation, SourceChanges
 from evernear.triggers.watch.schedule_state import Action
+
+DRIFT = "drift"
+_DRIFT_RATIO = 1.5
+"""Drift is worse from half as much more: the effects of two days differ by chance."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A finding that calls for a run, and the measure of its size."""
+
+    name: str
+    """Identifies it in requests."""
+    reasons: tuple[str, ...]
+    steps: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Figures by which it grows, with the smallest increase that counts."""
+    ratio: float = 1.0
+    """The smallest ratio to the earlier figure that counts, in addition."""
+
+    def is_worse(self, figures: Mapping[str, float], earlier: Mapping[str, float]) -> bool:
+        """Whether one of its ``figures`` has grown since ``earlier``."""
+        return any(
+            figures.get(name, 0.0) >= max(earlier.get(name, 0.0) + step, self.ratio * earlier.get(name, 0.0))
+            for name, step in self.steps.items()
+        )
 
 
 @dataclass(frozen=True)
 class WatchDecision:
-    """An action and its reasons."""
+    """An action, its causes, and what a person should know in addition."""
 
     action: Action
-    reasons: tuple[str, ...]
+    causes: tuple[Cause, ...] = ()
+    remarks: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
     """Whether a person has to decide regardless of the policy: there is nothing new to train on, or the source could
     not be listed.
     """
 
-    def has_grown_since(self, earlier: dict[str, float], settings: Settings) -> bool:
-        """Whether a figure has grown by its threshold since ``earlier``."""
-        watch = settings.watch
-        steps = {
-            "new_train_images": watch.new_train_images,
-            "new_gallery_images": watch.new_gallery_images,
-            "new_classes": 1,
-            "drift_found": 1,
-        }
-        return any(self.figures.get(name, 0.0) >= earlier.get(name, 0.0) + step for name, step in steps.items())
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """All sentences."""
+        return (*(reason for cause in self.causes for reason in cause.reasons), *self.remarks)
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
@@ -41,14 +60,14 @@ def decide_action(observation: Observation, settings: Settings) -> WatchDecision
     Retrain takes precedence because it also builds an index.
     """
     figures = _figures(observation, settings)
-    gone = _gone_classes(observation, settings)
-    if retrain := _reasons_to_train(observation, settings):
+    remarks = (*_remarks(observation), *_gone_classes(observation, settings))
+    if causes := _causes_to_train(observation, settings):
         # Counted since the training, not since the last reindex, whose new images the network has not seen.
         is_worth_it = observation.changes is not None and observation.changes.train_images > 0
-        return WatchDecision("retrain", (*retrain, *gone), figures, for_a_person=not is_worth_it)
-    if reindex := _reasons_to_index(observation, settings):
-        return WatchDecision("reindex", (*reindex, *gone), figures)
-    return WatchDecision("nothing", (*_reasons_for_nothing(observation), *gone), figures)
+        return WatchDecision("retrain", causes, remarks, figures, for_a_person=not is_worth_it)
+    if causes := _causes_to_index(observation, settings):
+        return WatchDecision("reindex", causes, remarks, figures)
+    return WatchDecision("nothing", (), (*_reasons_for_nothing(observation), *remarks), figures)
 
 
 def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:
@@ -57,39 +76,43 @@ def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]
     return {label: count for label, count in sorted(changes.new_classes.items()) if count >= min_images}
 
 
-def _reasons_to_train(observation: Observation, settings: Settings) -> list[str]:
-    reasons: list[str] = []
+def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Cause, ...]:
+    causes: list[Cause] = []
     watch, changes = settings.watch, observation.changes
+    steps = {"new_train_images": watch.new_train_images}
     if changes and observation.champion is None and changes.listed_files:
-        reasons.append(
-            f"No release has been promoted yet, and {observation.source} has {quantity(changes.listed_files, 'image')}."
-        )
+        images = quantity(changes.listed_files, "image")
+        reasons = [f"No release has been promoted yet, and {observation.source} has {images}."]
         if "source" not in settings.data.model_fields_set:
             reasons.append(f"{observation.source} is the default; set data.source to watch another source.")
+        causes.append(Cause("first_release", tuple(reasons), steps))
     elif changes and changes.train_images >= max(watch.new_train_images, watch.new_train_share * changes.trained_on):
         share = f", {changes.train_images / changes.trained_on:.0%} of" if changes.trained_on else " in addition to"
-        reasons.append(
+        reason = (
             f"About {quantity(round(changes.train_images), 'new training image')}{share} the {changes.trained_on:,}"
             " that the network was trained on."
         )
-    drifted = [shift for shift in observation.drift.shifts if shift.detected] if observation.drift else []
-    if observation.drift:
-        reasons += [_drift_sentence(shift, observation.drift) for shift in drifted]
-    if drifted and changes and not changes.train_images:
-        reasons.append("But the source has nothing new to train on: label images like the live queries first.")
-    return reasons
+        causes.append(Cause("training_images", (reason,), steps))
+    if observation.drift and (reasons := drift_reasons(observation.drift)):
+        if changes and not changes.train_images:
+            reasons.append("But the source has nothing new to train on: label images like the live queries first.")
+        bounds = {shift.measure: shift.bound for shift in observation.drift.shifts if shift.detected}
+        causes.append(Cause(DRIFT, tuple(reasons), bounds, _DRIFT_RATIO))
+    return tuple(causes)
 
 
-def _reasons_to_index(observation: Observation, settings: Settings) -> list[str]:
+def _causes_to_index(observation: Observation, settings: Settings) -> tuple[Cause, ...]:
     changes = observation.changes
     if changes is None:
-        return []
-    reasons: list[str] = []
+        return ()
+    causes: list[Cause] = []
     if classes := _valid_classes(changes, settings):
-        reasons.append(f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {_counted(classes)}.")
+        reason = f"{'A new class' if len(classes) == 1 else 'New classes'} in the source: {_counted(classes)}."
+        causes.append(Cause("new_classes", (reason,), {"new_classes": 1}))
     if changes.gallery_images >= settings.watch.new_gallery_images:
-        reasons.append(f"About {quantity(round(changes.gallery_images), 'new gallery image')}.")
-    return reasons
+        reason = f"About {quantity(round(changes.gallery_images), 'new gallery image')}."
+        causes.append(Cause("gallery_images", (reason,), {"new_gallery_images": settings.watch.new_gallery_images}))
+    return tuple(causes)
 
 
 def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
@@ -116,40 +139,20 @@ def _counted(classes: Mapping[str, int]) -> str:
     return f"{named} and {len(classes) - 5:,} more" if len(classes) > 5 else named
 
 
-def _drift_sentence(shift: Shift, drift: Drift) -> str:
-    certainty = f"p = {shift.p:.1g}, significant below {shift.level:.1g}; {quantity(drift.queries, 'query', 'queries')}"
-    match shift.measure:
-        case "unknown_rise":
-            return (
-                f"{drift.unknown_rate:.1%} of the live queries are unknown, compared with"
-                f" {drift.reference_unknown_rate:.1%} of the champion's reference ({certainty})."
-            )
-        case "distance_shift":
-            return (
-                f"Distances to the gallery have shifted: Kolmogorov-Smirnov statistic {shift.effect:.2f}, bound"
-                f" {shift.bound:.2f} ({certainty})."
-            )
-        case "embedding_shift":
-            return (
-                f"Embeddings of live queries have shifted: energy coefficient {shift.effect:.3f}, bound"
-                f" {shift.bound:.3f} ({certainty})."
-            )
-
-
 def _reasons_for_nothing(observation: Observation) -> list[str]:
     reasons: list[str] = []
     if changes := observation.changes:
         new = quantity(changes.new_files, "new file")
         reasons.append(f"The source has {new}, below the thresholds." if changes.new_files else "Nothing is new.")
     if drift := observation.drift:
-        reasons.append(
-            f"No drift in {quantity(drift.queries, 'live query', 'live queries')}."
-            if drift.shifts
-            else f"Only {quantity(drift.sampled, 'live query', 'live queries')} sampled, too few to test for drift."
-        )
+        reasons += no_drift_reasons(drift)
     elif observation.champion:
         reasons.append("Drift was not tested.")
     return reasons
+
+
+def _remarks(observation: Observation) -> list[str]:
+    return mix_remarks(observation.drift) if observation.drift else []
 
 
 def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
@@ -169,10 +172,19 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
         figures |= {
             "queries": drift.queries,
             "sampled_queries": drift.sampled,
+            "independent_queries": drift.independent,
+            "query_gap_s": drift.gap_s,
+            "reference_images": drift.reference,
             "unknown_rate": drift.unknown_rate,
             "reference_unknown_rate": drift.reference_unknown_rate,
             "drift_found": sum(shift.detected for shift in drift.shifts),
         }
         for shift in drift.shifts:
-            figures |= {shift.measure: shift.effect, f"{shift.measure}_p": shift.p}
+            figures |= {
+                shift.measure: shift.effect,
+                f"{shift.measure}_p": shift.p,
+                f"{shift.measure}_detectable": shift.detectable,
+            }
+        if drift.mix is not None:
+            figures["class_mix_difference"] = sum(abs(share.live - share.reference) for share in drift.mix) / 2
     return figures

@@ -8,6 +8,7 @@ The snapshot also names the source that it was ingested from. That source is wat
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -16,8 +17,9 @@ from typing import TypeVar
 
 from evernear.common.class_names import class_name
 from evernear.common.store import Store
-from evernear.data.drift import Measure, Shift, measure_drift
+from evernear.data.drift import Measure, Queries, Shift, measure_drift
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
+from evernear.data.query_blocks import independent_queries
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
@@ -54,14 +56,30 @@ class SourceChanges:
 
 
 @dataclass(frozen=True)
+class ClassShare:
+    """The share of the live queries, and of the reference, that are predicted as one class."""
+
+    label: str
+    live: float
+    reference: float
+
+
+@dataclass(frozen=True)
 class Drift:
     """Differences of the champion's live queries from its reference; no ``shifts`` if the sample is too small."""
 
     shifts: tuple[Shift, ...]
     queries: int
     sampled: int
+    independent: int
+    """Sampled queries that are `gap_s` apart, so that they do not depend on each other."""
+    gap_s: float
     unknown_rate: float
     reference_unknown_rate: float
+    reference: int
+    """Images of the reference."""
+    mix: tuple[ClassShare, ...] | None
+    """The classes by how much their shares differ, largest difference first; None without classes in the reference."""
 
 
 @dataclass(frozen=True)
@@ -162,18 +180,23 @@ class Observer:
         live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=watch.drift_window_s), now)
         faults += damaged
         reference = reference_queries(baseline)
-        is_enough = len(live.distances) >= watch.min_queries
+        independent, gap_s = independent_queries(live)
+        is_enough = len(live) >= watch.min_queries
         bounds: dict[Measure, float] = {
             "unknown_rise": watch.unknown_rise,
             "distance_shift": watch.distance_shift,
             "embedding_shift": watch.embedding_shift,
         }
         return Drift(
-            shifts=tuple(measure_drift(reference, live, bounds, watch.false_alarm_rate)) if is_enough else (),
+            shifts=tuple(measure_drift(reference, independent, bounds, watch.false_alarm_rate)) if is_enough else (),
             queries=live.total,
-            sampled=len(live.distances),
+            sampled=len(live),
+            independent=len(independent),
+            gap_s=gap_s,
             unknown_rate=live.unknown_rate,
             reference_unknown_rate=reference.unknown_rate,
+            reference=len(reference),
+            mix=_class_mix(reference, live),
         )
 
     def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
@@ -185,6 +208,16 @@ class Observer:
                 data = read_part(archive, DRIFT_BASELINE_FILE) or b""
             self._baselines = {version: DriftBaseline.parse(data, f"{DRIFT_BASELINE_FILE} of release {version}")}
         return self._baselines[version]
+
+
+def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...] | None:
+    if reference.labels is None or live.labels is None or not len(live):
+        return None
+    known, asked = Counter[str](reference.labels.tolist()), Counter[str](live.labels.tolist())
+    shares = [
+        ClassShare(label, asked[label] / len(live), known[label] / len(reference)) for label in sorted(known | asked)
+    ]
+    return tuple(sorted(shares, key=lambda share: -abs(share.live - share.reference)))
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:

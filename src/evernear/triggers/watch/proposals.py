@@ -1,5 +1,8 @@
 """Propose or start what was decided, once.
 
+A cause has at most one open proposal, which grows with it and stays open while it lasts. A declined cause stays quiet
+until it is worse or another release is live.
+
 The watcher's only memory is its requests in the store. The id of the next one is derived from them. Of two
 concurrent watchers, one creates it and the other gets a conflict.
 """
@@ -8,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evernear.common.store import Store
 from evernear.errors import ConflictError
@@ -16,7 +19,7 @@ from evernear.kubeflow.parameters import combine, from_settings
 from evernear.reporting.notify import load_outcome
 from evernear.settings import Settings
 from evernear.triggers.requests import POLICY, TRAINING, WATCHER, Request, RequestStore
-from evernear.triggers.watch.decide import WatchDecision
+from evernear.triggers.watch.decide import DRIFT, Cause, WatchDecision
 from evernear.triggers.watch.observe import Observation
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 _CLOCK_TOLERANCE = timedelta(hours=1)
 """Largest difference between the clocks of several watchers."""
+_TESTED = {DRIFT}
+"""Causes that a statistical test finds. It may miss them in a check although they last."""
 _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
 
 
@@ -61,6 +66,8 @@ class ProposalService:
         if decision.action == "nothing":
             return Outcome()
         pipeline = _PIPELINES[decision.action]
+        if pending := [request for request in requests if request.state == "pending"]:
+            return Outcome(reason=self._update(pending[-1], decision, observation, now))
         reason = self._held_back(decision, pipeline, requests, observation, now)
         if reason:
             return Outcome(reason=reason)
@@ -69,16 +76,13 @@ class ProposalService:
             id=request_id,
             state="accepted" if by_policy else "pending",
             created=now,
-            expires=now + self._cooldown,
             asked_by=WATCHER,
             answered_by=POLICY if by_policy else None,
             answered=now if by_policy else None,
             pipeline=pipeline,
             parameters={"source": observation.source} if observation.source else {},
-            reasons=decision.reasons,
-            figures=decision.figures,
             champion=observation.champion or "",
-            listing=observation.changes.listing if observation.changes else "",
+            **_content(decision, observation, now),
         )
         try:
             self._requests.add(request)
@@ -87,14 +91,31 @@ class ProposalService:
         return Outcome(self._start(request))
 
     def _expire(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> Request:
-        """Expire a pending request that no one answered in time, or whose reason no longer holds."""
+        """Expire a pending request whose causes are gone, or that a release or a larger proposal has replaced."""
         if request.state != "pending":
             return request
         promoted = observation.champion_since is not None and request.created < observation.champion_since <= now
-        obsolete = decision.action == "nothing" and not observation.faults
-        if not (promoted or obsolete or request.is_expired(now) or _is_ahead(request, now)):
+        superseded = decision.action == "retrain" and request.pipeline != TRAINING
+        obsolete = not self._lasts(request, decision, now) and not observation.faults
+        if not (promoted or superseded or obsolete or request.is_expired(now) or _is_ahead(request, now)):
             return request
         return self._change(request, state="expired")
+
+    def _lasts(self, request: Request, decision: WatchDecision, now: datetime) -> bool:
+        """Whether a cause of ``request`` is there, or a test found it recently: a test may miss what it has found."""
+        if any(_covers(request, cause) for cause in decision.causes):
+            return True
+        return bool(_TESTED & set(request.causes)) and now - (request.seen or request.created) < self._cooldown
+
+    def _update(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> str:
+        """Let a pending proposal grow with its causes; returns the reason why no other is made."""
+        if request.pipeline == _PIPELINES[decision.action]:
+            if any(not _covers(request, c) or c.is_worse(decision.figures, request.figures) for c in decision.causes):
+                self._change(request, grown=request.grown + 1, **_content(decision, observation, now))
+                return f"Proposal {request.id} waits for an answer, and has grown."
+            if _TESTED & {cause.name for cause in decision.causes}:
+                self._change(request, seen=now)
+        return f"Proposal {request.id} waits for an answer."
 
     def _held_back(
         self,
@@ -105,17 +126,26 @@ class ProposalService:
         now: datetime,
     ) -> str:
         """The reason why nothing is proposed now; empty if there is none."""
-        if pending := [request.id for request in requests if request.state == "pending"]:
-            return f"Proposal {pending[-1]} waits for an answer."
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
         if self._runs:
             newest = [run for name in _PIPELINES.values() for run in self._runs.list(name)]
             if active := [run for run in newest if not run.state.is_final]:
                 return f"Run {active[0].name} of {active[0].pipeline} is {active[0].state}."
-        last = next((request for request in reversed(requests) if request.pipeline == pipeline), None)
-        if last is None or _is_ahead(last, now) or decision.has_grown_since(last.figures, self._settings):
+        requests = [request for request in requests if not _is_ahead(request, now)]
+        declined = [r for r in requests if r.state == "declined" and not _has_new_champion(r, observation)]
+        answers = {cause.name: _declined(cause, decision, declined) for cause in decision.causes}
+        causes = [cause for cause in decision.causes if answers[cause.name] is None]
+        if not causes:
+            proposals = sorted({request.id for request in answers.values() if request})
+            return (
+                f"Declined in proposal {' and '.join(proposals)}; proposed again when it is worse or another release is"
+                " live."
+            )
+        earlier = [r for r in requests if r.pipeline == pipeline and any(_covers(r, cause) for cause in causes)]
+        if not earlier or any(cause.is_worse(decision.figures, earlier[-1].figures) for cause in causes):
             return ""
+        last = earlier[-1]
         until = (last.answered or last.created) + self._cooldown
         if now < until:
             return (
@@ -160,6 +190,30 @@ class ProposalService:
             return self._requests.change(request, **fields)
         except ConflictError:  # an answer or another watcher changed it first
             return self._requests.find(request.id) or request
+
+
+def _content(decision: WatchDecision, observation: Observation, now: datetime) -> dict[str, Any]:
+    """The part of a request that grows."""
+    return {
+        "causes": tuple(cause.name for cause in decision.causes),
+        "reasons": decision.reasons,
+        "figures": decision.figures,
+        "listing": observation.changes.listing if observation.changes else "",
+        "seen": now,
+    }
+
+
+def _covers(request: Request, cause: Cause) -> bool:
+    """Whether ``request`` names ``cause``. Requests of earlier versions name none and cover all."""
+    return not request.causes or cause.name in request.causes
+
+
+def _declined(cause: Cause, decision: WatchDecision, declined: Sequence[Request]) -> Request | None:
+    """The request in which ``cause`` was declined when it was about as bad; None if it never was."""
+    for request in reversed(declined):
+        if _covers(request, cause) and not cause.is_worse(decision.figures, request.figures):
+            return request
+    return None
 
 
 def _has_new_champion(request: Request, observation: Observation) -> bool:
