@@ -1,7 +1,7 @@
 """Alarms and proposals of the watcher in simulated weeks of live queries: ``python benchmarks/drift.py --mnist DIR``.
 
-``DIR`` contains the four IDX files of MNIST. Two releases are trained, one on a large and one on a small part of its
-images, the small one with a query split of 40. Their live queries are other images, in a random order. A
+``DIR`` contains the four IDX files of MNIST. A small release is trained on 800 of its images, with a query split of 40,
+and a large one is a reindex of it with 10,000. Their live queries are other images, in a random order. A
 run writes the query log of a server, checks with the real watcher every `CHECK_EVERY`, and counts:
 
 - ``tested``: checks that tested for drift.
@@ -51,9 +51,10 @@ Query = tuple[datetime, str, int]
 
 LARGE, SMALL = 10_000, 800
 SPLITS = {
-    "large": {"gallery_fraction": 0.1, "query_fraction": 0.06},
     "small": {"gallery_fraction": 0.1, "query_fraction": 0.065},
+    "large": {"gallery_fraction": 0.1, "query_fraction": 0.06},
 }
+"""The splits of the releases, in the order in which they are made."""
 POOL = 20_000
 SCENES, FRAMES = 1_700, 10
 MONDAY = datetime(2027, 1, 4, tzinfo=UTC)
@@ -165,24 +166,33 @@ def _range(values: Sequence[int]) -> str:
 
 
 def prepare(mnist: Path, release: str, directory: Path) -> None:
-    """Train the release and predict all images that the scenarios use, unless ``directory`` has both."""
+    """Make the release and predict all images that the scenarios use, unless ``directory`` has both.
+
+    The large release is a reindex of the small one, so that both have one network.
+    """
     if (directory / "answers.npz").is_file():
         return
     shutil.rmtree(directory, ignore_errors=True)
     images, labels = read_mnist(mnist)
     order = np.random.default_rng(0).permutation(len(images))
     known, others = order[: LARGE if release == "large" else SMALL], order[LARGE : LARGE + POOL]
-    tested = len(known) // 10
     source = directory / "source"
     source.mkdir(parents=True)
-    write_idx(source, "t10k", images[known[:tested]], labels[known[:tested]])
-    write_idx(source, "train", images[known[tested:]], labels[known[tested:]])
-    settings = directory / "settings.toml"
-    fractions = "".join(f"{name} = {value}\n" for name, value in SPLITS[release].items())
-    data = f'[data]\nsource = "mnist:{source}"\n{fractions}'
-    settings.write_text(f"{data}[train]\nepochs = 8\nmin_steps = 300\nwidth = 8\n")
-    command = [sys.executable, "-m", "evernear", "run", "--config", str(settings), "--workdir", str(directory / "work")]
+    more = known[SMALL:]
+    test = np.concatenate([known[: SMALL // 10], more[: len(more) // 10]])
+    train = np.concatenate([known[SMALL // 10 : SMALL], more[len(more) // 10 :]])
+    write_idx(source, "t10k", images[test], labels[test])
+    write_idx(source, "train", images[train], labels[train])
+    if release == "large":
+        shutil.copytree(directory.parent / "small" / "work", directory / "work")
+    options = [word for name, value in SPLITS[release].items() for word in ("--set", f"data.{name}={value}")]
+    command = [
+        *(sys.executable, "-m", "evernear", "reindex" if release == "large" else "run", "--source", f"mnist:{source}"),
+        *("--workdir", str(directory / "work"), "--set", "train.width=8", "--set", "train.min_steps=300", *options),
+    ]
     subprocess.run(command, check=True, stdout=sys.stderr)
+    stop = [sys.executable, "-m", "evernear", "stop", "--workdir", str(directory / "work")]
+    subprocess.run(stop, check=True, stdout=sys.stderr)
     registry = Registry(open_store(_store(directory)))
     champion = registry.champion()
     assert champion is not None

@@ -1,24 +1,21 @@
-"""False alarm rates of the drift tests, and their detection of simulated shifts."""
-
-import itertools
+"""False alarm rates of the drift tests for any mix of classes, and their detection of simulated shifts."""
 
 import numpy as np
 import pytest
 from scipy import stats
-from scipy.spatial.distance import pdist
 
 from evernear.data.drift import (
+    MIN_QUERIES,
+    SAMPLE,
     Floats,
     Measure,
     Queries,
-    distance_shift,
-    embedding_shift,
+    Shift,
     measure_drift,
-    unknown_rise,
 )
 
 LEVEL = 0.05
-SEEDS = 120
+SEEDS = 80
 # At a rate of LEVEL, SEEDS checks exceed this number of alarms in one of 10,000 test runs.
 MOST_ALARMS = int(stats.binom.isf(1e-4, SEEDS, LEVEL))
 BOUNDS: dict[Measure, float] = {"unknown_rise": 0.05, "distance_shift": 0.15, "embedding_shift": 0.02}
@@ -26,28 +23,43 @@ NO_BOUNDS: dict[Measure, float] = dict.fromkeys(BOUNDS, -1.0)
 CENTERS = np.random.default_rng(99).standard_normal((10, 16)) * 0.3
 
 
+SPREAD = np.linspace(0.06, 0.1, 10)
+"""Mean distance of each class to the gallery, as a factor of the gamma distribution."""
+
+
 def drawn(
-    rng: np.random.Generator, total: int = 300, sample: int = 120, farther: float = 0.0, one_class: float = 0.0
+    rng: np.random.Generator, sample: int = 120, farther: float = 0.0, one_class: float = 0.0, labels: bool = True
 ) -> Queries:
-    """Queries near ten classes; ``farther`` shifts their distances, and ``one_class`` of them belong to one class."""
-    labels = np.where(rng.random(sample) < one_class, 0, rng.integers(0, 10, sample))
-    points = CENTERS[labels] + rng.standard_normal((sample, 16)) * 0.1
-    everything = rng.gamma(4.0, 0.08, total) + farther
+    """Queries near ten classes; ``farther`` shifts them, and ``one_class`` of them belong to one class."""
+    classes = np.where(rng.random(sample) < one_class, 9, rng.integers(0, 10, sample))
+    points = CENTERS[classes] + rng.standard_normal((sample, 16)) * 0.1 + farther / 2
+    distances = rng.gamma(4.0, SPREAD[classes]) + farther
     return Queries(
-        total=total,
-        unknown=int((everything > 0.6).sum()),
-        distances=everything[:sample].astype(np.float32),
+        total=sample,
+        unknown=int((distances > 0.6).sum()),
+        distances=distances.astype(np.float32),
         coordinates=points.astype(np.float32),
+        is_unknown=distances > 0.6,
+        at_s=np.sort(rng.uniform(0, 86_400, sample)),
+        labels=classes.astype(np.str_) if labels else None,
     )
 
 
-def test_false_alarm_rate_without_drift_is_bounded() -> None:
+def measured(
+    reference: Queries, live: Queries, measure: Measure, rate: float = LEVEL, bound: float = -1.0, seed: int = 0
+) -> Shift:
+    (shift,) = measure_drift(reference, live, {measure: bound}, rate, seed)
+    return shift
+
+
+@pytest.mark.parametrize("one_class", [0.0, 0.6])
+def test_false_alarm_rate_without_drift_is_bounded(one_class: float) -> None:
     """The complete check, without the effect size bounds, which would reduce the alarm rate further."""
     alarms = dict.fromkeys(BOUNDS, 0)
     datasets_with_alarms = 0
     for seed in range(SEEDS):
         rng = np.random.default_rng(seed)
-        shifts = measure_drift(drawn(rng), drawn(rng), NO_BOUNDS, LEVEL, seed)
+        shifts = measure_drift(drawn(rng), drawn(rng, one_class=one_class), NO_BOUNDS, LEVEL, seed)
         assert {shift.measure for shift in shifts} == set(BOUNDS)
         for shift in shifts:
             assert shift.level == pytest.approx(LEVEL / 3)
@@ -58,108 +70,157 @@ def test_false_alarm_rate_without_drift_is_bounded() -> None:
     assert max(alarms.values()) <= stats.binom.isf(1e-4, SEEDS, LEVEL / 3)
 
 
+def test_another_mix_of_classes_is_drift_only_without_predicted_classes() -> None:
+    """60% of one class, as on weekends: the classes are at different places and distances."""
+    rng = np.random.default_rng(0)
+    reference, live = drawn(rng, 500), drawn(rng, 500, one_class=0.6)
+    assert not any(shift.detected for shift in measure_drift(reference, live, BOUNDS, 0.001))
+    earlier = drawn(np.random.default_rng(0), 500, labels=False)
+    assert [shift.measure for shift in measure_drift(earlier, live, BOUNDS, 0.001) if shift.detected]
+
+
+def test_shift_is_detected_in_a_mix_of_one_class() -> None:
+    rng = np.random.default_rng(0)
+    shifts = measure_drift(drawn(rng, 500), drawn(rng, 500, farther=0.15, one_class=0.6), BOUNDS, 0.001)
+    assert [shift.measure for shift in shifts if shift.detected] == list(BOUNDS)
+
+
+def test_queries_of_a_class_that_the_reference_lacks_are_compared_with_others() -> None:
+    """A broken camera may make everything look like a class of which the reference has no image."""
+    rng = np.random.default_rng(0)
+    live = drawn(rng, 300, farther=0.5)
+    assert live.labels is not None
+    live = Queries(300, 0, live.distances, live.coordinates, live.is_unknown, live.at_s, np.full(300, "rare"))
+    assert [shift.measure for shift in measure_drift(drawn(rng), live, BOUNDS, 0.001) if shift.detected]
+
+
+def test_few_queries_are_not_tested() -> None:
+    rng = np.random.default_rng(0)
+    few = drawn(rng, MIN_QUERIES - 1)
+    assert measure_drift(drawn(rng), few, BOUNDS, LEVEL) == measure_drift(few, drawn(rng), BOUNDS, LEVEL) == []
+
+
+@pytest.mark.parametrize(("sample", "one_class"), [(60, 0.0), (300, 0.6)])
+def test_effect_that_is_called_detectable_is_detected(sample: int, one_class: float) -> None:
+    """Shifts are grouped by whether their effect on many queries is the one that small samples state."""
+    measure: Measure = "distance_shift"
+    rng = np.random.default_rng(0)
+    reference, many = drawn(rng, 300), np.arange(0.0, 0.4, 0.01)
+    stated = measured(reference, drawn(rng, sample, one_class=one_class), measure, 0.01).detectable
+    effects = [measured(reference, drawn(rng, SAMPLE, farther, one_class), measure).effect for farther in many]
+    farther = float(many[int(np.searchsorted(effects, stated))])
+    detections = [measured(reference, drawn(rng, sample, farther, one_class), measure, 0.01) for _ in range(40)]
+    assert sum(shift.detected for shift in detections) >= 30, "90% of 40, less what chance explains"
+
+
+def test_smaller_samples_detect_only_larger_shifts() -> None:
+    rng = np.random.default_rng(0)
+    small, large = (measure_drift(drawn(rng, n), drawn(rng, 400), NO_BOUNDS, 0.001) for n in (40, 1000))
+    for few, many in zip(small, large, strict=True):
+        assert few.detectable > 1.5 * many.detectable
+
+
 @pytest.mark.parametrize(
     ("shift", "measure"),
     [
         ({"farther": 0.15}, "unknown_rise"),
         ({"farther": 0.1}, "distance_shift"),
-        ({"one_class": 0.5}, "embedding_shift"),
+        ({"farther": 0.2, "one_class": 0.5}, "embedding_shift"),
     ],
 )
 def test_simulated_shift_is_detected_at_the_default_rate(shift: dict[str, float], measure: Measure) -> None:
     detections = 0
     for seed in range(8):
         rng = np.random.default_rng(seed)
-        reference = drawn(rng, 500, 500)
-        shifts = measure_drift(reference, drawn(rng, 500, 500, **shift), {measure: BOUNDS[measure]}, 0.005, seed)
-        detections += shifts[0].detected
+        reference = drawn(rng, 500)
+        detections += measured(reference, drawn(rng, 500, **shift), measure, 0.005, BOUNDS[measure], seed).detected
     assert detections == 8
 
 
 @pytest.mark.parametrize("rate", [0.0003, 0.3])
 def test_shift_is_detected_at_rates_with_a_rounded_share(rate: float) -> None:
     rng = np.random.default_rng(0)
-    shifts = measure_drift(drawn(rng), drawn(rng, one_class=0.9), BOUNDS, rate)
-    assert [shift.measure for shift in shifts if shift.detected] == ["embedding_shift"]
+    shifts = measure_drift(drawn(rng, 400), drawn(rng, 400, farther=0.2), BOUNDS, rate)
+    assert [shift.measure for shift in shifts if shift.detected] == list(BOUNDS)
 
 
 def test_significant_but_small_difference_is_ignored() -> None:
     rng = np.random.default_rng(0)
-    reference, live = drawn(rng, 200_000, 100_000), drawn(rng, 200_000, 100_000, farther=0.005)
-    for shift in measure_drift(reference, live, {m: BOUNDS[m] for m in ("unknown_rise", "distance_shift")}, 0.001):
-        assert shift.p <= shift.level
-        assert not shift.detected
+    reference, live = drawn(rng, 1000), drawn(rng, SAMPLE, farther=0.05)
+    shift = measured(reference, live, "distance_shift", 0.001, bound=0.3)
+    assert shift.p <= shift.level
+    assert not shift.detected
 
 
 def test_decrease_of_the_unknown_rate_is_not_drift() -> None:
     rng = np.random.default_rng(1)
-    effect, p = unknown_rise(drawn(rng, 500, 500, farther=0.2), drawn(rng, 500, 500))
-    assert effect < 0
-    assert p > 0.5
+    shift = measured(drawn(rng, 500, farther=0.2), drawn(rng, 500), "unknown_rise")
+    assert shift.effect < 0
+    assert shift.p > 0.5
 
 
-def test_fisher_p_value_sums_all_tables_at_least_as_extreme() -> None:
-    def queries(unknown: int, total: int) -> Queries:
-        return Queries(total, unknown, np.empty(0, np.float32), np.empty((0, 0), np.float32))
-
-    _, p = unknown_rise(queries(1, 10), queries(5, 12))
-    # The probability that at least this many of the 6 unknown among 22 are among the 12 live queries.
-    hypergeometric = stats.hypergeom(22, 6, 12)
-    assert p == pytest.approx(sum(hypergeometric.pmf(k) for k in (5, 6)))
+def one_stratum(rng: np.random.Generator, distances: Floats, unknown: int = 0, points: Floats | None = None) -> Queries:
+    """Queries without predicted classes, ``unknown`` of them unknown."""
+    count = len(distances)
+    coordinates = np.empty((count, 0), np.float32) if points is None else points
+    return Queries(count, unknown, distances, coordinates, np.arange(count) < unknown, rng.random(count))
 
 
-def test_ks_distance_is_the_largest_gap_of_the_cdfs() -> None:
+def test_unknown_p_value_agrees_with_fishers_exact_test() -> None:
+    rng = np.random.default_rng(0)
+    reference = one_stratum(rng, rng.random(60).astype(np.float32), unknown=6)
+    live = one_stratum(rng, rng.random(50).astype(np.float32), unknown=12)
+    shift = measured(reference, live, "unknown_rise", 0.0005)
+    assert shift.effect == pytest.approx(12 / 50 - 6 / 60)
+    exact = stats.fisher_exact([[12, 38], [6, 54]], alternative="greater")
+    assert shift.p == pytest.approx(float(exact.pvalue), abs=0.03)
+
+
+def test_weighted_effects_compare_class_by_class() -> None:
+    """Computed again from the definition: the reference's classes weigh as much as their share of the live queries."""
     rng = np.random.default_rng(2)
-    first, second = rng.random(70).astype(np.float32), (rng.random(90) * 1.3).astype(np.float32)
-    gaps = [abs((first <= x).mean() - (second <= x).mean()) for x in [*first, *second]]
-    assert distance_shift(first, second)[0] == pytest.approx(max(gaps))
-
-
-def energy(first: Floats, second: Floats) -> float:
-    """Compute the coefficient pair by pair, by its definition."""
-
-    def mean(left: Floats, right: Floats) -> float:
-        return float(np.mean([np.linalg.norm(x - y) for x in left for y in right]))
-
-    across = 2 * mean(first, second)
-    return (across - mean(first, first) - mean(second, second)) / across
-
-
-def test_energy_coefficient_matches_its_definition() -> None:
-    rng = np.random.default_rng(3)
-    first = rng.standard_normal((13, 4)).astype(np.float32)
-    second = (rng.standard_normal((17, 4)) + 0.5).astype(np.float32)
-    assert embedding_shift(first, second, 19)[0] == pytest.approx(energy(first, second), abs=1e-5)
+    reference, live = drawn(rng, 150), drawn(rng, 130, farther=0.05, one_class=0.5)
+    assert reference.labels is not None
+    assert live.labels is not None
+    weights = np.array([(live.labels == a).mean() / (reference.labels == a).sum() for a in reference.labels])
+    rise = live.is_unknown.mean() - weights @ reference.is_unknown
+    gaps = [
+        abs((live.distances <= x).mean() - weights @ (reference.distances <= x))
+        for x in [*reference.distances, *live.distances]
+    ]
+    assert measured(reference, live, "unknown_rise").effect == pytest.approx(rise)
+    assert measured(reference, live, "distance_shift").effect == pytest.approx(max(gaps))
+    equal = np.full(len(live), 1 / len(live))
+    across, first, second = (
+        sum(v * w * np.linalg.norm(x - y) for v, x in zip(vs, xs, strict=True) for w, y in zip(ws, ys, strict=True))
+        for vs, xs, ws, ys in (
+            (weights, reference.coordinates, equal, live.coordinates),
+            (weights, reference.coordinates, weights, reference.coordinates),
+            (equal, live.coordinates, equal, live.coordinates),
+        )
+    )
+    energy = measured(reference, live, "embedding_shift").effect
+    assert energy == pytest.approx((2 * across - first - second) / (2 * across), abs=1e-5)
 
 
 def test_permutation_p_value_matches_full_enumeration() -> None:
-    """Two samples of 4 points have 70 permutations, so the exact p-value can be enumerated."""
+    """Two samples of 20 points, of which only 4 differ, so that their sides can be enumerated."""
     rng = np.random.default_rng(4)
-    points = rng.standard_normal((8, 2)).astype(np.float32)
-    points[:4] += 1
-    observed = energy(points[:4], points[4:]) * 1.0
-    spread = pdist(points).sum()
-    as_large = 0
-    for chosen in itertools.combinations(range(8), 4):
-        others = [row for row in range(8) if row not in chosen]
-        first, second = points[list(chosen)], points[others]
-        # For samples of equal size, comparing E is equivalent to comparing the sum of cross distances.
-        across = sum(np.linalg.norm(x - y) for x in first for y in second)
-        actual = sum(np.linalg.norm(x - y) for x in points[:4] for y in points[4:])
-        as_large += across >= actual - 1e-5
-    assert observed > 0
-    assert spread > 0
-    _, p = embedding_shift(points[:4], points[4:], 4999)
-    assert p == pytest.approx(as_large / 70, abs=0.03)
+    flags = np.array([True] * 4 + [False] * 16)
+    reference, live = (one_stratum(rng, rng.random(20).astype(np.float32)) for _ in range(2))
+    live = Queries(20, 4, live.distances, live.coordinates, flags, live.at_s)
+    # All 4 unknown images are live: the hypergeometric probability.
+    assert measured(reference, live, "unknown_rise", 0.0002).p == pytest.approx(
+        float(stats.hypergeom(40, 4, 20).pmf(4)), abs=0.025
+    )
 
 
-def test_single_point_and_zero_dimensional_samples_are_accepted() -> None:
-    same = np.ones((5, 3), np.float32)
-    effect, p = embedding_shift(same, same, 9)
-    assert effect == 0
-    assert p == 1
+def test_constant_and_zero_dimensional_samples_are_accepted() -> None:
     rng = np.random.default_rng(5)
-    bare = Queries(100, 3, rng.random(100).astype(np.float32), np.empty((100, 0), np.float32))
+    same = one_stratum(rng, np.ones(25, np.float32), points=np.ones((25, 3), np.float32))
+    for shift in measure_drift(same, same, BOUNDS, LEVEL):
+        assert (shift.effect, shift.p, shift.detectable) == (pytest.approx(0), 1, shift.bound)
+    bare = one_stratum(rng, rng.random(100).astype(np.float32))
     assert [shift.measure for shift in measure_drift(drawn(rng), bare, BOUNDS, LEVEL)] == [
         "unknown_rise",
         "distance_shift",

@@ -244,7 +244,7 @@ def _detectable(permuted: Weights, level: float, bound: float) -> float:
     out as ``level`` would need more permutations. The effect's spread is assumed to be as large as without a shift.
     """
     spread = float(permuted.std())
-    if not spread:
+    if spread < _ROUNDING:
         return bound
     skew: Any = stats.skew(permuted)
     critical: Any = stats.pearson3.isf(level, max(0.0, float(skew)), permuted.mean(), spread)

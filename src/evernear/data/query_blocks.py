@@ -5,8 +5,8 @@ first query counts. A test of such a sample is valid whatever the size of the bl
 "Within-cluster resampling").
 
 The log does not say where a block ends. Queries that are at least a gap apart in time are taken, and the gap is the
-smallest at which queries that follow each other are not more alike than others of their predicted class. Of independent
-queries, all are taken.
+smallest at which queries are not much more like those just before them than like others of their predicted class. Of
+independent queries, all are taken.
 """
 
 import numpy as np
@@ -18,11 +18,15 @@ GAPS_S = (0.0, *(float(2**power) for power in range(13)))
 """The gaps in seconds that are tried: up to 68 minutes."""
 SAMPLE = 2000
 """Queries that are looked at."""
-_PREDECESSORS = 5
-"""Queries of the same class before a query, of which the nearest counts. Cameras may take turns."""
-_SHUFFLES = 100
-_ALIKE = 0.9
-"""Queries are alike if the distance to the nearest predecessor is at most this share of the expected distance."""
+_COMPARED = 8
+"""Queries before one, of which the nearest counts: cameras may take turns, and in the middle of the window the images
+may change.
+"""
+_ALIKE = 0.8
+"""Queries are alike if the distance to the nearest one before is at most this share of the distance to others ..."""
+_ERRORS = 3.5
+"""... and differs from it by this number of standard errors."""
+_MIN_CLASS = 10
 
 
 def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
@@ -53,30 +57,42 @@ def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
 
 
 def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
-    """Whether queries are more like those shortly before them than like others of their class.
+    """Whether the queries of a class, or of all classes together, are like those just before them.
 
-    The order of time is compared with random orders. Within classes, because the mix of classes changes with time.
+    Within classes, because the mix of classes changes with time.
     """
     points = queries.coordinates if queries.coordinates.shape[1] else queries.distances[:, None]
     labels = queries.labels if queries.labels is not None else np.zeros(len(queries), "U1")
-    actual, shuffled = 0.0, np.zeros(_SHUFFLES)
-    for label in np.unique(labels):
-        own = points[labels == label]
-        if len(own) < 2:
-            continue
-        orders = np.stack([np.arange(len(own)), *(rng.permutation(len(own)) for _ in range(_SHUFFLES))])
-        sums = _nearest_predecessors(own, orders)
-        actual += float(sums[0])
-        shuffled += sums[1:]
-    return actual < _ALIKE * shuffled.mean() and int((shuffled <= actual).sum()) < 0.05 * _SHUFFLES
+    classes = [
+        _nearest(points[own], queries.at_s[own], rng) for own in (labels == label for label in np.unique(labels))
+    ]
+    return any(_differ(before, others) for before, others in [*classes, tuple(np.concatenate(classes, axis=1))])
 
 
-def _nearest_predecessors(points: Floats, orders: NDArray[np.intp]) -> NDArray[np.float64]:
-    """For each order (S, N) of ``points``, the sum of the distances to the nearest of the `_PREDECESSORS` before."""
-    squares = (points**2).sum(axis=1)
-    distances = np.sqrt(np.maximum(0.0, squares[:, None] + squares - 2 * points @ points.T))
-    nearest = np.full(orders.shape, np.inf)
-    for lag in range(1, min(_PREDECESSORS, orders.shape[1] - 1) + 1):
-        own = distances[orders[:, lag:], orders[:, :-lag]]
-        nearest[:, lag:] = np.minimum(nearest[:, lag:], own)
-    return nearest[:, 1:].sum(axis=1)
+def _differ(before: Floats, others: Floats) -> bool:
+    count, less = len(before), others - before
+    if count < _MIN_CLASS or before.mean() > _ALIKE * others.mean():
+        return False
+    return bool(less.mean() > _ERRORS * less.std() / np.sqrt(count))
+
+
+def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator) -> Floats:
+    """Distances of points, in the order of time, to the nearest of up to `_COMPARED` others, (2, M).
+
+    First of those just before a point, then of equally many that are drawn from other times. The latter are drawn from
+    points that are spread over time, so that a burst is not mostly compared with itself.
+    """
+    count = len(points)
+    spacing_s = (at_s[-1] - at_s[0]) / (2 * count)
+    spread = _apart(at_s, spacing_s)
+    drawn = rng.random((count, len(spread)))
+    drawn[np.abs(at_s[:, None] - at_s[spread]) <= spacing_s] = np.inf
+    order = np.argsort(drawn, axis=1)[:, :_COMPARED]
+    available = np.minimum(np.isfinite(drawn).sum(axis=1), np.minimum(np.arange(count), order.shape[1]))
+    before, others = np.full((2, count), np.inf, np.float32)
+    for number in range(order.shape[1]):
+        rows = np.flatnonzero(available > number)
+        before[rows] = np.minimum(before[rows], np.linalg.norm(points[rows] - points[rows - number - 1], axis=1))
+        drawn_rows = spread[order[rows, number]]
+        others[rows] = np.minimum(others[rows], np.linalg.norm(points[rows] - points[drawn_rows], axis=1))
+    return np.stack([before, others])[:, available > 0]
