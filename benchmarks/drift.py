@@ -183,12 +183,15 @@ def prepare(mnist: Path, release: str, directory: Path) -> None:
     train = np.concatenate([known[SMALL // 10 : SMALL], more[len(more) // 10 :]])
     write_idx(source, "t10k", images[test], labels[test])
     write_idx(source, "train", images[train], labels[train])
+    moved: tuple[str, ...] = ()
     if release == "large":
         shutil.copytree(directory.parent / "small" / "work", directory / "work")
+        moved = ("--set", f"data.moved_from=mnist:{directory.parent / 'small' / 'source'}")
     options = [word for name, value in SPLITS[release].items() for word in ("--set", f"data.{name}={value}")]
     command = [
         *(sys.executable, "-m", "evernear", "reindex" if release == "large" else "run", "--source", f"mnist:{source}"),
-        *("--workdir", str(directory / "work"), "--set", "train.width=8", "--set", "train.min_steps=300", *options),
+        *("--workdir", str(directory / "work"), "--set", "train.width=8", "--set", "train.min_steps=300"),
+        *(*options, *moved),
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)
     stop = [sys.executable, "-m", "evernear", "stop", "--workdir", str(directory / "work")]

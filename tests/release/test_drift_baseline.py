@@ -1,5 +1,6 @@
 """The drift baseline: a sample of a release's predictions to compare live queries with."""
 
+import dataclasses
 import io
 
 import numpy as np
@@ -22,14 +23,24 @@ def reference(make_release: MakeRelease) -> DriftBaseline:
     return DriftBaseline.parse(data, "here")
 
 
-def test_baseline_contains_the_predictions_on_the_query_split(reference: DriftBaseline, system: System) -> None:
-    (block,) = system.dataset.blocks("query")
-    embeddings = embed_images(load_network(system.network_dir), block.images)
+def test_baseline_contains_the_predictions_on_the_query_and_test_splits(
+    reference: DriftBaseline, system: System
+) -> None:
+    """The query split is smaller than a baseline may be."""
+    images = np.concatenate([block.images for split in ("query", "test") for block in system.dataset.blocks(split)])
+    embeddings = embed_images(load_network(system.network_dir), images)
     gallery = Gallery.open(system.index_dir, reference_network(system))
     recognitions = gallery.recognize(embeddings)
     assert reference.distances == pytest.approx([recognition.dist for recognition in recognitions], abs=1e-5)
     assert reference.unknown.tolist() == [recognition.unknown for recognition in recognitions]
     assert reference.coordinates == pytest.approx(embeddings @ reference.projection, abs=1e-5)
+    assert reference.labels is not None
+    assert reference.labels.tolist() == [recognition.pred for recognition in recognitions]
+
+
+def test_baseline_of_an_earlier_version_has_no_classes(reference: DriftBaseline) -> None:
+    earlier = dataclasses.replace(reference, labels=None).to_bytes()
+    assert DriftBaseline.parse(earlier, "here").labels is None
 
 
 def reference_network(system: System) -> str:
@@ -76,6 +87,8 @@ def test_invalid_baseline_is_rejected_with_its_path(reference: DriftBaseline) ->
         packed(distances=reference.distances.astype(np.float64)),
         packed(projection=np.array([{"a": "pickle"}], dtype=object)),
         packed(projection=reference.projection[0]),
+        packed(labels=np.array(["one"])),
+        packed(labels=np.arange(len(reference.distances))),
     ]
     for data in unusable:
         with pytest.raises(IntegrityError, match="somewhere is not a drift baseline"):
