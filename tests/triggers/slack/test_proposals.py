@@ -56,6 +56,19 @@ def test_proposal_is_prompted_once_with_its_reasons(bot: Bot, slack: SlackServer
     assert stored(bot).message == f"{CHANNEL}/{prompt.ts}"
 
 
+def test_prompt_of_a_proposal_that_has_grown_shows_its_new_reasons_once(bot: Bot, slack: SlackServer) -> None:
+    prompt = prompted(bot, slack)
+    versions = len(prompt.versions)
+    bot.requests.change(stored(bot), grown=1, reasons=("2,400 new training images.",))
+    bot.poll()
+    bot.restart()
+    bot.poll()
+    assert slack.messages == [prompt], "no second prompt"
+    assert len(prompt.versions) == versions + 1
+    assert "2,400 new training images." in prompt.text
+    assert prompt.buttons == ["Train", "Not now"]
+
+
 def test_accepted_proposal_trains_on_the_source_that_the_watcher_saw(
     bot: Bot, slack: SlackServer, runs: MemoryRuns
 ) -> None:
