@@ -62,13 +62,11 @@ CHECK_EVERY = timedelta(hours=6)
 PER_DAY = 600
 WEEKEND_CLASS, WEEKEND_SHARE = "1", 0.6
 BURST_DAY, BURST = 1, 1_000
-CHANGE_DAY = 1
-"""The change is followed for two weeks, or until it is found."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Queries of some days. ``change`` names the images from `CHANGE_DAY` on; empty: no change."""
+    """Queries of some days. ``change`` names the images from ``change_day`` on; empty: no change."""
 
     name: str
     release: str
@@ -78,6 +76,8 @@ class Scenario:
     burst: bool = False
     change: str = ""
     declines: bool = False
+    change_day: int = 1
+    """The change is followed until it is found."""
 
 
 SCENARIOS = (
@@ -90,7 +90,7 @@ SCENARIOS = (
     Scenario("mild change of camera", "large", 15, change="mild"),
     Scenario("mild change of camera", "small", 15, change="mild"),
     Scenario("strong change of camera", "large", 15, change="strong"),
-    Scenario("strong change of camera, weekends", "large", 15, weekends=True, change="strong"),
+    Scenario("strong change of camera, weekends", "large", 15, weekends=True, change="strong", change_day=5),
     Scenario("strong change of camera", "small", 15, change="strong"),
 )
 
@@ -331,7 +331,7 @@ def schedule(scenario: Scenario, labels: Sequence[str], rng: np.random.Generator
     of_class = [row for row in rows if labels[row] == WEEKEND_CLASS]
     special: list[int] = []
     for day in range(scenario.days):
-        kind = scenario.change if scenario.change and day >= CHANGE_DAY else "usual"
+        kind = scenario.change if scenario.change and day >= scenario.change_day else "usual"
         day_starts = MONDAY + timedelta(days=day)
         if scenario.frames:
             starts = np.sort(rng.uniform(0, 86_000, PER_DAY // FRAMES)).tolist()
@@ -382,7 +382,7 @@ def check_all(
         result.tested += is_tested
         untested_h = 0.0 if is_tested else untested_h + CHECK_EVERY / timedelta(hours=1)
         result.longest_untested_h = max(result.longest_untested_h, untested_h)
-        changed = MONDAY + timedelta(days=CHANGE_DAY)
+        changed = MONDAY + timedelta(days=scenario.change_day)
         is_true = bool(scenario.change) and now > changed
         if is_drift and not was_drift:
             if is_true and result.found_h is None:

@@ -13,7 +13,7 @@ class WatchSettings(Section):
     interval_s: int = Field(default=3600, ge=1, description="Time between two checks of the source and live queries.")
     policy: Literal["ask", "start"] = Field(default="ask", description="Ask in Slack, or start the run immediately.")
     cooldown_s: int = Field(
-        default=6 * 3600, ge=0, description="Time after a start or an end without an answer before the same run is proposed again."
+        default=6 * 3600, ge=0, description="Time after a start or an expiry before the same run is proposed again."
     )
     bucket_events: bool = Field(
         default=True,

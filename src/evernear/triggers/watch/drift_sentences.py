@@ -31,10 +31,13 @@ def no_drift_reasons(drift: Drift) -> list[str]:
 
 
 def mix_remarks(drift: Drift) -> list[str]:
-    """The classes whose share of the live queries differs from the reference. A different mix is not drift."""
+    """The classes whose share of the live queries differs from the reference. A different mix is not drift.
+
+    Empty if drift was detected, which may let one class look like another, or not tested.
+    """
+    if not drift.shifts or any(shift.detected for shift in drift.shifts):
+        return []
     if drift.mix is None:
-        if not drift.shifts:
-            return []
         return [
             "The release was archived without predicted classes, so that another mix of classes also counts as drift;"
             " the next release has them."
