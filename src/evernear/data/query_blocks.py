@@ -4,9 +4,9 @@ Statistical tests assume independent queries, and ten frames of one picture woul
 first query counts. A test of such a sample is valid whatever the size of the blocks (Hoffman, Sen and Weinberg 2001,
 "Within-cluster resampling").
 
-The log does not say where a block ends. Queries that are at least a gap apart in time are taken, and the gap is the
-smallest at which queries are not much more like those just before them than like others of their predicted class. Of
-independent queries, all are taken.
+The log does not say where a block ends. Queries that are at least a gap apart in time are taken, and the gap is twice
+the smallest at which queries are not more like those just before them than like others of their predicted class: a few
+pairs of one block would go unnoticed at half the gap. Of independent queries, all are taken.
 """
 
 import numpy as np
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from evernear.data.drift import MIN_QUERIES, Floats, Queries
 
 GAPS_S = (0.0, *(float(2**power) for power in range(13)))
-"""The gaps in seconds that are tried: up to 68 minutes."""
+"""The gaps in seconds that are tried: up to 68 minutes, doubled."""
 SAMPLE = 2000
 """Queries that are looked at."""
 _COMPARED = 8
 """Queries before one, of which the nearest counts: cameras may take turns, and in the middle of the window the images
 may change.
 """
-_ALIKE = 0.8
+_ALIKE = 0.9
 """Queries are alike if the distance to the nearest one before is at most this share of the distance to others ..."""
-_ERRORS = 3.5
+_ERRORS = 3.0
 """... and differs from it by this number of standard errors."""
 _MIN_CLASS = 10
 
@@ -42,7 +42,7 @@ def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
         thinned = live.select(_apart(live.at_s, gap_s))
         if len(thinned) < MIN_QUERIES or not _are_alike(thinned, rng):
             break
-    return thinned, gap_s
+    return (live.select(_apart(live.at_s, 2 * gap_s)), 2 * gap_s) if gap_s else (thinned, 0.0)
 
 
 def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
