@@ -263,7 +263,8 @@ def test_queries_like_the_reference_are_not_drift(watched: WatchedSystem) -> Non
     assert report.figures["drift_found"] == 0
     assert f"No drift in {len(queries)} live queries." in report.reasons
     (smallest,) = (reason for reason in report.reasons if "the smallest shifts that are found" in reason)
-    assert f"{len(queries)} queries and {len(queries) + watched.dataset().count('test')} reference images" in smallest
+    assert report.figures["sampled_queries"] == 100
+    assert f"100 queries and {len(queries) + watched.dataset().count('test')} reference images" in smallest
     assert report.figures["unknown_rise_detectable"] >= 0.05
 
 
