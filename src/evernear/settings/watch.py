@@ -39,7 +39,7 @@ class WatchSettings(Section):
         default=0.15, description="Smallest Kolmogorov-Smirnov statistic of the gallery distances to report."
     )
     embedding_shift: Fraction = Field(
-        default=0.02, description="Smallest energy coefficient of the embeddings to report."
+        default=0.005, description="Smallest energy coefficient of the embeddings to report."
     )
     query_retention_s: int = Field(
         default=14 * 24 * 3600, ge=3600, description="Age at which logged queries are deleted."
