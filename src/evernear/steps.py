@@ -222,27 +222,36 @@ def evaluate(
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
+        from evernear.evaluation.measure import observe_all
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_anchor, open_champion
         from evernear.serving.live_queries import live_distances
+        from evernear.serving.replay import Replayer
 
         data, candidate = Dataset.open(Path(dataset)), Recognizer.open(Path(network), Path(index))
         probed = OpenSet.load(Path(open_set))
         opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
-        collector = ExampleCollector(candidate, data)
+        record, collector = RunRecord(opened, run), ExampleCollector(candidate, data)
         with open_champion(opened, chosen.classes) as champion, open_anchor(opened, chosen.classes) as anchor:
-            result = evaluate_systems(candidate, champion, data, probed, chosen.evaluation, seen, collector.add, anchor)
+            replayer = Replayer(candidate, champion) if champion else None
+            observe = observe_all(collector.add, replayer.candidate_answers.add) if replayer else collector.add
+            observe_champion = replayer.champion_answers.add if replayer else None
+            result = evaluate_systems(
+                candidate, champion, data, probed, chosen.evaluation, seen, observe, observe_champion, anchor
+            )
+            if replayer:
+                replay, changed = replayer.replay(opened, result, chosen.serving.max_pixels)
+                result = result.model_copy(update={"replay": replay})
+                record.save(replay=changed.model_dump(mode="json"))
             readable = champion and "champion" not in result.unreadable
             examples = collector.finish(champion.dataset if champion and readable else None)
         live = live_distances(opened, result.champion) if result.champion else None
         result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
         result.write(Path(evaluation))
         examples = examples.model_copy(update={"live": live})
-        RunRecord(opened, run).save(
-            evaluation=result.model_dump(mode="json"), examples=examples.model_dump(mode="json")
-        )
+        record.save(evaluation=result.model_dump(mode="json"), examples=examples.model_dump(mode="json"))
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
         )

@@ -18,6 +18,7 @@ from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leakage import count_leakage
 from evernear.evaluation.measure import NO_CHANGES, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.replay import Replay
 from evernear.settings import ClassSettings, EvaluationSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
@@ -90,6 +91,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """Classes of the champion that were removed or renamed on purpose. Its measurement uses their current names."""
     anchor: AnchorEvaluation | None = None
     """None if the champion is the anchor, or without a champion."""
+    replay: Replay | None = None
+    """Both systems' answers to stored live queries; None without a champion."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By the names in `SYSTEMS`; stored in `OUTCOMES_FILE`."""
 
@@ -185,6 +188,7 @@ def evaluate_systems(
     settings: EvaluationSettings,
     trained_on: Dataset | None = None,
     observe: Observer | None = None,
+    observe_champion: Observer | None = None,
     anchor: ReleasedSystem | UnavailableSystem | None = None,
 ) -> Evaluation:
     """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``; count leaked test images.
@@ -194,7 +198,8 @@ def evaluate_systems(
 
     The accuracy of a champion that was trained on test images is overstated. The gate reports this. A class of the
     champion that was renamed counts under its new name. A retired one is left out. ``trained_on`` is the snapshot that
-    the candidate's network was trained on (None: ``dataset``). ``observe`` sees the candidate's results; see `measure`.
+    the candidate's network was trained on (None: ``dataset``). ``observe`` and ``observe_champion`` see the
+    results of each; see `measure`.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a recognizer.
@@ -205,7 +210,7 @@ def evaluate_systems(
     classes = champion.classes if champion else NO_CHANGES
     if champion:
         measurements["champion"], outcomes["champion"] = measure(
-            champion.recognizer, dataset, settings, classes=classes
+            champion.recognizer, dataset, settings, classes=classes, observe=observe_champion
         )
     measured_anchor = _measure_anchor(anchor, dataset, settings, outcomes) if champion and anchor else None
     return Evaluation(

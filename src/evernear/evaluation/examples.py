@@ -206,9 +206,9 @@ class ExampleCollector:
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
         """The examples, with sample images and, if the champion's dataset is available, the images added since then."""
-        tiles = _Tiles(self._dataset.shape, TILE_PX)
+        tiles = Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
-        map_tiles = _Tiles(self._dataset.shape, MAP_TILE_PX)
+        map_tiles = Tiles(self._dataset.shape, MAP_TILE_PX)
         for image, *_ in self._map:
             map_tiles.add(image)
         return Examples(
@@ -224,7 +224,7 @@ class ExampleCollector:
             map_images=map_tiles.sheet(),
         )
 
-    def _with_neighbors(self, tiles: "_Tiles") -> tuple[Mistake, ...]:
+    def _with_neighbors(self, tiles: "Tiles") -> tuple[Mistake, ...]:
         wanted = {int(row) for query in self._mistakes for row in query.rows if row >= 0}
         gallery = {row: tiles.add(image) for row, image in self._gallery_images(wanted)}
         return tuple(
@@ -312,7 +312,7 @@ def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
     return (positions - low) / np.maximum(high - low, 1e-9)
 
 
-class _Tiles:
+class Tiles:
     """Collects images of the dataset's shape, reduced so that the longer side is at most ``limit_px``."""
 
     def __init__(self, shape: tuple[int, int, int], limit_px: int) -> None:
@@ -328,6 +328,7 @@ class _Tiles:
         return len(self._images) - 1
 
     def sheet(self) -> Sheet:
+        """The sheet with all images."""
         rows = -(-len(self._images) // SHEET_COLUMNS) or 1
         whole = Image.new("RGB", (SHEET_COLUMNS * self._width, rows * self._height))
         for number, image in enumerate(self._images):
@@ -344,14 +345,14 @@ class _Tiles:
         )
 
 
-def _samples(dataset: Dataset, tiles: _Tiles) -> tuple[Sample, ...]:
+def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
     counts = dataset.manifest.label_counts("train")
     labels = [label for label in dataset.labels if counts[label]][:SAMPLE_CLASSES]
     shards = {shard.sha256 for shard in dataset.shards("train")}
     return _pick(dataset, dict.fromkeys(labels, SAMPLES_PER_CLASS), shards, tiles)
 
 
-def _new_images(dataset: Dataset, before: Dataset, tiles: _Tiles) -> tuple[Sample, ...]:
+def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
     """Images of shards that ``before`` lacks: each ingest adds shards and leaves the others as they are."""
     earlier = {shard.sha256 for shard in before.shards("train")}
     added = [shard for shard in dataset.shards("train") if shard.sha256 not in earlier]
@@ -361,7 +362,7 @@ def _new_images(dataset: Dataset, before: Dataset, tiles: _Tiles) -> tuple[Sampl
     return _pick(dataset, dict.fromkeys(labels, min(SAMPLES_PER_CLASS, per_class)), {s.sha256 for s in added}, tiles)
 
 
-def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: _Tiles) -> tuple[Sample, ...]:
+def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Tiles) -> tuple[Sample, ...]:
     """The first images of each class among the train shards ``shards``. A shard without them is not read."""
     picked: dict[str, list[int]] = {label: [] for label in wanted}
     missing = {dataset.labels.index(label): count for label, count in wanted.items()}

@@ -37,6 +37,10 @@ Known images called unknown (`false_rejects`)
     The rule fails if the lower end of the interval is above ``gate.false_reject_ceiling``. A few images more than that
     on a small test split are noise.
 
+Live queries (`replay`)
+    The candidate must not change more of the champion's answers to stored live queries than the differences on the
+    test split explain; see `evernear.evaluation.replay`.
+
 First release (`beats_baselines`)
     Without a champion, accuracy must be significantly better, by the same exact test at ``gate.significance``, than
     with two trivial recognizers on the same test images: always predicting the most common class, and the nearest
@@ -61,6 +65,7 @@ from evernear.evaluation.gate_anchor import (
     smallest_detectable_loss,
 )
 from evernear.evaluation.measure import Measurement
+from evernear.evaluation.replay import replay_rule
 from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict
 from evernear.index.description import MAX_DISTANCE
@@ -109,6 +114,8 @@ def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings
         yield from anchor_rules(anchor, candidate, settings)
         yield _classes_kept(candidate, evaluation.champion, evaluation.classes)
         yield _class_recall_drop(evaluation, evaluation.champion, settings)
+        if evaluation.replay is not None:
+            yield replay_rule(evaluation.replay, settings)
 
 
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:

@@ -27,6 +27,18 @@ OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
 
 
+def observe_all(*observers: Observer) -> Observer:
+    """An observer that calls each of ``observers``."""
+
+    def observe(
+        block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
+    ) -> None:
+        for each in observers:
+            each(block, embeddings, neighbors, answers)
+
+    return observe
+
+
 class Measurement(Frozen):
     """The result of `measure`. Proportions are of all queries of the split, unless stated otherwise."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evernear.data.preprocess import Preprocessing
 from evernear.embedding.embed import embed_images
 from evernear.embedding.export import describe_network, load_network
 from evernear.index.search import Gallery
@@ -18,8 +19,7 @@ class Recognizer:
 
     network: torch.jit.ScriptModule
     gallery: Gallery
-    shape: tuple[int, int, int]
-    """Height, width and channels of the input images."""
+    preprocessing: Preprocessing
     network_sha256: str
     parity_max_abs_difference: float
     name: str = ""
@@ -32,15 +32,19 @@ class Recognizer:
             IntegrityError: a file is missing or changed, or the index belongs to another network.
         """
         described = describe_network(network_dir)
-        preprocessing = described.preprocessing
         return Recognizer(
             network=load_network(network_dir),
             gallery=Gallery.open(index_dir, described.sha256),
-            shape=preprocessing.shape,
+            preprocessing=described.preprocessing,
             network_sha256=described.sha256,
             parity_max_abs_difference=described.parity_max_abs_difference,
             name=name,
         )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of the input images."""
+        return self.preprocessing.shape
 
     def embed(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Embed images (N, H, W, C) as unit vectors (N, D)."""

@@ -41,7 +41,7 @@ from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
 
 CHECKPOINTS = "checkpoints/"
-PAGES = ("examples.json", "run.html")
+PAGES = ("examples.json", "replay.json", "run.html")
 """Objects of a run record that contain images."""
 Digests = NDArray[np.bytes_]
 

@@ -22,6 +22,7 @@ from evernear.data.validate import Report
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import SHEET_COLUMNS, Examples, Sheet
+from evernear.evaluation.replay_examples import ReplayExamples
 from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_threshold
@@ -81,6 +82,7 @@ class RunReport:
     verdict: Verdict | None
     evaluation: Evaluation | None
     examples: Examples | None
+    replayed: ReplayExamples | None
     validation: Report | None
     training: Mapping[str, Any]
     settings: Mapping[str, Any]
@@ -104,6 +106,7 @@ class RunReport:
             verdict=record.find("verdict", Verdict),
             evaluation=evaluation,
             examples=record.find("examples", Examples),
+            replayed=record.find("replay", ReplayExamples),
             validation=record.find("validation", Report),
             training=record.load("training"),
             settings=flat(record.load("settings")),

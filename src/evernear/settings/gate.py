@@ -35,6 +35,11 @@ class GateSettings(Section):
     class_recall_drop: Fraction = Field(
         default=0.05, description="Largest loss of recall in any class, compared with the champion."
     )
+    replay_change: Fraction = Field(
+        default=0.05,
+        description="Largest share of the champion's answers to stored queries that may change beyond what the test "
+        "split explains.",
+    )
     class_recall_floor: Fraction = Field(default=0.5, description="Smallest recall of any class.")
     false_reject_ceiling: Fraction = Field(
         default=0.10, description="Largest share of known test images that may be called unknown."

@@ -1,0 +1,331 @@
+"""Replay: whether candidate and champion differ more on stored live queries than on the test split.
+
+A live query has no label, so nothing says which of two answers is right. Two good releases nevertheless agree on most
+queries, and the test split shows how often they differ. `replay_rule` holds a candidate that changes significantly more
+of the champion's answers on live queries. That is how damage shows that the test split does not contain: another
+preprocessing of files than of the dataset, a class that the dataset lost together with its test images, or labels that
+were exchanged in the dataset.
+
+Compared answers
+    Only queries and test images that the champion recognizes are compared. The others (`Replay.was_unknown`) say
+    nothing about the candidate, because recognizing them may be the purpose of the new images. An answer has changed
+    if the candidate calls the query unknown or names another class. Answers with a class that the champion does not
+    know (`Replay.new_class`) or that ``classes.retired`` names (`Replay.retired`) count apart.
+
+Difficulty
+    Live queries are often more difficult than test images, and retrained networks differ on difficult images. Both are
+    therefore grouped by the champion's distance. Within each group, the number of changed queries is compared with the
+    number of changed test images. The test is exact, conditional on the totals of each group (Birch 1964, J. R. Stat.
+    Soc. B 26:313; the exact form of the test of Mantel and Haenszel 1959, J. Natl. Cancer Inst. 22:719).
+
+Classes
+    A class that the champion predicts is also compared alone, because the loss of one among many hardly changes the
+    total. Both comparisons share `LEVEL` of ``gate.significance``, and must exceed a minimum, because live queries are
+    never an exact sample of the test images.
+
+Exchanged labels
+    If the labels of the dataset are exchanged, the champion disagrees with the test split as much as with the live
+    queries. Test images that the champion was already tested on can therefore explain only as many changed classes as
+    the candidate has errors now and the champion had when it was released (`cap_explained`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import AwareDatetime, Field
+
+from evernear.common.frozen import Frozen
+from evernear.common.output import named, quantity
+from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.verdict import Rule
+from evernear.settings import ClassSettings, GateSettings
+
+if TYPE_CHECKING:
+    from evernear.data.shards import Block
+    from evernear.index.search import Classifications, Neighbors
+
+LEVEL = 0.1
+"""Share of ``gate.significance`` that `replay_rule` spends, half on all queries, half on the classes."""
+MIN_QUERIES = 50
+"""With fewer compared queries, nothing is held."""
+GROUPS = 20
+"""Groups of equal numbers of queries and test images by the champion's distance."""
+CLASS_CHANGE = 0.3
+"""A class is held only if the share of its changed answers exceeds the explained share by this."""
+LACKING, RETIRED = -1, -2
+"""Class numbers of an answer that the candidate's classes lack, and of a class that was retired on purpose."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to N images: class numbers (of the candidate's classes), distances and unknown flags, each (N,)."""
+
+    labels: NDArray[np.int32]
+    distances: NDArray[np.float32]
+    unknown: NDArray[np.bool_]
+
+
+class AnswerNumbers:
+    """Translates the labels of a system to numbers of the candidate's classes."""
+
+    def __init__(self, labels: tuple[str, ...], classes: ClassSettings) -> None:
+        self._numbers = {label: number for number, label in enumerate(labels)}
+        self._classes = classes
+
+    def of_candidate(self, label: str) -> int:
+        """The number of a class of the candidate."""
+        return self._numbers.get(label, LACKING)
+
+    def of_champion(self, label: str) -> int:
+        """The number of a class of the champion, renamed or retired by ``classes``."""
+        current = self._classes.current(label)
+        return RETIRED if current is None else self._numbers.get(current, LACKING)
+
+
+class AnswerCollector:
+    """An observer of `evernear.evaluation.measure.measure` that keeps 9 bytes of each answer.
+
+    ``numbers`` are the class numbers of the system's label indices.
+    """
+
+    def __init__(self, numbers: list[int]) -> None:
+        self._numbers = np.array([*numbers, LACKING], np.int32)  # the last for NO_LABEL (-1)
+        self._blocks: list[Answers] = []
+
+    def add(
+        self, block: "Block | None", embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
+    ) -> None:
+        """Add the answers to a block."""
+        self._blocks.append(Answers(self._numbers[answers.labels], answers.distances, answers.unknown))
+
+    def answers(self) -> Answers:
+        """All answers, in order."""
+        return Answers(
+            np.concatenate([np.empty(0, np.int32), *(block.labels for block in self._blocks)]),
+            np.concatenate([np.empty(0, np.float32), *(block.distances for block in self._blocks)]),
+            np.concatenate([np.empty(0, np.bool_), *(block.unknown for block in self._blocks)]),
+        )
+
+
+class ChangeCounts(Frozen):
+    """Changed answers among live queries and among test images of one group or class."""
+
+    queries: int = Field(default=0, ge=0)
+    changed: int = Field(default=0, ge=0)
+    images: int = Field(default=0, ge=0)
+    explained: int = Field(default=0, ge=0)
+    """Changed answers among the test images, see `cap_explained`."""
+
+    @property
+    def expected(self) -> float:
+        """Expected number of changed queries."""
+        return self.queries * self.explained / self.images if self.images else 0.0
+
+
+class Replay(Frozen):
+    """The candidate's and the champion's answers to stored live queries, compared as the module docstring says."""
+
+    queries: int = Field(default=0, ge=0)
+    """Replayed queries."""
+    newest: AwareDatetime | None = None
+    oldest: AwareDatetime | None = None
+    left_out: Mapping[str, int] = {}
+    """Stored queries that were not replayed, by the reason."""
+    changed: int = Field(default=0, ge=0)
+    """Queries with another answer, whether they are compared or not."""
+    new_class: int = Field(default=0, ge=0)
+    retired: int = Field(default=0, ge=0)
+    was_unknown: int = Field(default=0, ge=0)
+    now_recognized: int = Field(default=0, ge=0)
+    """Queries of ``was_unknown`` that the candidate recognizes."""
+    groups: tuple[ChangeCounts, ...] = ()
+    classes: dict[str, ChangeCounts] = {}
+    """By the champion's class, under its current name."""
+
+    @property
+    def compared(self) -> int:
+        """Number of compared queries."""
+        return sum(group.queries for group in self.groups)
+
+
+@dataclass(frozen=True)
+class PairedAnswers:
+    """The champion's and the candidate's answers to the same images."""
+
+    champion: Answers
+    candidate: Answers
+
+    @property
+    def changed(self) -> NDArray[np.bool_]:
+        """Whether a client would see another answer: another class, or unknown instead of a class or the reverse."""
+        return (self.champion.unknown != self.candidate.unknown) | self.relabeled
+
+    @property
+    def relabeled(self) -> NDArray[np.bool_]:
+        """Whether both recognize the image, as different classes."""
+        recognized = ~self.champion.unknown & ~self.candidate.unknown
+        return recognized & (self.champion.labels != self.candidate.labels)
+
+    def is_retired(self) -> NDArray[np.bool_]:
+        """Whether the champion recognizes a class that was retired."""
+        return ~self.champion.unknown & (self.champion.labels == RETIRED)
+
+    def is_new_class(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether the candidate recognizes a class that is not among ``known_before``."""
+        return ~self.candidate.unknown & ~np.isin(self.candidate.labels, known_before)
+
+    def is_compared(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether the image belongs to the comparison."""
+        return ~self.champion.unknown & ~self.is_retired() & ~self.is_new_class(known_before)
+
+
+def compare_answers(
+    live: PairedAnswers,
+    test: PairedAnswers,
+    labels: tuple[str, ...],
+    known_before: NDArray[np.int32],
+    relabeled_max: float = math.inf,
+) -> Replay:
+    """Compare the answers to ``live`` queries and to ``test`` images.
+
+    ``labels`` are the candidate's classes, ``known_before`` the numbers of those that the champion knows, and
+    ``relabeled_max`` is the result of `cap_explained`.
+    """
+    queries, images = live.is_compared(known_before), test.is_compared(known_before)
+    relabeled = int((test.relabeled & images).sum())
+    share = min(1.0, relabeled_max / relabeled) if relabeled else 1.0
+
+    def count(of_query: NDArray[np.bool_], of_image: NDArray[np.bool_]) -> ChangeCounts:
+        of_query, of_image = of_query & queries, of_image & images
+        relabeled_here = int((test.relabeled & of_image).sum())
+        rejected = int((test.changed & of_image).sum()) - relabeled_here
+        return ChangeCounts(
+            queries=int(of_query.sum()),
+            changed=int((live.changed & of_query).sum()),
+            images=int(of_image.sum()),
+            explained=rejected + math.ceil(share * relabeled_here),
+        )
+
+    distances = np.concatenate([live.champion.distances[queries], test.champion.distances[images]])
+    edges = np.quantile(distances, np.linspace(0, 1, GROUPS + 1)[1:-1]) if len(distances) else []
+    group_of_query, group_of_image = (np.searchsorted(edges, pairs.champion.distances) for pairs in (live, test))
+    new_class = live.is_new_class(known_before)
+    return Replay(
+        queries=len(live.changed),
+        changed=int(live.changed.sum()),
+        new_class=int(new_class.sum()),
+        retired=int(live.is_retired().sum()),
+        was_unknown=int((live.champion.unknown & ~new_class).sum()),
+        now_recognized=int((live.champion.unknown & ~live.candidate.unknown & ~new_class).sum()),
+        groups=tuple(count(group_of_query == group, group_of_image == group) for group in range(GROUPS)),
+        classes={
+            "a class that the candidate lacks" if number == LACKING else labels[number]: count(
+                live.champion.labels == number, test.champion.labels == number
+            )
+            for number in np.unique(live.champion.labels[queries]).tolist()
+        },
+    )
+
+
+def cap_explained(images: int, tested_before: int, candidate: Proportion, accuracy_before: float) -> float:
+    """The largest number of changed classes among ``images`` test images that the errors of both systems explain.
+
+    The champion was already tested on ``tested_before`` of them, with ``accuracy_before``, the lower end of its
+    interval. The others may be of a kind that is new to the champion, so it may be wrong on all of them.
+    """
+    return images * (1 - candidate.low) + tested_before * (1 - accuracy_before) + (images - tested_before)
+
+
+def p_explained(groups: tuple[ChangeCounts, ...]) -> float:
+    """Probability of at least this number of changed queries if queries change as often as test images.
+
+    Conditional on its totals, the number in each group is hypergeometric.
+    """
+    from scipy.stats import hypergeom
+
+    total, distribution = 0, np.ones(1)
+    for group in groups:
+        total += group.changed
+        changed = group.changed + group.explained
+        counts = np.arange(min(group.queries, changed) + 1)
+        mass = hypergeom.pmf(counts, group.queries + group.images, changed, group.queries)
+        distribution = np.convolve(distribution, mass)
+    return min(1.0, float(distribution[total:].sum()))
+
+
+def replay_rule(replay: Replay, settings: GateSettings) -> Rule:
+    """Hold a candidate that changes more of the champion's answers than the test split explains."""
+    name, compared = "replay", replay.compared
+    if compared < MIN_QUERIES:
+        return Rule(name=name, passed=True, reason=_too_few(replay))
+    level = LEVEL * settings.significance
+    changed, expected = (sum(getattr(group, key) for group in replay.groups) for key in ("changed", "expected"))
+    p = p_explained(replay.groups)
+    is_changed = p <= level / 2 and changed - expected > settings.replay_change * compared
+    classes = [
+        f"{label} ({counts.changed:,} of {counts.queries:,}, {counts.expected:.1f} explained)"
+        for label, counts in replay.classes.items()
+        if counts.changed - counts.expected > CLASS_CHANGE * counts.queries
+        and p_explained((counts,)) <= level / 2 / len(replay.classes)
+    ]
+    passed = not is_changed and not classes
+    reason = (
+        f"The candidate changes {changed:,} of the champion's answers to {compared:,} stored queries "
+        f"({changed / compared:.1%}); the differences on the test split explain {expected / compared:.1%} "
+        f"({_p_value(p)}, level {level / 2:g})."
+    )
+    if classes:
+        reason += f" It changes most answers of {named(classes)}."
+    if not passed:
+        reason += " Look at the changed answers on the run page; a person may still promote the release."
+    setting = ""
+    if is_changed and not classes:
+        setting = f"gate.replay_change={math.ceil(100 * (changed - expected) / compared) / 100:g}"
+    return Rule(
+        name=name,
+        passed=passed,
+        candidate=changed / compared,
+        bound=expected / compared + settings.replay_change,
+        reason=f"{reason}{_apart(replay)}",
+        setting=setting,
+    )
+
+
+def _too_few(replay: Replay) -> str:
+    if not replay.queries:
+        return (
+            "No stored query could be replayed, so the answers to live queries were not compared; "
+            f"serving.query_log=images stores some.{_left_out(replay)}"
+        )
+    return (
+        f"{quantity(replay.compared, 'stored query', 'stored queries')} can be compared. With fewer than {MIN_QUERIES}, "
+        f"a change of live answers is not detected.{_apart(replay)}"
+    )
+
+
+def _apart(replay: Replay) -> str:
+    """The queries that are not compared, as sentences after others."""
+    parts: list[str] = []
+    if replay.new_class:
+        parts.append(f"{replay.new_class:,} answered with a class that the champion does not know")
+    if replay.retired:
+        parts.append(f"{replay.retired:,} that the champion answers with a retired class")
+    if replay.was_unknown:
+        parts.append(
+            f"{replay.was_unknown:,} that the champion calls unknown ({replay.now_recognized:,} recognized by the "
+            "candidate)"
+        )
+    return (f" Not compared: {'; '.join(parts)}." if parts else "") + _left_out(replay)
+
+
+def _left_out(replay: Replay) -> str:
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in replay.left_out.items())
+    return f" Left out: {reasons}." if reasons else ""
+
+
+def _p_value(p: float) -> str:
+    return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"

@@ -1,0 +1,58 @@
+"""Changed answers to stored live queries for the run page, with their pictures."""
+
+import numpy as np
+
+from evernear.common.frozen import Frozen
+from evernear.data.preprocess import Pixels
+from evernear.evaluation.examples import TILE_PX, Sheet, Tiles
+from evernear.evaluation.replay import PairedAnswers
+
+SHOWN = 24
+
+
+class ChangedAnswer(Frozen):
+    """A query with another answer; ``tile`` is its number in the sheet."""
+
+    before: str
+    before_unknown: bool
+    before_distance: float
+    after: str
+    after_unknown: bool
+    after_distance: float
+    tile: int
+
+
+class ReplayExamples(Frozen):
+    """The changed answers that the run page shows."""
+
+    remedy = "run the evaluate step again"
+
+    answers: tuple[ChangedAnswer, ...]
+    """Recognized by the champion at the least distance first, because these changes are the least expected."""
+    images: Sheet
+
+
+def changed_answers(
+    pairs: PairedAnswers, images: Pixels, named_before: list[str], labels: tuple[str, ...]
+) -> ReplayExamples:
+    """The first `SHOWN` changed answers among ``pairs``, with their ``images`` (N, H, W, C).
+
+    ``named_before`` are the champion's predictions (N,), and ``labels`` the candidate's classes.
+    """
+    champion, candidate = pairs.champion, pairs.candidate
+    changed = np.flatnonzero(pairs.changed)
+    order = changed[np.lexsort((champion.distances[changed], champion.unknown[changed]))][:SHOWN]
+    tiles = Tiles((images.shape[1], images.shape[2], images.shape[3]), TILE_PX)
+    answers = tuple(
+        ChangedAnswer(
+            before=named_before[row],
+            before_unknown=bool(champion.unknown[row]),
+            before_distance=float(champion.distances[row]),
+            after=labels[int(candidate.labels[row])],
+            after_unknown=bool(candidate.unknown[row]),
+            after_distance=float(candidate.distances[row]),
+            tile=tiles.add(images[row]),
+        )
+        for row in order.tolist()
+    )
+    return ReplayExamples(answers=answers, images=tiles.sheet())

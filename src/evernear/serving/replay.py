@@ -1,0 +1,236 @@
+"""Replay stored live queries: the candidate answers them as it would live, away from the servers.
+
+The candidate's files are the ones that the archive step packs: the exported network with its preprocessing, the index
+and its labels. The stored file of each query is decoded as a server decodes it. The champion's answer is the logged
+one, or computed in the same way if another release answered the query.
+"""
+
+import base64
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import AwareDatetime
+
+from evernear.common.store import Store
+from evernear.data.preprocess import Pixels
+from evernear.errors import DataError, IntegrityError
+from evernear.evaluation.evaluate import Evaluation, ReleasedSystem
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.replay import (
+    AnswerCollector,
+    AnswerNumbers,
+    Answers,
+    PairedAnswers,
+    Replay,
+    cap_explained,
+    compare_answers,
+)
+from evernear.evaluation.replay_examples import ReplayExamples, changed_answers
+from evernear.release.registry import Registry
+from evernear.serving.decoding import decode_image, inspect_image
+from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
+
+QUERIES_MAX = 500
+MAX_FILES = 400
+"""Number of log files to read, newest first."""
+BATCH = 64
+THUMBNAIL_PX = 16
+DUPLICATE_CORRELATION = 0.98
+"""Two queries are near-duplicates, such as frames of one scene, if their thumbnails correlate at least this much."""
+NEAR_DUPLICATE = "near-duplicates of newer queries"
+UNREADABLE = "with a file that cannot be decoded"
+
+
+class StoredQuery(NamedTuple):
+    """A logged query with its file, and the answer of the release ``version``."""
+
+    image: bytes
+    at: AwareDatetime
+    version: str
+    pred: str
+    dist: float
+    unknown: bool
+
+
+class Answer(NamedTuple):
+    """What one system answers to one query."""
+
+    pred: str
+    dist: float
+    unknown: bool
+
+
+class ReplayedQueries(NamedTuple):
+    """Distinct stored queries with the answers of both systems, newest first."""
+
+    queries: list[StoredQuery]
+    images: Pixels
+    """As the candidate sees them, (N, H, W, C)."""
+    named_before: list[str]
+    """The champion's predictions, by its own names."""
+    answers: PairedAnswers
+    left_out: dict[str, int]
+
+
+class Replayer:
+    """Replays queries for a candidate and the champion.
+
+    Its `AnswerCollector`s observe both systems' measurement on the test split, so that no image is embedded twice.
+    """
+
+    def __init__(self, candidate: Recognizer, champion: ReleasedSystem) -> None:
+        self._candidate = candidate
+        self._champion = champion
+        self._labels = candidate.gallery.description.labels
+        self._numbers = AnswerNumbers(self._labels, champion.classes)
+        names = champion.recognizer.gallery.description.labels
+        self.candidate_answers = AnswerCollector([self._numbers.of_candidate(label) for label in self._labels])
+        self.champion_answers = AnswerCollector([self._numbers.of_champion(label) for label in names])
+
+    def replay(self, store: Store, evaluation: Evaluation, max_pixels: int) -> tuple[Replay, ReplayExamples]:
+        """Replay the `stored_queries` and compare the answers with those to the test split.
+
+        ``evaluation`` is the result of the measurement.
+
+        Raises:
+            StoreError: the store is unavailable.
+        """
+        queries = stored_queries(store)
+        replayed = replay_queries(self._candidate, self._champion.recognizer, self._numbers, queries, max_pixels)
+        test = PairedAnswers(self.champion_answers.answers(), self.candidate_answers.answers())
+        known_before = self._champion.recognizer.gallery.description.known_labels
+        accuracy = evaluation.candidate.accuracy
+        metrics = Registry(store).get(self._champion.recognizer.name).manifest.metrics
+        result = compare_answers(
+            replayed.answers,
+            test,
+            self._labels,
+            np.array([self._numbers.of_champion(label) for label in known_before], np.int32),
+            cap_explained(accuracy.total, self._tested_before(evaluation), accuracy, metrics.get("accuracy_low", 0.0)),
+        )
+        times = [query.at for query in replayed.queries]
+        result = result.model_copy(
+            update={
+                "left_out": replayed.left_out,
+                "newest": max(times, default=None),
+                "oldest": min(times, default=None),
+            }
+        )
+        return result, changed_answers(replayed.answers, replayed.images, replayed.named_before, self._labels)
+
+    def _tested_before(self, evaluation: Evaluation) -> int:
+        """Number of test images that the champion was tested on; 0 if its dataset is unavailable."""
+        if self._champion.dataset is None or evaluation.champion_test_overlap is None:
+            return 0
+        counts = self._champion.dataset.manifest.label_counts("test")
+        total = sum(count for label, count in counts.items() if self._champion.classes.current(label))
+        return round(evaluation.champion_test_overlap * total)
+
+
+def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[StoredQuery]:
+    """The newest ``limit`` logged queries that have a file, newest first. Damaged log files are skipped.
+
+    Raises:
+        StoreError: the store is unavailable.
+    """
+    logs = [info for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
+    found: list[StoredQuery] = []
+    for info in sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]:
+        stored = store.find(info.key)  # it may have been removed since
+        if stored is not None:
+            found += _parse(stored[0], info.key)
+        if len(found) >= limit:
+            break
+    return sorted(found, key=lambda query: query.at, reverse=True)[:limit]
+
+
+def replay_queries(
+    candidate: Recognizer,
+    champion: Recognizer,
+    numbers: AnswerNumbers,
+    queries: Sequence[StoredQuery],
+    max_pixels: int,
+) -> ReplayedQueries:
+    """Answer ``queries`` with both recognizers, except near-duplicates and files that cannot be decoded."""
+    left_out: Counter[str] = Counter()
+    kept: list[StoredQuery] = []
+    images: tuple[list[Pixels], list[Pixels]] = ([], [])
+    thumbnails = np.empty((0, THUMBNAIL_PX**2), np.float32)
+    for query in queries:
+        try:
+            file = inspect_image(query.image, max_pixels)
+            decoded = [decode_image(file, system.preprocessing) for system in (candidate, champion)]
+        except DataError:
+            left_out[UNREADABLE] += 1
+            continue
+        thumbnail = _thumbnail(decoded[1])
+        if (thumbnails @ thumbnail >= DUPLICATE_CORRELATION).any():
+            left_out[NEAR_DUPLICATE] += 1
+            continue
+        thumbnails = np.vstack([thumbnails, thumbnail])
+        kept.append(query)
+        for seen, image in zip(images, decoded, strict=True):
+            seen.append(image)
+    after = _recognize(candidate, images[0])
+    before = _answers_before(champion, kept, images[1])
+    return ReplayedQueries(
+        queries=kept,
+        images=np.stack(images[0]) if kept else np.empty((0, *candidate.shape), np.uint8),
+        named_before=[answer.pred for answer in before],
+        answers=PairedAnswers(
+            champion=_columns(before, numbers.of_champion), candidate=_columns(after, numbers.of_candidate)
+        ),
+        left_out=dict(left_out),
+    )
+
+
+def _answers_before(champion: Recognizer, queries: list[StoredQuery], images: list[Pixels]) -> list[Answer]:
+    """The champion's answers: those that it logged, and computed ones to queries that another release answered."""
+    missing = [row for row, query in enumerate(queries) if query.version != champion.name]
+    computed = dict(zip(missing, _recognize(champion, [images[row] for row in missing]), strict=True))
+    return [
+        computed[row] if row in computed else Answer(query.pred, query.dist, query.unknown)
+        for row, query in enumerate(queries)
+    ]
+
+
+def _recognize(recognizer: Recognizer, images: list[Pixels]) -> list[Answer]:
+    answers: list[Answer] = []
+    for start in range(0, len(images), BATCH):
+        embedded = recognizer.embed(np.stack(images[start : start + BATCH]))
+        answers += [Answer(each.pred, each.dist, each.unknown) for each in recognizer.gallery.recognize(embedded)]
+    return answers
+
+
+def _columns(answers: list[Answer], number: Callable[[str], int]) -> Answers:
+    return Answers(
+        labels=np.array([number(answer.pred) for answer in answers], np.int32),
+        distances=np.array([answer.dist for answer in answers], np.float32),
+        unknown=np.array([answer.unknown for answer in answers], np.bool_),
+    )
+
+
+def _thumbnail(image: Pixels) -> NDArray[np.float32]:
+    """Gray `THUMBNAIL_PX` square of an image, as a vector of length 1 with mean 0; zeros if it has one value."""
+    picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("L")
+    gray = np.asarray(picture.resize((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.BOX), np.float32).ravel()
+    centered = gray - gray.mean()
+    return centered / max(float(np.linalg.norm(centered)), 1e-6)
+
+
+def _parse(data: bytes, key: str) -> list[StoredQuery]:
+    try:
+        period, logged = parse_file(data, key)
+    except IntegrityError:  # the watcher reports it
+        return []
+    queries: list[StoredQuery] = []
+    for query in logged:
+        with suppress(ValueError):  # an entry that is not base64 has no file
+            if image := base64.b64decode(query.image, validate=True):
+                queries.append(StoredQuery(image, query.at, period.version, query.pred, query.dist, query.unknown))
+    return queries

@@ -1,0 +1,200 @@
+"""Stored live queries answered by the candidate."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from releases import MakeRelease, PackedRelease, System
+
+from evernear.common.store import Store, open_store
+from evernear.data.preprocess import Resize
+from evernear.evaluation.evaluate import Evaluation, LiveSystem, evaluate_systems
+from evernear.evaluation.gate import decide
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.replay_examples import ReplayExamples
+from evernear.release.archive_reader import open_release
+from evernear.release.registry import Registry
+from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, Replayer, stored_queries
+from evernear.settings import EvaluationSettings, GateSettings
+
+NOW = datetime.now(UTC)
+MAX_PIXELS = 10_000
+LENIENT = GateSettings(accuracy_floor=0.5, beat_baseline=False, class_recall_floor=0.0, false_reject_ceiling=1.0)
+
+
+def png(pixels: NDArray[np.uint8]) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(pixels[:, :, 0]).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def log_queries(store: Store, files: Sequence[bytes], version: str, pred: str = "0", age: timedelta = timedelta()):
+    at = NOW - age
+    period = Period(version=version, since=at, until=at, queries=len(files), unknown=0)
+    rows = [
+        LoggedQuery(at=at, pred=pred, dist=0.1, unknown=False, image=base64.b64encode(file).decode()) for file in files
+    ]
+    lines = "".join(row.model_dump_json() + "\n" for row in [period, *rows])
+    store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-{version}-host-1-0.jsonl", lines.encode())
+
+
+@pytest.fixture(scope="module")
+def release(make_release: MakeRelease) -> PackedRelease:
+    return make_release()
+
+
+@pytest.fixture(scope="module")
+def champion(system: System, release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> LiveSystem:
+    parts = open_release(release.archive, tmp_path_factory.mktemp("champion") / "release")
+    recognizer = Recognizer.open(parts.directory, parts.directory, release.version)
+    return LiveSystem(cropping(recognizer), system.dataset)
+
+
+@pytest.fixture
+def store(tmp_path: Path, release: PackedRelease) -> Store:
+    store = open_store((tmp_path / "store").as_uri())
+    Registry(store).publish(release.archive)
+    Registry(store).set_champion(release.version, None)
+    return store
+
+
+@pytest.fixture(scope="module")
+def candidate(system: System) -> Recognizer:
+    return cropping(Recognizer.open(system.network_dir, system.index_dir))
+
+
+def cropping(recognizer: Recognizer, resize: Resize = "crop") -> Recognizer:
+    return replace(recognizer, preprocessing=recognizer.preprocessing.model_copy(update={"resize": resize}))
+
+
+@pytest.fixture(scope="module")
+def large_queries(system: System) -> list[bytes]:
+    """Digits of the gallery as a camera sends them: larger, and twice as wide as high, with a margin at both sides."""
+    images = np.concatenate([block.images for block in system.dataset.blocks("gallery")])[:250]
+    return [png(np.pad(image.repeat(2, 0).repeat(2, 1), ((0, 0), (8, 8), (0, 0)))) for image in images]
+
+
+def replay(
+    store: Store, system: System, candidate: Recognizer, champion: LiveSystem
+) -> tuple[Evaluation, ReplayExamples]:
+    replayer = Replayer(candidate, champion)
+    evaluation = evaluate_systems(
+        candidate,
+        champion,
+        system.dataset,
+        OpenSet(held_out=()),
+        EvaluationSettings(),
+        observe=replayer.candidate_answers.add,
+        observe_champion=replayer.champion_answers.add,
+    )
+    replayed, examples = replayer.replay(store, evaluation, MAX_PIXELS)
+    return evaluation.model_copy(update={"replay": replayed}), examples
+
+
+def failed(evaluation: Evaluation) -> list[str]:
+    return [rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed]
+
+
+def test_the_same_release_changes_no_answer(
+    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+):
+    log_queries(store, large_queries, "other")
+    evaluation, examples = replay(store, system, candidate, champion)
+    assert evaluation.replay
+    assert evaluation.replay.changed == 0
+    assert evaluation.replay.queries + evaluation.replay.left_out.get(NEAR_DUPLICATE, 0) == len(large_queries)
+    assert evaluation.replay.compared > 100
+    assert not examples.answers
+    assert failed(evaluation) == []
+
+
+def test_another_preprocessing_is_held_although_the_test_split_does_not_show_it(
+    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+):
+    log_queries(store, large_queries, "other")
+    evaluation, examples = replay(store, system, cropping(candidate, "stretch"), champion)
+    assert evaluation.comparison
+    assert evaluation.comparison.overall.regressions == 0
+    assert failed(evaluation) == ["replay"]
+    assert evaluation.replay
+    assert len(examples.answers) == min(24, evaluation.replay.changed)
+    shown = examples.answers[0]
+    assert shown.before in system.dataset.labels
+    assert not shown.before_unknown
+    assert (shown.before, shown.before_unknown) != (shown.after, shown.after_unknown)
+
+
+def test_labels_exchanged_in_the_whole_dataset_are_held(
+    store: Store,
+    system: System,
+    champion: LiveSystem,
+    candidate: Recognizer,
+    large_queries: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The candidate learned the exchanged labels, so only the champion's accuracy and the live queries show it."""
+    log_queries(store, large_queries, "other")
+    exchanged = dict(zip("0123456789", "1234567890", strict=True))
+    before = champion.recognizer.gallery
+    described = before.description.model_copy(
+        update={"labels": tuple(exchanged[label] for label in before.description.labels)}
+    )
+    monkeypatch.setattr(before, "description", described)  # the champion answers by the names of before the exchange
+    evaluation, _ = replay(store, system, candidate, champion)
+    assert evaluation.champion
+    assert evaluation.champion.accuracy.value < 0.1
+    assert failed(evaluation) == ["replay"]
+
+
+def test_the_logged_answer_of_the_champion_counts(
+    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+):
+    log_queries(store, large_queries, champion.recognizer.name, pred="0")
+    evaluation, examples = replay(store, system, candidate, champion)
+    assert evaluation.replay
+    assert evaluation.replay.changed > 100
+    assert {answer.before for answer in examples.answers} == {"0"}
+
+
+def test_damaged_files_and_near_duplicates_are_left_out_and_counted(
+    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+):
+    blank = np.full((16, 16, 1), 7, np.uint8)
+    log_queries(store, [b"no image", large_queries[0], large_queries[0], png(blank), png(blank + 1)], "other")
+    store.put("queries/20260101/20260101T000000Z-v-host-1-0.jsonl", b"damaged")
+    replayed, _ = replay(store, system, candidate, champion)
+    assert replayed.replay
+    assert replayed.replay.left_out == {UNREADABLE: 1, NEAR_DUPLICATE: 1}
+    assert replayed.replay.queries == 3
+    rule = next(rule for rule in decide(replayed, LENIENT).rules if rule.name == "replay")
+    assert rule.passed
+    assert "1 with a file that cannot be decoded" in rule.reason
+
+
+def test_without_stored_queries_nothing_is_held(
+    store: Store, system: System, champion: LiveSystem, candidate: Recognizer
+):
+    evaluation, examples = replay(store, system, candidate, champion)
+    assert evaluation.replay
+    assert evaluation.replay.queries == 0
+    assert not examples.answers
+    rule = next(rule for rule in decide(evaluation, LENIENT).rules if rule.name == "replay")
+    assert rule.passed
+    assert "serving.query_log=images stores some" in rule.reason
+
+
+def test_the_newest_queries_are_replayed(store: Store, large_queries: list[bytes]):
+    for day in range(3):
+        log_queries(store, large_queries[10 * day : 10 * day + 10], f"v{day}", age=timedelta(days=day))
+    queries = stored_queries(store, 15)
+    assert [query.image for query in queries] == large_queries[:15]
+    assert [query.version for query in queries] == ["v0"] * 10 + ["v1"] * 5
