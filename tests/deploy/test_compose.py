@@ -89,10 +89,10 @@ def test_services_use_existing_settings_and_commands(name: str) -> None:
     assert published == ({prep.port} if name == "prep" else {serving.inference_port, serving.metrics_port})
 
 
-def test_torchserve_waits_for_the_first_release() -> None:
-    """Without --wait, it exits; with a short start period, prep is not started, because its dependency is unhealthy."""
+def test_torchserve_waits_for_the_first_release_and_follows_the_champion() -> None:
+    """Without --follow, it exits; with a short start period, prep is not started, because its dependency is unhealthy."""
     torchserve = SERVICES["torchserve"]
-    assert "--wait" in torchserve["command"]
+    assert "--follow" in torchserve["command"]
     assert torchserve["healthcheck"]["start_period"] == "24h"
 
 

@@ -10,6 +10,7 @@ from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.common.output import log_to_stderr, print_json, print_line, print_secret
 from evernear.errors import ServingError, SettingsError
+from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
 
@@ -18,7 +19,9 @@ def status(
 ) -> None:
     """Show the run in progress, the server, its releases and the champion; with target kubernetes, the cluster's."""
     from evernear.deployment import open_target
+    from evernear.deployment.follow import follow_state
     from evernear.local_run import progress
+    from evernear.serving.endpoints import home_of
 
     settings = local_settings(config, overrides, workdir)
     if not settings.store and not settings.workdir.is_dir():
@@ -27,6 +30,8 @@ def status(
             "`evernear run`."
         )
     state = {"run": progress(settings.workdir)} | open_target(settings).status()
+    if following := follow_state(home_of(settings.workdir)):
+        state["follows"] = following.fault or f"the champion, release {following.version} since {following.since:%F %T}"
     if as_json:
         print_json(state)
     else:
@@ -42,11 +47,21 @@ def serve(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until a release has been promoted, instead of failing.")
     ] = False,
+    follow_champion: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Stay in the foreground, wait for the first release, and switch to each new champion of the store.",
+        ),
+    ] = False,
     config: ConfigOption = None,
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
     """Start TorchServe with the champion, unless it is already running."""
+    if follow_champion:
+        _serve_and_follow(local_settings(config, overrides, workdir))
+        return
     from evernear.deployment.local import await_champion, follow, stopped_by_signals
     from evernear.deployment.local import serve_local as start_torchserve
     from evernear.serving.endpoints import endpoints, home_of
@@ -71,6 +86,19 @@ def serve(
     with stopped_by_signals(home):  # a script may send SIGTERM once it sees the line
         print_line(live)
         follow(home)
+
+
+def _serve_and_follow(settings: Settings) -> None:
+    from evernear.deployment.follow import Follower
+    from evernear.deployment.local import stopped_by_signals
+    from evernear.serving.endpoints import endpoints, home_of
+
+    home, follower = home_of(settings.workdir), Follower(settings, lambda event: print_line(event, sys.stderr))
+    with stopped_by_signals(home):
+        follower.start()
+        url = endpoints(home).inference_url
+        print_line(f"Following {settings.store_uri}; predictions at {url}/predictions/{settings.serving.model_name}.")
+        follower.run()
 
 
 def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:

@@ -94,18 +94,56 @@ class LocalTarget:
         version = parts.manifest.version
         with self._server():
             champion_fault = self._try_to_follow_champion(version)
-            loaded = self._ensure_loaded(archive, version)
-            try:
-                yield VerifiedRollout(self._url, smoke(Client.of(self._settings), parts), champion_fault)
-            except TransientStoreError as error:  # the pointer may have moved
-                raise unrecorded_error(version, error) from None
-            except BaseException:
-                if loaded:
-                    self._unload(version)
-                raise
-            self._management.set_default(self._model, version)
-            with contextlib.suppress(ServingError, StoreError):  # the release is live; the next deployment tries again
-                self._prune()
+            with self._verified(archive, parts) as answered:
+                try:
+                    yield VerifiedRollout(self._url, answered, champion_fault)
+                except TransientStoreError as error:  # the pointer may have moved
+                    raise unrecorded_error(version, error) from None
+
+    def switch(self, archive: Path, parts: ReleaseParts) -> None:
+        """Make a release the default after its smoke test, as `rollout`, without regard to the champion's pointer.
+
+        Raises:
+            ServingError: TorchServe or the release does not come up, or the smoke test fails; the release is unloaded.
+        """
+        with self._server():
+            with self._verified(archive, parts):
+                pass
+            with contextlib.suppress(ServingError, StoreError, IntegrityError):  # the release is live
+                self._unload_unpublished(parts.manifest.version)
+
+    @contextlib.contextmanager
+    def _verified(self, archive: Path, parts: ReleaseParts) -> Generator[int]:
+        """Load a release and run its smoke test; make it the default after the body, which may reject it.
+
+        Yields the number of answered queries. A `TransientStoreError` of the body leaves the release loaded.
+        """
+        version = parts.manifest.version
+        loaded = self._ensure_loaded(archive, version)
+        try:
+            yield smoke(Client.of(self._settings), parts)
+        except TransientStoreError:
+            raise
+        except BaseException:
+            if loaded:
+                self._unload(version)
+            raise
+        self._management.set_default(self._model, version)
+        # The release is live; the next deployment tries again.
+        with contextlib.suppress(ServingError, StoreError, IntegrityError):
+            self._prune()
+
+    def default_version(self) -> str | None:
+        """The version that the server answers with; None if it has loaded none.
+
+        Raises:
+            ServingError: the server does not answer.
+        """
+        return self._management.describe(self._model).version if self._registered() else None
+
+    def stored_archive(self, version: str) -> Path:
+        """The server's own copy of a release that it has loaded."""
+        return self._stored(version)
 
     def follow_champion(self, champion: Champion) -> None:
         """Start TorchServe if it is down, and make the champion the default.
@@ -178,7 +216,11 @@ class LocalTarget:
                 self._registry.fetch(champion.version, self._stored(champion.version))
             self._load(champion.version)
         self._management.set_default(self._model, champion.version)
-        for version in registered.keys() - {champion.version, *self._registry.list()}:
+        self._unload_unpublished(champion.version)
+
+    def _unload_unpublished(self, live: str) -> None:
+        """Unload releases that were never published, or were removed from the registry, except the ``live`` one."""
+        for version in self._registered().keys() - {live, *self._registry.list()}:
             self._unload(version)
 
     def _try_to_follow_champion(self, candidate: str) -> str | None:

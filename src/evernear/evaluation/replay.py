@@ -301,9 +301,10 @@ def _too_few(replay: Replay) -> str:
             "No stored query could be replayed, so the answers to live queries were not compared; "
             f"serving.query_log=images stores some.{_left_out(replay)}"
         )
+    compared = quantity(replay.compared, "stored query", "stored queries")
     return (
-        f"{quantity(replay.compared, 'stored query', 'stored queries')} can be compared. With fewer than {MIN_QUERIES}, "
-        f"a change of live answers is not detected.{_apart(replay)}"
+        f"{compared} can be compared. With fewer than {MIN_QUERIES}, a change of live answers is not detected."
+        f"{_apart(replay)}"
     )
 
 

@@ -52,6 +52,11 @@ class ServingSettings(Section):
         description="Java heap of TorchServe. Requests in flight may use a quarter of it; further ones get 503.",
     )
     keep_registered: int = Field(default=3, ge=1, description="Releases that stay registered, for a fast rollback.")
+    follow_poll_s: float = Field(
+        default=30.0,
+        gt=0.0,
+        description="Time after which `evernear serve --follow` reads the champion's pointer again.",
+    )
     smoke_queries: int = Field(
         default=8,
         ge=1,

@@ -1,0 +1,205 @@
+"""`evernear serve --follow`: the TorchServe of a working directory follows the champion's pointer.
+
+The server polls the pointer of a store that it only reads. Before it switches, it downloads the release, checks its
+sha256 and every part, loads it next to the live one and runs its smoke test. If anything fails, the live release stays.
+The reason is reported once for each release, and the attempt is repeated with increasing pauses. After a restart, the
+server first loads the release that it served last, from its own disk, so that it serves even if the store is
+unreachable.
+"""
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from pydantic import AwareDatetime
+
+from evernear.common.disk import sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.store import open_store
+from evernear.deployment.local import LocalTarget
+from evernear.errors import EvernearError, IntegrityError, ServingError, StoreError
+from evernear.release.archive_reader import open_release
+from evernear.release.registry import Registry
+from evernear.serving import torchserve
+from evernear.serving.configuration import model_store
+from evernear.serving.endpoints import home_of, read_state
+from evernear.settings import RunSettings
+
+STATE_FILE = "follow.json"
+PROCESS_POLL_S = 0.5
+FIRST_PAUSE_S = 10.0
+LONGEST_PAUSE_S = 600.0
+JITTER = 0.2
+"""Pauses vary by this share, so that servers that were started together do not poll together."""
+
+
+class FollowState(Frozen):
+    """The release that a following server serves; written next to its logs."""
+
+    remedy = "delete it and start the server again"
+
+    pid: int
+    version: str
+    archive: str
+    """Name of its archive in the model store."""
+    archive_sha256: str
+    since: AwareDatetime
+    fault: str = ""
+    """Why the server does not serve the champion, as a sentence."""
+
+
+def follow_state(home: Path) -> FollowState | None:
+    """The state of the server in ``home`` if a living process follows the champion."""
+    state = _load_state(home)
+    return state if state and psutil.pid_exists(state.pid) else None
+
+
+class Follower:
+    """Polls the champion's pointer for the TorchServe of ``settings.workdir``. ``report`` receives each event once."""
+
+    def __init__(self, settings: RunSettings, report: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._report = report
+        self._home = home_of(settings.workdir)
+        self._registry = Registry(open_store(settings.store_uri))
+        self._target = LocalTarget(settings)
+        self._live = ""
+        self._reported = self._fault = ""
+        self._pause_s = 0.0
+        self._retry_at_s = 0.0
+        self._failed = ""
+
+    def start(self) -> None:
+        """Bring a release up: the last one from this machine's disk, otherwise the champion, once there is one."""
+        self._restore()
+        while True:
+            self.poll()
+            if self._live:
+                self._save(self._fault)
+                return
+            time.sleep(self._next_poll_s())
+
+    def run(self) -> None:
+        """Follow until the server exits.
+
+        Raises:
+            ServingError: the server died.
+        """
+        poll_at_s = time.monotonic() + self._next_poll_s()
+        while torchserve.is_running(self._home):
+            if time.monotonic() >= poll_at_s:
+                self.poll()
+                poll_at_s = time.monotonic() + self._next_poll_s()
+            time.sleep(PROCESS_POLL_S)
+        if read_state(self._home) is not None:  # it was not stopped
+            raise ServingError(f"TorchServe died; see {self._home}/logs.")
+
+    def poll(self) -> None:
+        """Switch to the champion unless it is live. A failure leaves the live release in place and is reported."""
+        try:
+            champion = self._registry.champion()
+            if champion is None:
+                self._keep(self._registry.explain_no_champion())
+                return
+        except (StoreError, IntegrityError) as error:
+            self._keep(str(error))
+            return
+        version = champion.version
+        if version == self._live:
+            self._settle()
+            return
+        if version == self._failed and time.monotonic() < self._retry_at_s:
+            return
+        try:
+            self._switch(version)
+        except EvernearError as error:
+            first = version != self._failed
+            self._failed, self._pause_s = version, FIRST_PAUSE_S if first else min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._retry_at_s = time.monotonic() + _jittered(self._pause_s)
+            self._keep(f"Release {version} is the champion, but cannot be brought up here: {error}", version)
+            return
+        self._report(f"Release {version} is live{f', after {self._live}' if self._live else ''}.")
+        self._became_live(version)
+
+    def _switch(self, version: str) -> None:
+        with self._target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-follow-") as temporary:
+            archive = self._target.fetch(version, Path(temporary))
+            self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
+
+    def _restore(self) -> None:
+        """Bring up the release that was live last, from this machine's disk; do nothing if a server runs already."""
+        state = _load_state(self._home)
+        if torchserve.is_running(self._home):
+            self._live = self._target.default_version() or ""
+            return
+        if state is None:
+            return
+        archive = model_store(self._home) / Path(state.archive).name
+        if not archive.is_file() or sha256_file(archive) != state.archive_sha256:
+            return
+        try:
+            with self._target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-follow-") as temporary:
+                self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
+        except EvernearError as error:
+            self._report(f"Release {state.version}, which was live before, cannot be brought up again: {error}")
+            return
+        self._report(f"Release {state.version} is live again, from this machine's disk.")
+        self._became_live(state.version)
+
+    def _became_live(self, version: str) -> None:
+        self._live = version
+        self._failed = self._reported = ""
+        self._save("")
+
+    def _settle(self) -> None:
+        """Forget an earlier failure, because the champion is live."""
+        if self._reported or self._failed:
+            self._failed = self._reported = ""
+            self._report(f"Release {self._live} is the champion and is live.")
+            self._save("")
+
+    def _keep(self, fault: str, subject: str = "") -> None:
+        """Report once for each ``subject`` (empty: each ``fault``) why the champion is not live."""
+        if (subject or fault) == self._reported:
+            return
+        self._reported = subject or fault
+        kept = f"Release {self._live} stays live" if self._live else "No release is live"
+        self._report(f"{fault} {kept}; this is tried again.")
+        if self._live:
+            self._save(fault)
+
+    def _save(self, fault: str) -> None:
+        self._fault = fault
+        archive = self._target.stored_archive(self._live)
+        previous = _load_state(self._home)
+        same = previous is not None and previous.version == self._live
+        FollowState(
+            pid=os.getpid(),
+            version=self._live,
+            archive=archive.name,
+            archive_sha256=previous.archive_sha256 if previous and same else sha256_file(archive),
+            since=previous.since if previous and same else datetime.now(UTC),
+            fault=fault,
+        ).save(self._home / STATE_FILE)
+
+    def _next_poll_s(self) -> float:
+        return _jittered(self._settings.serving.follow_poll_s)
+
+
+def _jittered(pause_s: float) -> float:
+    return pause_s * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311 - no cryptography
+
+
+def _load_state(home: Path) -> FollowState | None:
+    path = home / STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        return FollowState.load(path)
+    except IntegrityError:
+        return None
