@@ -90,7 +90,7 @@ def test_services_use_existing_settings_and_commands(name: str) -> None:
 
 
 def test_torchserve_waits_for_the_first_release_and_follows_the_champion() -> None:
-    """Without --follow, it exits; with a short start period, prep is not started, because its dependency is unhealthy."""
+    """Without --follow, it exits. With a short start period, prep does not start: its dependency is unhealthy."""
     torchserve = SERVICES["torchserve"]
     assert "--follow" in torchserve["command"]
     assert torchserve["healthcheck"]["start_period"] == "24h"

@@ -3,7 +3,7 @@
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Target:
         self.broken: set[str] = set()
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> Generator[None]:
         yield
 
     def fetch(self, version: str, directory: Path) -> Path:
@@ -82,10 +82,8 @@ def lines() -> list[str]:
 
 
 @pytest.fixture
-def follower(
-    settings: Settings, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Follower, Target]]:
-    yield new_follower(settings, lines, monkeypatch)
+def follower(settings: Settings, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Follower, Target]:
+    return new_follower(settings, lines, monkeypatch)
 
 
 def new_follower(settings: Settings, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Follower, Target]:
@@ -272,6 +270,7 @@ def test_server_follows_verifies_and_keeps_the_old_release(
         assert not torchserve.processes(home_of(tmp_path))
     finally:
         server.kill()
+        server.communicate()
         torchserve.stop_server(home_of(tmp_path))
 
 

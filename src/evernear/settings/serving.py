@@ -55,7 +55,7 @@ class ServingSettings(Section):
     follow_poll_s: float = Field(
         default=30.0,
         gt=0.0,
-        description="Time after which `evernear serve --follow` reads the champion's pointer again.",
+        description="Time until `evernear serve --follow` reads the champion's pointer again.",
     )
     smoke_queries: int = Field(
         default=8,
