@@ -1,5 +1,6 @@
 """Behavior of the steps beyond the functions that they call."""
 
+import base64
 import json
 import os
 import re
@@ -8,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from releases import MakeRelease
+from releases import MakeRelease, System
 
 from evernear import steps
 from evernear.common import progress
@@ -23,7 +25,14 @@ from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.errors import TrainingError
+from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.verdict import Verdict
 from evernear.release.registry import Registry
+from evernear.reporting.notify import finalize
+from evernear.reporting.page import run_page
+from evernear.serving.decoding import encode_png
+from evernear.serving.query_log import LoggedQuery, Period
 from evernear.settings import DataSettings, RunSettings, of_run, parse
 
 
@@ -205,3 +214,43 @@ def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pyte
         " classes."
     )
     assert summary in capsys.readouterr().out
+
+
+def test_evaluate_replays_stored_queries_and_the_run_page_shows_changed_answers(
+    tmp_path: Path, system: System, make_release: MakeRelease
+) -> None:
+    store, release = open_store((tmp_path / "store").as_uri()), make_release()
+    Registry(store).publish(release.archive)
+    Registry(store).set_champion(release.version, None)
+    images = np.concatenate([block.images for block in system.dataset.blocks("gallery")])[:80]
+    at = datetime.now(UTC)
+    lines = [Period(version=release.version, since=at, until=at, queries=len(images), unknown=0).model_dump_json()]
+    for image in images:  # the log says that the champion answered 0 to all
+        logged = base64.b64encode(encode_png(image)).decode()
+        lines.append(LoggedQuery(at=at, pred="0", dist=0.1, unknown=False, image=logged).model_dump_json())
+    store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-v-host-1-0.jsonl", "\n".join(lines).encode())
+    OpenSet(held_out=()).save(tmp_path / "open-set.json")
+    save_manifest(system.dataset.manifest, tmp_path / "dataset")
+    settings = RunSettings(store=store.uri).model_dump(mode="json")
+    steps.evaluate(
+        "run",
+        settings,
+        str(tmp_path / "dataset"),
+        str(system.network_dir),
+        str(system.index_dir),
+        str(tmp_path / "open-set.json"),
+        str(tmp_path / "evaluation"),
+    )
+    replay = Evaluation.open(tmp_path / "evaluation").replay
+    assert replay
+    assert replay.compared >= 50
+    assert not steps.gate("run", settings, str(tmp_path / "evaluation"), str(tmp_path / "verdict.json"))
+    record = RunRecord(store, "run")
+    verdict = Verdict.load(tmp_path / "verdict.json")
+    assert [rule.name for rule in verdict.rules if not rule.passed][-1:] == ["replay"]
+    finalize(record, "continuous-training", "SUCCEEDED", "", ("run",))
+    html = run_page(record)
+    assert f"The candidate answered the {replay.queries} newest stored queries" in html
+    rows = html.partition('<table class="replayed">')[2].partition("</table>")[0]
+    assert rows.count("<tr><td>") == min(24, replay.changed)
+    assert "<td>0 at 0.10</td>" in rows

@@ -15,7 +15,7 @@ from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.store import Store, open_store
 from evernear.data.preprocess import Resize
-from evernear.evaluation.evaluate import Evaluation, LiveSystem, evaluate_systems
+from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.gate import decide
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
@@ -53,10 +53,10 @@ def release(make_release: MakeRelease) -> PackedRelease:
 
 
 @pytest.fixture(scope="module")
-def champion(system: System, release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> LiveSystem:
+def champion(system: System, release: PackedRelease, tmp_path_factory: pytest.TempPathFactory) -> ReleasedSystem:
     parts = open_release(release.archive, tmp_path_factory.mktemp("champion") / "release")
     recognizer = Recognizer.open(parts.directory, parts.directory, release.version)
-    return LiveSystem(cropping(recognizer), system.dataset)
+    return ReleasedSystem(cropping(recognizer), system.dataset)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def large_queries(system: System) -> list[bytes]:
 
 
 def replay(
-    store: Store, system: System, candidate: Recognizer, champion: LiveSystem
+    store: Store, system: System, candidate: Recognizer, champion: ReleasedSystem
 ) -> tuple[Evaluation, ReplayExamples]:
     replayer = Replayer(candidate, champion)
     evaluation = evaluate_systems(
@@ -105,7 +105,7 @@ def failed(evaluation: Evaluation) -> list[str]:
 
 
 def test_the_same_release_changes_no_answer(
-    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     log_queries(store, large_queries, "other")
     evaluation, examples = replay(store, system, candidate, champion)
@@ -118,7 +118,7 @@ def test_the_same_release_changes_no_answer(
 
 
 def test_another_preprocessing_is_held_although_the_test_split_does_not_show_it(
-    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     log_queries(store, large_queries, "other")
     evaluation, examples = replay(store, system, cropping(candidate, "stretch"), champion)
@@ -136,7 +136,7 @@ def test_another_preprocessing_is_held_although_the_test_split_does_not_show_it(
 def test_labels_exchanged_in_the_whole_dataset_are_held(
     store: Store,
     system: System,
-    champion: LiveSystem,
+    champion: ReleasedSystem,
     candidate: Recognizer,
     large_queries: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
@@ -156,7 +156,7 @@ def test_labels_exchanged_in_the_whole_dataset_are_held(
 
 
 def test_the_logged_answer_of_the_champion_counts(
-    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     log_queries(store, large_queries, champion.recognizer.name, pred="0")
     evaluation, examples = replay(store, system, candidate, champion)
@@ -166,7 +166,7 @@ def test_the_logged_answer_of_the_champion_counts(
 
 
 def test_damaged_files_and_near_duplicates_are_left_out_and_counted(
-    store: Store, system: System, champion: LiveSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     blank = np.full((16, 16, 1), 7, np.uint8)
     log_queries(store, [b"no image", large_queries[0], large_queries[0], png(blank), png(blank + 1)], "other")
@@ -181,7 +181,7 @@ def test_damaged_files_and_near_duplicates_are_left_out_and_counted(
 
 
 def test_without_stored_queries_nothing_is_held(
-    store: Store, system: System, champion: LiveSystem, candidate: Recognizer
+    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer
 ):
     evaluation, examples = replay(store, system, candidate, champion)
     assert evaluation.replay
