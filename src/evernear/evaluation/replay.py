@@ -25,8 +25,8 @@ Classes
 
 Exchanged labels
     If the labels of the dataset are exchanged, the champion disagrees with the test split as much as with the live
-    queries. Test images that the champion was already tested on can therefore explain only as many changed classes as
-    the candidate has errors now and the champion had when it was released (`cap_explained`).
+    queries. Errors of the champion on images that it was already tested on, beyond those that it had when it was
+    released, therefore explain nothing (`unexpected_errors`).
 """
 
 import math
@@ -40,7 +40,6 @@ from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import named, quantity
-from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Rule
 from evernear.settings import ClassSettings, GateSettings
 
@@ -54,7 +53,9 @@ MIN_QUERIES = 50
 """With fewer compared queries, nothing is held."""
 GROUPS = 20
 """Groups of equal numbers of queries and test images by the champion's distance."""
-CLASS_CHANGE = 0.3
+MIN_CLASS_IMAGES = 10
+"""A class with fewer test images is compared with the whole test split."""
+CLASS_CHANGE = 0.5
 """A class is held only if the share of its changed answers exceeds the explained share by this."""
 LACKING, RETIRED = -1, -2
 """Class numbers of an answer that the candidate's classes lack, and of a class that was retired on purpose."""
@@ -118,7 +119,7 @@ class ChangeCounts(Frozen):
     changed: int = Field(default=0, ge=0)
     images: int = Field(default=0, ge=0)
     explained: int = Field(default=0, ge=0)
-    """Changed answers among the test images, see `cap_explained`."""
+    """Changed answers among the test images, less `unexpected_errors`."""
 
     @property
     def expected(self) -> float:
@@ -188,16 +189,16 @@ def compare_answers(
     test: PairedAnswers,
     labels: tuple[str, ...],
     known_before: NDArray[np.int32],
-    relabeled_max: float = math.inf,
+    unexpected: float = 0.0,
 ) -> Replay:
     """Compare the answers to ``live`` queries and to ``test`` images.
 
     ``labels`` are the candidate's classes, ``known_before`` the numbers of those that the champion knows, and
-    ``relabeled_max`` is the result of `cap_explained`.
+    ``unexpected`` is the result of `unexpected_errors`.
     """
     queries, images = live.is_compared(known_before), test.is_compared(known_before)
     relabeled = int((test.relabeled & images).sum())
-    share = min(1.0, relabeled_max / relabeled) if relabeled else 1.0
+    share = max(0.0, 1 - unexpected / relabeled) if relabeled else 1.0
 
     def count(of_query: NDArray[np.bool_], of_image: NDArray[np.bool_]) -> ChangeCounts:
         of_query, of_image = of_query & queries, of_image & images
@@ -207,13 +208,20 @@ def compare_answers(
             queries=int(of_query.sum()),
             changed=int((live.changed & of_query).sum()),
             images=int(of_image.sum()),
-            explained=rejected + math.ceil(share * relabeled_here),
+            explained=rejected + round(share * relabeled_here),
         )
 
     distances = np.concatenate([live.champion.distances[queries], test.champion.distances[images]])
     edges = np.quantile(distances, np.linspace(0, 1, GROUPS + 1)[1:-1]) if len(distances) else []
     group_of_query, group_of_image = (np.searchsorted(edges, pairs.champion.distances) for pairs in (live, test))
     new_class = live.is_new_class(known_before)
+
+    def of_class(number: int) -> ChangeCounts:
+        of_image = test.champion.labels == number
+        if (of_image & images).sum() < MIN_CLASS_IMAGES:
+            of_image = np.ones(len(images), np.bool_)
+        return count(live.champion.labels == number, of_image)
+
     return Replay(
         queries=len(live.changed),
         changed=int(live.changed.sum()),
@@ -223,21 +231,19 @@ def compare_answers(
         now_recognized=int((live.champion.unknown & ~live.candidate.unknown & ~new_class).sum()),
         groups=tuple(count(group_of_query == group, group_of_image == group) for group in range(GROUPS)),
         classes={
-            "a class that the candidate lacks" if number == LACKING else labels[number]: count(
-                live.champion.labels == number, test.champion.labels == number
-            )
+            "a class that the candidate lacks" if number == LACKING else labels[number]: of_class(number)
             for number in np.unique(live.champion.labels[queries]).tolist()
         },
     )
 
 
-def cap_explained(images: int, tested_before: int, candidate: Proportion, accuracy_before: float) -> float:
-    """The largest number of changed classes among ``images`` test images that the errors of both systems explain.
+def unexpected_errors(errors: int, images: int, tested_before: int, accuracy_before: float) -> float:
+    """The number of the champion's ``errors`` on ``images`` test images that its release did not show.
 
-    The champion was already tested on ``tested_before`` of them, with ``accuracy_before``, the lower end of its
-    interval. The others may be of a kind that is new to the champion, so it may be wrong on all of them.
+    It was already tested on ``tested_before`` of them, with ``accuracy_before``. The others may be of a kind that is
+    new to it, so it may be wrong on all of them.
     """
-    return images * (1 - candidate.low) + tested_before * (1 - accuracy_before) + (images - tested_before)
+    return max(0.0, errors - (images - tested_before) - tested_before * (1 - accuracy_before))
 
 
 def p_explained(groups: tuple[ChangeCounts, ...]) -> float:

@@ -27,8 +27,8 @@ from evernear.evaluation.replay import (
     Answers,
     PairedAnswers,
     Replay,
-    cap_explained,
     compare_answers,
+    unexpected_errors,
 )
 from evernear.evaluation.replay_examples import ReplayExamples, changed_answers
 from evernear.release.registry import Registry
@@ -104,14 +104,13 @@ class Replayer:
         replayed = replay_queries(self._candidate, self._champion.recognizer, self._numbers, queries, max_pixels)
         test = PairedAnswers(self.champion_answers.answers(), self.candidate_answers.answers())
         known_before = self._champion.recognizer.gallery.description.known_labels
-        accuracy = evaluation.candidate.accuracy
         metrics = Registry(store).get(self._champion.recognizer.name).manifest.metrics
         result = compare_answers(
             replayed.answers,
             test,
             self._labels,
             np.array([self._numbers.of_champion(label) for label in known_before], np.int32),
-            cap_explained(accuracy.total, self._tested_before(evaluation), accuracy, metrics.get("accuracy_low", 0.0)),
+            self._unexpected_errors(evaluation, metrics.get("accuracy", 0.0)),
         )
         times = [query.at for query in replayed.queries]
         result = result.model_copy(
@@ -122,6 +121,13 @@ class Replayer:
             }
         )
         return result, changed_answers(replayed.answers, replayed.images, replayed.named_before, self._labels)
+
+    def _unexpected_errors(self, evaluation: Evaluation, accuracy_before: float) -> float:
+        if evaluation.champion is None:
+            return 0.0
+        accuracy = evaluation.champion.accuracy
+        errors = accuracy.total - accuracy.count
+        return unexpected_errors(errors, accuracy.total, self._tested_before(evaluation), accuracy_before)
 
     def _tested_before(self, evaluation: Evaluation) -> int:
         """Number of test images that the champion was tested on; 0 if its dataset is unavailable."""
