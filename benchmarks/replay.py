@@ -103,8 +103,7 @@ def main() -> None:
 
 def build(directory: Path, networks: int) -> tuple[NDArray[np.int32], list[System]]:
     """Train the networks; return the labels of the test split, and the systems."""
-    digits = load_digits()
-    pixels, labels = (digits.images * 15.9).astype(np.uint8), digits.target
+    pixels, labels = digits()
     order = np.random.default_rng(0).permutation(len(pixels))
     for number, row in enumerate(order[QUERIES:]):
         folder = directory / "source" / str(labels[row])
@@ -116,6 +115,12 @@ def build(directory: Path, networks: int) -> tuple[NDArray[np.int32], list[Syste
     queries = [as_stored(pixels[row]) for row in order[:QUERIES]]
     truth = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
     return truth, [system(dataset, directory / str(seed), seed, queries) for seed in range(networks)]
+
+
+def digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Images (N, 8, 8) and labels (N,)."""
+    flat, labels = load_digits(return_X_y=True)
+    return (np.asarray(flat) * 15.9).astype(np.uint8).reshape(-1, 8, 8), np.asarray(labels)
 
 
 def as_stored(pixels: NDArray[np.uint8]) -> bytes:
@@ -166,8 +171,7 @@ def stored(files: list[bytes]) -> list[StoredQuery]:
 
 def time_replay(systems: list[System]) -> float:
     """Seconds to replay `QUERIES` queries with two recognizers."""
-    digits = load_digits()
-    files = [as_stored((image * 15.9).astype(np.uint8)) for image in digits.images[:QUERIES]]
+    files = [as_stored(image) for image in digits()[0][:QUERIES]]
     started_s = time.perf_counter()
     replay_queries(systems[0].recognizer, systems[1].recognizer, numbers(systems[0].recognizer), stored(files), 10_000)
     return time.perf_counter() - started_s
