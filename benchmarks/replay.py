@@ -47,7 +47,8 @@ from evernear.evaluation.replay import (
     unexpected_errors,
 )
 from evernear.index.build import build_index
-from evernear.serving.replay import StoredQuery, replay_queries
+from evernear.serving.query_log import SampledQuery
+from evernear.serving.replay import replay_queries
 from evernear.settings import ClassSettings, DataSettings, GateSettings, IndexSettings, TrainSettings
 
 QUERIES = 500
@@ -165,8 +166,8 @@ def numbers(recognizer: Recognizer) -> AnswerNumbers:
     return AnswerNumbers(recognizer.gallery.description.labels, ClassSettings())
 
 
-def stored(files: list[bytes]) -> list[StoredQuery]:
-    return [StoredQuery(file, datetime.now(UTC), "other", "", 0.0, False) for file in files]
+def stored(files: list[bytes]) -> list[SampledQuery]:
+    return [SampledQuery("", datetime.now(UTC), "other", "", 0.0, False, file, False) for file in files]
 
 
 def time_replay(systems: list[System]) -> float:

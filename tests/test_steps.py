@@ -227,7 +227,7 @@ def test_evaluate_replays_stored_queries_and_the_run_page_shows_changed_answers(
     lines = [Period(version=release.version, since=at, until=at, queries=len(images), unknown=0).model_dump_json()]
     for image in images:  # the log says that the champion answered 0 to all
         logged = base64.b64encode(encode_png(image)).decode()
-        lines.append(LoggedQuery(at=at, pred="0", dist=0.1, unknown=False, image=logged).model_dump_json())
+        lines.append(LoggedQuery(at=at, pred="0", dist=0.1, unknown=False, file=logged).model_dump_json())
     store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-v-host-1-0.jsonl", "\n".join(lines).encode())
     OpenSet(held_out=()).save(tmp_path / "open-set.json")
     save_manifest(system.dataset.manifest, tmp_path / "dataset")

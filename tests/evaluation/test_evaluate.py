@@ -120,7 +120,8 @@ def test_anchor_that_cannot_be_measured_is_reported(system: System, full: Recogn
     assert measured(UnavailableSystem("v0", "It is damaged.")).fault == "It is damaged."
     assert "not in the store" in measured(ReleasedSystem(full)).fault
     assert measured(ReleasedSystem(full, fault="Its manifest is damaged.")).fault == "Its manifest is damaged."
-    small = dataclasses.replace(full, shape=(8, 8, 3))
+    in_color = full.preprocessing.model_copy(update={"height_px": 8, "width_px": 8, "channels": 3})
+    small = dataclasses.replace(full, preprocessing=in_color)
     assert "takes images of (8, 8, 3)" in measured(ReleasedSystem(small, system.dataset)).difference
 
 

@@ -120,10 +120,11 @@ def test_labels_are_matched_by_name(system: System, index_without, measured):
 def test_image_shape_mismatch_is_reported(system: System, recognizer: Recognizer):
     from dataclasses import replace
 
+    larger = recognizer.preprocessing.model_copy(update={"height_px": 28, "width_px": 28})
     with pytest.raises(
         DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*start over with another --workdir or store"
     ):
-        measure(replace(recognizer, shape=(28, 28, 1)), system.dataset, SETTINGS)
+        measure(replace(recognizer, preprocessing=larger), system.dataset, SETTINGS)
 
 
 def test_index_of_another_network_is_rejected(system: System, index_without, tmp_path):

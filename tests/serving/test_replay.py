@@ -41,7 +41,7 @@ def log_queries(store: Store, files: Sequence[bytes], version: str, pred: str = 
     at = NOW - age
     period = Period(version=version, since=at, until=at, queries=len(files), unknown=0)
     rows = [
-        LoggedQuery(at=at, pred=pred, dist=0.1, unknown=False, image=base64.b64encode(file).decode()) for file in files
+        LoggedQuery(at=at, pred=pred, dist=0.1, unknown=False, file=base64.b64encode(file).decode()) for file in files
     ]
     lines = "".join(row.model_dump_json() + "\n" for row in [period, *rows])
     store.put(f"queries/{at:%Y%m%d}/{at:%Y%m%dT%H%M%SZ}-{version}-host-1-0.jsonl", lines.encode())
@@ -196,5 +196,5 @@ def test_the_newest_queries_are_replayed(store: Store, large_queries: list[bytes
     for day in range(3):
         log_queries(store, large_queries[10 * day : 10 * day + 10], f"v{day}", age=timedelta(days=day))
     queries = stored_queries(store, 15)
-    assert [query.image for query in queries] == large_queries[:15]
+    assert [query.file for query in queries] == large_queries[:15]
     assert [query.version for query in queries] == ["v0"] * 10 + ["v1"] * 5

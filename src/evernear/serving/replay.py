@@ -1,11 +1,10 @@
 """Replay stored live queries: the candidate answers them as it would live, away from the servers.
 
 The candidate's files are the ones that the archive step packs: the exported network with its preprocessing, the index
-and its labels. The stored file of each query is decoded as a server decodes it. The champion's answer is the logged
-one, or computed in the same way if another release answered the query.
+and its labels. The queries are a uniform sample (`evernear.serving.query_log.sampled_queries`), whose files are decoded
+as by a server. The champion's answer is the logged one, or computed in the same way if another release answered.
 """
 
-import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from pydantic import AwareDatetime
 
 from evernear.common.store import Store
 from evernear.data.preprocess import Pixels
@@ -33,7 +31,7 @@ from evernear.evaluation.replay import (
 from evernear.evaluation.replay_examples import ReplayExamples, changed_answers
 from evernear.release.registry import Registry
 from evernear.serving.decoding import decode_image, inspect_image
-from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
+from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, SampledQuery, closed_at, sampled_queries
 
 QUERIES_MAX = 500
 MAX_FILES = 400
@@ -44,17 +42,6 @@ DUPLICATE_CORRELATION = 0.98
 """Two queries are near-duplicates, such as frames of one scene, if their thumbnails correlate at least this much."""
 NEAR_DUPLICATE = "near-duplicates of newer queries"
 UNREADABLE = "with a file that cannot be decoded"
-
-
-class StoredQuery(NamedTuple):
-    """A logged query with its file, and the answer of the release ``version``."""
-
-    image: bytes
-    at: AwareDatetime
-    version: str
-    pred: str
-    dist: float
-    unknown: bool
 
 
 class Answer(NamedTuple):
@@ -68,7 +55,7 @@ class Answer(NamedTuple):
 class ReplayedQueries(NamedTuple):
     """Distinct stored queries with the answers of both systems, newest first."""
 
-    queries: list[StoredQuery]
+    queries: list[SampledQuery]
     images: Pixels
     """As the candidate sees them, (N, H, W, C)."""
     named_before: list[str]
@@ -138,14 +125,14 @@ class Replayer:
         return round(evaluation.champion_test_overlap * total)
 
 
-def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[StoredQuery]:
-    """The newest ``limit`` logged queries that have a file, newest first. Damaged log files are skipped.
+def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
+    """The newest ``limit`` queries of the log's uniform sample, newest first. Damaged log files are skipped.
 
     Raises:
         StoreError: the store is unavailable.
     """
     logs = [info for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
-    found: list[StoredQuery] = []
+    found: list[SampledQuery] = []
     for info in sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]:
         stored = store.find(info.key)  # it may have been removed since
         if stored is not None:
@@ -159,17 +146,17 @@ def replay_queries(
     candidate: Recognizer,
     champion: Recognizer,
     numbers: AnswerNumbers,
-    queries: Sequence[StoredQuery],
+    queries: Sequence[SampledQuery],
     max_pixels: int,
 ) -> ReplayedQueries:
     """Answer ``queries`` with both recognizers, except near-duplicates and files that cannot be decoded."""
     left_out: Counter[str] = Counter()
-    kept: list[StoredQuery] = []
+    kept: list[SampledQuery] = []
     images: tuple[list[Pixels], list[Pixels]] = ([], [])
     thumbnails = np.empty((0, THUMBNAIL_PX**2), np.float32)
     for query in queries:
         try:
-            file = inspect_image(query.image, max_pixels)
+            file = inspect_image(query.file, max_pixels)
             decoded = [decode_image(file, system.preprocessing) for system in (candidate, champion)]
         except DataError:
             left_out[UNREADABLE] += 1
@@ -195,7 +182,7 @@ def replay_queries(
     )
 
 
-def _answers_before(champion: Recognizer, queries: list[StoredQuery], images: list[Pixels]) -> list[Answer]:
+def _answers_before(champion: Recognizer, queries: list[SampledQuery], images: list[Pixels]) -> list[Answer]:
     """The champion's answers: those that it logged, and computed ones to queries that another release answered."""
     missing = [row for row, query in enumerate(queries) if query.version != champion.name]
     computed = dict(zip(missing, _recognize(champion, [images[row] for row in missing]), strict=True))
@@ -229,14 +216,7 @@ def _thumbnail(image: Pixels) -> NDArray[np.float32]:
     return centered / max(float(np.linalg.norm(centered)), 1e-6)
 
 
-def _parse(data: bytes, key: str) -> list[StoredQuery]:
-    try:
-        period, logged = parse_file(data, key)
-    except IntegrityError:  # the watcher reports it
-        return []
-    queries: list[StoredQuery] = []
-    for query in logged:
-        with suppress(ValueError):  # an entry that is not base64 has no file
-            if image := base64.b64decode(query.image, validate=True):
-                queries.append(StoredQuery(image, query.at, period.version, query.pred, query.dist, query.unknown))
-    return queries
+def _parse(data: bytes, key: str) -> list[SampledQuery]:
+    with suppress(IntegrityError):  # the watcher reports it
+        return sampled_queries(data, key)
+    return []
