@@ -13,7 +13,7 @@ from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.evaluation.baselines import Baseline, measure_baselines
-from evernear.evaluation.compare import PairedCounts
+from evernear.evaluation.compare import PairedCounts, mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
@@ -103,6 +103,7 @@ def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int
             name=f"baseline {number}",
             accuracy=proportion(correct, 100, 0.95),
             comparison=PairedCounts(queries=100, regressions=regressions, improvements=improvements),
+            p_perfect=mcnemar_worse(100 - correct, 0),
             p_by_chance=0.0,
         )
         for number, (correct, regressions, improvements) in enumerate(counts)

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binom
 
 from evernear.errors import IntegrityError
 from evernear.evaluation.compare import PairedCounts, compare, detectable_loss, mcnemar_worse
+from evernear.evaluation.grouped import sign_flip_worse
 from evernear.evaluation.measure import Outcomes
 
 COUNTS = st.integers(0, 150)
@@ -80,3 +82,49 @@ def test_outcomes_of_different_queries_are_rejected():
             Outcomes(correct, np.array([0, 1, 0], np.int32)),
             ("a", "b"),
         )
+
+
+def test_groups_of_one_image_have_the_same_test():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 400).astype(np.int32)
+    ours, others = rng.random((2, 400)) < 0.8
+    alone = rng.permutation(400).astype(np.int32)
+    single = compare(Outcomes(ours, labels), Outcomes(others, labels), ("a", "b", "c"))
+    grouped = compare(Outcomes(ours, labels, alone), Outcomes(others, labels, alone), ("a", "b", "c"))
+    for pairs, of_groups in [(single.overall, grouped.overall), (single.within("ab"), grouped.within("ab"))]:
+        assert of_groups.groups == of_groups.queries == pairs.queries
+        assert (of_groups.p_worse, of_groups.p_better) == (pairs.p_worse, pairs.p_better)
+        assert detectable_loss(of_groups, 0.08) == detectable_loss(pairs, 0.08)
+
+
+@given(st.lists(st.integers(-6, 6), min_size=1, max_size=10))
+def test_sign_flip_test_counts_all_flips(nets):
+    flips = np.array([*np.ndindex(*[2] * len(nets))]).reshape(-1, len(nets)) * 2 - 1
+    expected = np.mean((flips * np.abs(nets)).sum(axis=1) >= sum(nets))
+    assert sign_flip_worse(nets) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_lost_scene_is_one_loss_and_may_show_several_classes():
+    """Ten frames of one scene are lost: McNemar's test would call that significant."""
+    labels = np.repeat(np.arange(2, dtype=np.int32), 50)
+    groups = np.tile(np.repeat(np.arange(10, dtype=np.int32), 5), 2)  # each scene shows both classes
+    ours, others = groups != 3, np.ones(100, np.bool_)
+    comparison = compare(Outcomes(ours, labels, groups), Outcomes(others, labels, groups), ("a", "b"))
+    for pairs in (comparison.overall, comparison.within("ab")):
+        assert (pairs.regressions, pairs.groups, pairs.nets, pairs.p_worse) == (10, 10, {3: 10}, 0.5)
+    assert comparison.classes["a"].nets == {3: 5}
+    assert mcnemar_worse(10, 0) < 0.001
+
+
+def test_groups_of_equal_candidates_are_held_at_the_level():
+    rng, level = np.random.default_rng(0), 0.08
+    groups = np.repeat(np.arange(30, dtype=np.int32), 10)
+    labels = np.zeros(300, np.int32)
+    by_frames = by_groups = 0
+    for _ in range(400):
+        ours, others = (np.repeat(rng.random(30) < 0.8, 10) for _ in range(2))
+        pairs = compare(Outcomes(ours, labels, groups), Outcomes(others, labels, groups), ("a",)).overall
+        by_groups += pairs.p_worse <= level
+        by_frames += mcnemar_worse(pairs.regressions, pairs.improvements) <= level
+    assert by_groups <= binom.ppf(0.999, 400, level)
+    assert by_frames > 100

@@ -6,20 +6,20 @@ distinct image. Problems that involve several images (duplicates, conflicts) are
 
 import hashlib
 import sqlite3
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from evernear.common.class_names import class_name
 from evernear.data import ledger_changes
+from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
+from evernear.data.group_table import GroupTable
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.sources import FileEntry, NameSample
-from evernear.errors import StoreError
+from evernear.data.sqlite import batched, marks, sqlite_errors
 
-_T = TypeVar("_T")
 # Rows of one query: SQLite limits the parameters of a statement.
 _PAGE = 500
 # Maximum number of problems of a kind in a manifest. Those that stop a run must be fixed one by one.
@@ -127,7 +127,7 @@ class Ledger:
         """Open or create the ledger for one ingest of ``source``, whose images were at ``moved_from`` before."""
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
-        with _sqlite_errors():
+        with sqlite_errors():
             _without_journal(self._db)
             self._db.execute("BEGIN")
             if is_new:
@@ -143,10 +143,11 @@ class Ledger:
             self._db.execute(_NAMED)
             self._db.execute(_NOTED)
             self._db.execute("CREATE TEMP TABLE listed (name TEXT PRIMARY KEY) WITHOUT ROWID")
+        self.groups = GroupTable(self._db, self._source)
 
     def save(self, path: Path) -> None:
         """Write a compact copy to ``path``."""
-        with _sqlite_errors():
+        with sqlite_errors():
             self._db.execute("COMMIT")
             self._db.execute("VACUUM INTO ?", (str(path),))
             self._db.execute("BEGIN")
@@ -154,7 +155,7 @@ class Ledger:
 
     def save_changes(self, path: Path) -> None:
         """Write what changed since the ledger was opened or last saved to ``path``, for `apply_changes`."""
-        with _sqlite_errors():
+        with sqlite_errors():
             self._db.execute("COMMIT")
             ledger_changes.save(self._db, path)
             self._db.execute("BEGIN")
@@ -162,7 +163,7 @@ class Ledger:
 
     def has_changed(self) -> bool:
         """Whether anything changed since the ledger was opened or last saved."""
-        with _sqlite_errors():
+        with sqlite_errors():
             return self._has_moved or ledger_changes.any_changed(self._db)
 
     def size_bytes(self) -> int:
@@ -203,7 +204,7 @@ class Ledger:
             names = [entry.name for entry in page]
             self._note_listed(names)
             query = "SELECT name, etag, label, given, size_bytes FROM files WHERE source = ? AND fault IS NULL"
-            unchanged = set(self._all(f"{query} AND name IN ({_marks(names)})", self._source, *names))
+            unchanged = set(self._all(f"{query} AND name IN ({marks(names)})", self._source, *names))
             self._many(
                 "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 1) ON CONFLICT (source, name) DO UPDATE SET"
@@ -366,7 +367,7 @@ class Ledger:
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
         """The former split of each of ``names``, at most 500, whose unchanged file is decoded again."""
         query = (
-            f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
+            f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         )
         return dict(self._all(query, self._source, *names))
 
@@ -474,7 +475,7 @@ class Ledger:
         def resized(width: int, height: int) -> str | None:
             return choose_resize((width, height), height_px, width_px, resize)
 
-        with _sqlite_errors():
+        with sqlite_errors():
             self._db.create_function("resized", 2, resized, deterministic=True)
         self._all(_SIZES)
         problems: list[Problem] = []
@@ -489,6 +490,9 @@ class Ledger:
                 names = self._names(name, digest)
                 detail = text if kind == "undecodable" else f"{', '.join(names)} {text}."
                 problems.append(Problem(kind=kind, names=names, detail=detail))
+        for kind, names, count, text in self.groups.problems(_MAX_LISTED_OF_OTHERS):
+            counts[kind] = count
+            problems += [Problem(kind=kind, names=(name,), detail=f"{name} {text}.") for name in names]
         for rule, count in self._all("SELECT rule, SUM(count) FROM noted GROUP BY rule ORDER BY rule"):
             counts[rule] = count
             query = "SELECT name FROM noted WHERE rule = ? AND name IS NOT NULL ORDER BY name LIMIT ?"
@@ -526,18 +530,18 @@ class Ledger:
     # SQLite
 
     def _all(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with _sqlite_errors():
+        with sqlite_errors():
             return self._db.execute(query, values).fetchall()
 
     def _of_digests(self, query: str, digests: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
         for page in batched(digests, _PAGE):
-            yield from self._all(f"{query} WHERE digest IN ({_marks(page)})", *page)
+            yield from self._all(f"{query} WHERE digest IN ({marks(page)})", *page)
 
     def _int(self, query: str, *values: object) -> int:
         return cast(int, self._all(query, *values)[0][0])
 
     def _many(self, query: str, rows: Iterable[Sequence[object]]) -> None:
-        with _sqlite_errors():
+        with sqlite_errors():
             self._db.executemany(query, rows)
 
 
@@ -547,7 +551,7 @@ def apply_changes(ledger: Path, changes: Path) -> None:
     Raises:
         StoreError: a file cannot be read or written.
     """
-    with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         _without_journal(db)
         _add_missing_tables(db)
         ledger_changes.apply_row_changes(db, changes)
@@ -559,7 +563,7 @@ def stored_digests(ledger: Path) -> list[bytes]:
     Raises:
         StoreError: the file cannot be read.
     """
-    with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute("SELECT digest FROM images")]
 
 
@@ -574,7 +578,7 @@ def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str,
         " JOIN files f ON f.digest = i.digest JOIN sources s ON s.id = f.source WHERE slot = ? ORDER BY turn, name"
     )
     images: dict[bytes, tuple[int, list[tuple[str, FileEntry]]]] = {}
-    with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         for digest, label, uri, *entry in db.execute(query, (slot,)):
             images.setdefault(digest, (label, []))[1].append((uri, FileEntry(*entry)))
     return images
@@ -586,7 +590,7 @@ def find_slot(ledger: Path, sha256: str) -> int | None:
     Raises:
         StoreError: the ledger cannot be read.
     """
-    with _sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         query = "SELECT slot FROM shards WHERE json_extract(shard, '$.sha256') = ?"
         row = db.execute(query, (sha256,)).fetchone()
     return row[0] if row else None
@@ -598,21 +602,22 @@ def decoders(ledger: Path) -> list[tuple[str, str]]:
     Raises:
         StoreError: the ledger cannot be read.
     """
-    with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         _add_missing_tables(db)
         return db.execute("SELECT source, decoder FROM decoders ORDER BY source").fetchall()
 
 
 def save_compact(ledger: Path, path: Path) -> None:
-    """Write a ledger to ``path`` without the splits of removed images, and without deleted rows.
+    """Write a ledger to ``path`` without the splits and groups of removed images, and without deleted rows.
 
     Raises:
         StoreError: a file cannot be read or written.
     """
-    with _sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         _without_journal(db)
         _add_missing_tables(db)
         db.execute("DELETE FROM removed")
+        db.execute("DELETE FROM groups WHERE digest NOT IN (SELECT digest FROM images)")
         db.execute("VACUUM INTO ?", (str(path),))
 
 
@@ -627,6 +632,7 @@ def _add_missing_tables(db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
+    db.execute(GROUPS_SCHEMA)
     # A row without a name counts the names that are not listed.
     columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
     db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
@@ -644,7 +650,7 @@ class PublishedLedger:
     """The files of one source in a published, immutable ledger. Close it after use."""
 
     def __init__(self, path: Path, source: str) -> None:
-        with _sqlite_errors():
+        with sqlite_errors():
             self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
         self._source = row[0] if row else None
@@ -655,29 +661,29 @@ class PublishedLedger:
 
     def count(self) -> int:
         """The number of files; 0 if the source is not one of the dataset's."""
-        with _sqlite_errors():
+        with sqlite_errors():
             query = "SELECT COUNT(*) FROM files WHERE source = ?"
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def etags(self, names: Sequence[str]) -> dict[str, str]:
         """The etags of the ``names``, at most 500, that the ledger has, including broken files."""
-        query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
-        with _sqlite_errors():
+        query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
+        with sqlite_errors():
             return dict(self._db.execute(query, (self._source, *names)).fetchall())
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
         """The ``names``, at most 500, that were read."""
         query = (
-            f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({_marks(names)})"  # noqa: S608 - question marks only
+            f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
             " AND (digest IS NOT NULL OR NOT pending)"
         )
-        with _sqlite_errors():
+        with sqlite_errors():
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
         """The labels of the ``digests``, at most 500, whose images the snapshot contains."""
-        query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({_marks(digests)})"  # noqa: S608 - question marks only
-        with _sqlite_errors():
+        query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
+        with sqlite_errors():
             return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
 
     def own_classes(self) -> dict[str, int]:
@@ -686,29 +692,17 @@ class PublishedLedger:
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
             " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
         )
-        with _sqlite_errors():
+        with sqlite_errors():
             return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """The files of each of ``digests``, at most 500, by name."""
-        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({_marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
+        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
-        with _sqlite_errors():
+        with sqlite_errors():
             for digest, name in self._db.execute(query, (self._source, *digests)):
                 names[digest] = (*names.get(digest, ()), name)
         return names
-
-
-def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """`itertools.batched` of Python 3.12."""
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
-
-
-def _marks(values: Sequence[object]) -> str:
-    """One question mark for each of ``values`` in a query."""
-    return ",".join("?" * len(values))
 
 
 def _source_uri(source: str) -> str:
@@ -722,13 +716,3 @@ def _decode_order(entry: FileEntry) -> int:
     held_out = ("test", "query", "gallery")
     rank = held_out.index(entry.explicit_split) if entry.explicit_split in held_out else len(held_out)
     return rank << 56 | mixed
-
-
-@contextmanager
-def _sqlite_errors() -> Generator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        if "full" in str(error):
-            raise StoreError("The disk that holds the temporary directory is full (TMPDIR).") from error
-        raise StoreError(f"The dataset's ledger cannot be read or written: {error}.") from error

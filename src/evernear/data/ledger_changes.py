@@ -10,6 +10,7 @@ _TABLES = {
     "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
     "removed": (("digest",), ("split",)),
+    "groups": (("digest",), ("name",)),
     "labels": (("id",), ("name",)),
     "shards": (("slot",), ("shard",)),
     "decoders": (("source",), ("decoder",)),

@@ -67,6 +67,10 @@ class Manifest(Frozen):
     ledger_sha256: str
     ledger_changes: tuple[str, ...] = ()
     """The sha256 of files with later changes of the ledger, in order (`evernear.data.ledger.apply_changes`)."""
+    groups: int = 0
+    """Groups of images (``data.group``); an image without a group is not counted."""
+    groups_sha256: str = ""
+    """Which image belongs to which group, `evernear.data.group_table.GroupTable.sha256`; empty without groups."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
 
@@ -85,8 +89,9 @@ class Manifest(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 of the content (images, labels, splits, order, problems), independent of its location."""
-        identity = self.model_dump(mode="json", include=_IDENTITY)
+        """sha256 of the content (images, labels, splits, groups, order, problems), independent of its location."""
+        # Snapshots of versions without groups have the same digest.
+        identity = self.model_dump(mode="json", include=_IDENTITY | ({"groups_sha256"} if self.groups else set()))
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
     def count(self, split: Split) -> int:

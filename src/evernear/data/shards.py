@@ -52,6 +52,7 @@ class Dataset:
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
         """Read the shards of ``manifest`` from ``store``; remote ones are cached in ``cache``."""
         self.manifest = manifest
+        self.store = store
         self.labels = manifest.labels
         self.shape = manifest.shape
         self.digest = manifest.digest

@@ -1,10 +1,12 @@
-"""The assignment of images to splits: stratified by class, and mostly decided by the content of each image."""
+"""The assignment of images and groups to splits: stratified by class, and mostly decided by a hash of each."""
 
+import hashlib
 from collections.abc import Collection, Mapping
 
 from evernear.data.manifest import Split
 from evernear.settings import DataSettings
 
+_FIRST_GROUPS: tuple[Split, ...] = ("train", "test", "gallery")
 _MAX_BEHIND = 2
 _EXACT_IMAGES = 20
 
@@ -39,6 +41,23 @@ def choose_split(
     if behind[furthest_behind] > min(_MAX_BEHIND, total // _EXACT_IMAGES):
         return furthest_behind
     return hash_split(digest, fractions)
+
+
+def choose_group_split(
+    group: str, counts: Mapping[Split, int], candidates: Collection[Split], settings: DataSettings
+) -> Split:
+    """The split of a new group, whose first image is of a class that has ``counts`` groups.
+
+    The first three groups of a class go to train, test and gallery, so that a class of two groups is already tested
+    with images of another scene. Train images fill an empty gallery. After them, `choose_split` decides by the hash of
+    the group's name.
+    """
+    fractions = split_fractions(candidates, settings)
+    for split in _FIRST_GROUPS:
+        if fractions.get(split) and not counts[split]:
+            return split
+    digest = hashlib.sha256(group.encode(errors="surrogateescape")).digest()
+    return choose_split(digest, counts, candidates, settings)
 
 
 def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from evernear.common.frozen import Frozen
 from evernear.data.gallery import joining_gallery
 from evernear.data.shards import Block, Dataset
-from evernear.evaluation.compare import PairedCounts
+from evernear.evaluation.compare import PairedCounts, paired_counts
 from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
 
@@ -29,6 +29,8 @@ class Baseline(Frozen):
     accuracy: Proportion
     comparison: PairedCounts
     """Improvements are queries that only the candidate answers correctly."""
+    p_perfect: float
+    """Probability of at least the improvements of a recognizer without errors if both were equally good."""
     p_by_chance: float
     """See `evernear.evaluation.statistics.p_by_chance`."""
 
@@ -52,7 +54,8 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
         count = dataset.count("gallery") + sum(joining.values())
         gallery, gallery_labels, _ = _pixels(chain.from_iterable(blocks for blocks, _ in parts), count, GALLERY_MAX)
         queries, _, rows = _pixels(dataset.blocks("test", batch_size), dataset.count("test"), QUERIES_MAX)
-        some = Outcomes(outcomes.correct[rows], outcomes.labels[rows])
+        groups = None if outcomes.groups is None else outcomes.groups[rows]
+        some = Outcomes(outcomes.correct[rows], outcomes.labels[rows], groups)
         nearest = gallery_labels[_nearest(gallery, queries)]
         height, width = (min(SIDE_PX, side) for side in dataset.shape[:2])
         name = f"the nearest gallery image by {height}x{width} pixels"
@@ -65,11 +68,8 @@ def _baseline(name: str, predictions: NDArray[np.integer], candidate: Outcomes, 
     return Baseline(
         name=name,
         accuracy=proportion(int(correct.sum()), len(correct), confidence),
-        comparison=PairedCounts(
-            queries=len(correct),
-            regressions=int((correct & ~candidate.correct).sum()),
-            improvements=int((candidate.correct & ~correct).sum()),
-        ),
+        comparison=paired_counts(candidate, correct),
+        p_perfect=paired_counts(Outcomes(np.ones_like(correct), candidate.labels, candidate.groups), correct).p_better,
         p_by_chance=p_by_chance(zip(candidate.labels.tolist(), predictions.tolist(), [1] * len(correct), strict=True)),
     )
 

@@ -1,14 +1,17 @@
 """Paired test: whether the candidate is worse than the champion on the same queries."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
 from evernear.errors import IntegrityError
+from evernear.evaluation.grouped import sign_flip_worse
 from evernear.evaluation.measure import Outcomes
 
 
@@ -23,16 +26,39 @@ class PairedCounts(Frozen):
     """Queries that only the other system answers correctly."""
     improvements: int = Field(ge=0)
     """Queries that only the candidate answers correctly."""
+    groups: int | None = None
+    """Groups of the queries; None if every query is independent."""
+    nets: dict[int, int] = {}
+    """Regressions less improvements by number of the group, for groups where they differ."""
 
     @property
     def p_worse(self) -> float:
-        """Probability of at least this number of regressions if both are equally good; see `mcnemar_worse`."""
-        return mcnemar_worse(self.regressions, self.improvements)
+        """Probability of at least this number of regressions if both are equally good.
+
+        See `mcnemar_worse`, and for groups `evernear.evaluation.grouped.sign_flip_worse`.
+        """
+        if self.groups is None:
+            return mcnemar_worse(self.regressions, self.improvements)
+        return sign_flip_worse(self.nets.values())
 
     @property
     def p_better(self) -> float:
         """Probability of at least this number of improvements if both are equally good."""
-        return mcnemar_worse(self.improvements, self.regressions)
+        if self.groups is None:
+            return mcnemar_worse(self.improvements, self.regressions)
+        return sign_flip_worse(-net for net in self.nets.values())
+
+    @property
+    def independent(self) -> "PairedCounts":
+        """Independent queries that say about as much: the groups, with the same shares of changes."""
+        if not self.groups:
+            return self
+        share = self.groups / max(1, self.queries)
+        return PairedCounts(
+            queries=self.groups,
+            regressions=round(share * self.regressions),
+            improvements=round(share * self.improvements),
+        )
 
     @property
     def net_losses(self) -> int:
@@ -59,10 +85,16 @@ class Comparison(Frozen):
     def within(self, labels: Iterable[str]) -> PairedCounts:
         """The sum over the classes ``labels``."""
         chosen = [self.classes[label] for label in labels if label in self.classes]
+        nets: Counter[int] = Counter()
+        for pairs in chosen:  # a group may have images of several classes
+            nets.update(pairs.nets)
+        of_all = self.overall.groups
         return PairedCounts(
             queries=sum(pairs.queries for pairs in chosen),
             regressions=sum(pairs.regressions for pairs in chosen),
             improvements=sum(pairs.improvements for pairs in chosen),
+            groups=None if of_all is None else min(of_all, sum(pairs.groups or 0 for pairs in chosen)),
+            nets={group: net for group, net in sorted(nets.items()) if net},
         )
 
 
@@ -98,9 +130,11 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
     """The smallest loss of accuracy that `mcnemar_worse` at ``level`` detects with probability ``power``: 0 to 1.
 
     The share of improvements is assumed to be (improvements + 1) / (queries + 2), because observing none may be luck.
-    The result is 1 if the test detects no loss that often.
+    A group counts as one query. The result is 1 if the test detects no loss that often.
     """
     from scipy.special import ndtri
+
+    pairs = pairs.independent
 
     def critical(differing: float) -> float:
         # With the continuity correction of the exact test.
@@ -114,7 +148,9 @@ def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> 
 
     As `detectable_loss`; 1 if no loss does.
     """
-    return _smallest_loss(pairs, lambda _: budget + 0.5, power)
+    independent = pairs.independent
+    of_groups = budget * independent.queries / max(1, pairs.queries)
+    return _smallest_loss(independent, lambda _: of_groups + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
@@ -145,18 +181,58 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
     Raises:
         IntegrityError: the queries differ.
     """
-    truth = candidate.labels
+    truth, groups = candidate.labels, candidate.groups
     if not np.array_equal(truth, champion.labels):
         raise IntegrityError("Candidate and champion were measured on different queries; run the evaluate step again.")
-    regressed, improved = champion.correct & ~candidate.correct, candidate.correct & ~champion.correct
-    totals, lost, won = (
-        np.bincount(numbers, minlength=len(labels)).tolist() for numbers in (truth, truth[regressed], truth[improved])
-    )
+    changes = champion.correct.astype(np.int8) - candidate.correct
+    by_class = _paired(changes, truth, groups)
     return Comparison(
-        overall=PairedCounts(queries=len(truth), regressions=int(regressed.sum()), improvements=int(improved.sum())),
-        classes={
-            label: PairedCounts(queries=total, regressions=regressions, improvements=improvements)
-            for label, total, regressions, improvements in zip(labels, totals, lost, won, strict=True)
-            if total
-        },
+        overall=_paired(changes, np.zeros_like(truth), groups).get(
+            0, PairedCounts(queries=0, regressions=0, improvements=0)
+        ),
+        classes={label: by_class[number] for number, label in enumerate(labels) if number in by_class},
     )
+
+
+def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCounts:
+    """Compare the candidate with another system that answers the same queries, at least one, ``correct`` or not."""
+    changes = correct.astype(np.int8) - candidate.correct
+    return _paired(changes, np.zeros_like(candidate.labels), candidate.groups)[0]
+
+
+def _paired(
+    changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32] | None
+) -> dict[int, PairedCounts]:
+    """The counts of each stratum with queries. A change is 1 for a regression and -1 for an improvement."""
+    totals, lost, won = (
+        np.bincount(chosen, minlength=1).tolist() for chosen in (strata, strata[changes > 0], strata[changes < 0])
+    )
+    if groups is None:
+        numbers, nets = None, {}
+    else:
+        numbers, nets = _nets(changes, strata, groups)
+    size = len(totals)
+    lost, won = lost + [0] * (size - len(lost)), won + [0] * (size - len(won))
+    return {
+        stratum: PairedCounts(
+            queries=total,
+            regressions=lost[stratum],
+            improvements=won[stratum],
+            groups=numbers[stratum] if numbers else None,
+            nets=nets.get(stratum, {}),
+        )
+        for stratum, total in enumerate(totals)
+        if total
+    }
+
+
+def _nets(
+    changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
+) -> tuple[list[int], dict[int, dict[int, int]]]:
+    """The number of groups of each stratum, and by stratum the nets of its groups that are not 0."""
+    pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)
+    net = np.bincount(rows.ravel(), weights=changes).astype(np.int64)
+    nets: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for (stratum, group), value in zip(pairs.T[net != 0].tolist(), net[net != 0].tolist(), strict=True):
+        nets[stratum][group] = value
+    return np.bincount(pairs[0]).tolist(), nets

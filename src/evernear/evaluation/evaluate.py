@@ -133,7 +133,10 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         """Write `EVALUATION_FILE` and `OUTCOMES_FILE`."""
         systems = [self.outcomes[name] for name in SYSTEMS if name in self.outcomes]
         buffer = io.BytesIO()
-        np.savez(buffer, labels=systems[0].labels, right=np.stack([system.correct for system in systems]))
+        columns = {"labels": systems[0].labels, "right": np.stack([system.correct for system in systems])}
+        if systems[0].groups is not None:
+            columns["groups"] = systems[0].groups
+        np.savez(buffer, **columns)  # pyright: ignore[reportArgumentType] - allow_pickle is not a column
         write_atomically(directory / OUTCOMES_FILE, buffer.getvalue())
         self.save(directory / EVALUATION_FILE)
 
@@ -148,7 +151,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             evaluation = Evaluation.load(directory / EVALUATION_FILE)
             archive = io.BytesIO((directory / OUTCOMES_FILE).read_bytes())
             with np.load(archive, allow_pickle=False) as columns:
-                systems = (Outcomes(correct, columns["labels"]) for correct in columns["right"])
+                groups = columns.get("groups")
+                systems = (Outcomes(correct, columns["labels"], groups) for correct in columns["right"])
                 outcomes = dict(zip(SYSTEMS, systems, strict=False))
         except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
             raise IntegrityError(f"{directory / OUTCOMES_FILE} cannot be read; {Evaluation.remedy}.") from error

@@ -5,8 +5,9 @@ champion at its ceiling could never be refreshed with new data. It must not be *
 class, and must be sound. The gate fails closed: a figure that is missing or NaN fails its rule.
 
 Paired test (`no_worse`)
-    An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). The rule fails if
-    p <= 0.8 x ``gate.significance``. The rules for the classes and for an anchor other than the champion spend their
+    An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). With
+    ``data.group``, it counts groups: a sign-flip test (`evernear.evaluation.grouped.sign_flip_worse`). The rule fails
+    if p <= 0.8 x ``gate.significance``. The rules for the classes and for an anchor other than the champion spend their
     share of the level, so that all together hold an equally good candidate at most as often as the setting says. The
     test is exact because mid-p keeps the level only approximately. Why the level is 0.10, and how often the rules err:
     docs/decisions/0007-the-gate-asks-not-worse.md.
@@ -53,7 +54,6 @@ from collections.abc import Iterator
 
 from evernear.common.output import named, quantity
 from evernear.evaluation.baselines import Baseline
-from evernear.evaluation.compare import mcnemar_worse
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate_anchor import (
     CLASSES_SHARE,
@@ -121,7 +121,7 @@ def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     accuracy, floor = candidate.accuracy, settings.accuracy_floor
     passed = accuracy.value >= floor
-    reason = f"Accuracy is {accuracy} on {quantity(accuracy.total, 'test image')}"
+    reason = f"Accuracy is {accuracy} on {_queries(accuracy.total, candidate.groups)}"
     if floor or not passed:
         reason += f", {'at least' if passed else 'below'} the floor of {floor:.2%}"
     return Rule(
@@ -161,8 +161,7 @@ def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
 
 def _is_beaten(baseline: Baseline, level: float) -> bool:
     pairs = baseline.comparison
-    errors = baseline.accuracy.total - baseline.accuracy.count
-    if mcnemar_worse(errors, 0) > level:
+    if baseline.p_perfect > level:
         return pairs.p_worse > level
     return pairs.p_better <= level
 
@@ -334,6 +333,10 @@ def _no_worse(evaluation: Evaluation, champion: Measurement, level: float) -> Ru
     return Rule(
         name="no_worse", passed=passed, candidate=accuracy, champion=champion_accuracy, bound=level, reason=reason
     )
+
+
+def _queries(images: int, groups: int | None) -> str:
+    return quantity(images, "test image") + (f" of {quantity(groups, 'group')}" if groups else "")
 
 
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:

@@ -4,15 +4,17 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.frozen import Frozen
+from evernear.data.groups import GroupNumbers
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
+from evernear.evaluation.grouped import effective_totals
 from evernear.evaluation.statistics import Proportion, proportion
 from evernear.settings import ClassSettings, EvaluationSettings
 
@@ -71,6 +73,8 @@ class Measurement(Frozen):
     """For each label with queries: the proportion called unknown."""
     confusions: tuple[tuple[str, str, int], ...]
     """(label, prediction, count) of the pairs that occur, by label."""
+    groups: int | None = None
+    """Groups of the queries (``data.group``), which the intervals count; None if every query is independent."""
 
     @property
     def most_common_class_proportion(self) -> float:
@@ -103,6 +107,8 @@ class Outcomes:
     correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
     """Label indices of the queries."""
+    groups: NDArray[np.int32] | None = None
+    """Numbers of the queries' groups; None if every query is independent."""
 
 
 def measure(
@@ -112,11 +118,12 @@ def measure(
     split: Split = "test",
     classes: ClassSettings = NO_CHANGES,
     observe: Observer | None = None,
+    groups: GroupNumbers | None = None,
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on every image of ``split``; ``classes`` translates the labels of an earlier release.
 
-    ``observe`` is called with each block, its embeddings, their neighbors and the predictions. Memory
-    grows with the split only by the outcomes, 5 bytes per image.
+    ``observe`` is called with each block, its embeddings, their neighbors and the predictions. The intervals count
+    ``groups`` (None: images). Memory grows with the split only by the outcomes, 12 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the input shape of the recognizer.
@@ -129,15 +136,13 @@ def measure(
         embeddings = recognizer.embed(block.images)
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
         answers = gallery.classify(embeddings, neighbors)
-        tally.add(block, neighbors, answers)
+        tally.add(block, neighbors, answers, groups.of(block.digests) if groups else None)
         if observe is not None:
             observe(block, embeddings, neighbors, answers)
     if not tally.queries:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
-    def of_all(count: int) -> Proportion:
-        return proportion(count, tally.queries, settings.confidence)
-
+    shares = tally.shares(settings.confidence)
     calibration = gallery.description.calibration
     measurement = Measurement(
         name=recognizer.name,
@@ -149,20 +154,63 @@ def measure(
         known_labels=known_labels,
         threshold=gallery.description.threshold,
         parity_max_abs_difference=recognizer.parity_max_abs_difference,
-        accuracy=of_all(int(tally.class_correct.sum())),
-        recall_at_1=of_all(tally.nearest_correct),
-        recall_at_5=of_all(tally.among_nearest),
-        false_rejects=tally.false_rejects(known_labels, settings.confidence),
+        accuracy=shares.overall("correct"),
+        recall_at_1=shares.overall("nearest"),
+        recall_at_5=shares.overall("among_nearest"),
+        false_rejects=shares.within(known_labels, "unknown"),
         index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
-        class_recall=tally.by_class(tally.class_correct, settings.confidence),
-        class_rejects=tally.by_class(tally.class_unknown, settings.confidence),
+        class_recall=shares.by_class("correct"),
+        class_rejects=shares.by_class("unknown"),
         confusions=tally.confusions(),
+        groups=shares.groups,
     )
-    return measurement, tally.outcomes()
+    return measurement, Outcomes(shares.columns["correct"], shares.labels, shares.group_numbers)
+
+
+Column = Literal["correct", "nearest", "among_nearest", "unknown"]
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Proportions of queries, from one column of booleans for each property."""
+
+    names: tuple[str, ...]
+    labels: NDArray[np.int32]
+    columns: dict[Column, NDArray[np.bool_]]
+    group_numbers: NDArray[np.int32] | None
+    confidence: float
+
+    @property
+    def groups(self) -> int | None:
+        return None if self.group_numbers is None else len(np.unique(self.group_numbers))
+
+    def overall(self, column: Column) -> Proportion:
+        """The proportion of all queries."""
+        return self._by_stratum(column, np.zeros_like(self.labels))[0]
+
+    def within(self, labels: tuple[str, ...], column: Column) -> Proportion | None:
+        """The proportion of the queries of ``labels``; None without any."""
+        return self._by_stratum(column, np.isin(self.names, labels).astype(np.int32)[self.labels]).get(1)
+
+    def by_class(self, column: Column) -> dict[str, Proportion]:
+        """The proportion of the queries of each label that has any."""
+        return {self.names[label]: share for label, share in self._by_stratum(column, self.labels).items()}
+
+    def _by_stratum(self, column: Column, strata: NDArray[np.int32]) -> dict[int, Proportion]:
+        successes = self.columns[column]
+        totals = np.bincount(strata)
+        counts = np.bincount(strata[successes], minlength=len(totals))
+        groups = self.group_numbers
+        effective = [None] * len(totals) if groups is None else effective_totals(strata, groups, len(totals)).tolist()
+        return {
+            stratum: proportion(int(counts[stratum]), int(total), self.confidence, effective[stratum])
+            for stratum, total in enumerate(totals)
+            if total
+        }
 
 
 class _Tally:
-    """Counts over blocks. Predictions use the dataset's label indices. One past the end stands for any other label."""
+    """Collects blocks. Predictions use the dataset's label indices. One past the end stands for any other label."""
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}
@@ -171,48 +219,41 @@ class _Tally:
         # The last entry is for NO_LABEL (-1).
         self._as_label = np.array([number.get(answer, elsewhere) for answer in answers] + [elsewhere])
         self._pairs: Counter[int] = Counter()
-        self._correct: list[NDArray[np.bool_]] = []
+        self._columns: dict[Column, list[NDArray[np.bool_]]] = {column: [] for column in get_args(Column)}
         self._labels: list[NDArray[np.int32]] = []
-        self.class_correct = np.zeros(elsewhere, np.int64)
-        self.class_unknown = np.zeros(elsewhere, np.int64)
-        self.class_total = np.zeros(elsewhere, np.int64)
-        self.queries = self.nearest_correct = self.among_nearest = 0
+        self._groups: list[NDArray[np.int32]] = []
+        self.queries = 0
         self.sha256 = hashlib.sha256()
 
-    def add(self, block: Block, neighbors: "Neighbors", answers: "Classifications") -> None:
-        truth, classes = block.labels, len(self.class_total)
+    def add(
+        self,
+        block: Block,
+        neighbors: "Neighbors",
+        answers: "Classifications",
+        groups: NDArray[np.int32] | None,
+    ) -> None:
+        truth, base = block.labels, len(self._names)
         answered = self._as_label[answers.labels]
         matches = self._as_label[neighbors.labels[:, :RECALL_AT]] == truth[:, None]
-        correct = answered == truth
         self.queries += len(truth)
-        self.nearest_correct += int(matches[:, 0].sum())
-        self.among_nearest += int(matches.any(axis=1).sum())
-        self.class_total += np.bincount(truth, minlength=classes)
-        self.class_correct += np.bincount(truth[correct], minlength=classes)
-        self.class_unknown += np.bincount(truth[answers.unknown], minlength=classes)
-        pairs, counts = np.unique(truth * (classes + 1) + answered, return_counts=True)
+        self._columns["correct"].append(answered == truth)
+        self._columns["nearest"].append(matches[:, 0])
+        self._columns["among_nearest"].append(matches.any(axis=1))
+        self._columns["unknown"].append(answers.unknown)
+        pairs, counts = np.unique(truth * base + answered, return_counts=True)
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
-        self._correct.append(correct)
         self._labels.append(truth.astype(np.int32))
+        self._groups += [] if groups is None else [groups]
         # Digest and label alternate, so that the hash does not depend on the block size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 
-    def by_class(self, counts: NDArray[np.int64], confidence: float) -> dict[str, Proportion]:
-        """``counts`` of each label as a proportion of its queries, for labels with any."""
-        return {
-            label: proportion(int(count), int(total), confidence)
-            for label, count, total in zip(self._names, counts, self.class_total, strict=False)
-            if total
+    def shares(self, confidence: float) -> _Shares:
+        columns: dict[Column, NDArray[np.bool_]] = {
+            column: np.concatenate(parts) for column, parts in self._columns.items()
         }
-
-    def false_rejects(self, known_labels: tuple[str, ...], confidence: float) -> Proportion | None:
-        known = np.isin(self._names[:-1], known_labels)
-        total = int(self.class_total[known].sum())
-        return proportion(int(self.class_unknown[known].sum()), total, confidence) if total else None
-
-    def outcomes(self) -> Outcomes:
-        return Outcomes(np.concatenate(self._correct), np.concatenate(self._labels))
+        groups = np.concatenate(self._groups) if self._groups else None
+        return _Shares(self._names, np.concatenate(self._labels), columns, groups, confidence)
 
     def confusions(self) -> tuple[tuple[str, str, int], ...]:
         base = len(self._names)

@@ -73,11 +73,16 @@ class Roc(Frozen):
         return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
 
 
-def proportion(count: int, total: int, confidence: float) -> Proportion:
-    """``count`` of ``total`` (at least 1) with a two-sided interval."""
+def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
+    """``count`` of ``total`` (at least 1) with a two-sided interval.
+
+    If the images depend on each other, ``effective`` is the number of independent ones that say as much
+    (`evernear.evaluation.grouped.effective_totals`).
+    """
     z, share = _deviations(confidence), count / total
-    middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
-    half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4) / (1 + z**2 / total)
+    n = total if effective is None else effective
+    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
     # At 0 and 1, rounding may move an end past the value by 1e-17.
     return Proportion(
         count=count,

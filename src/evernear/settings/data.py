@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from evernear.settings.group import check_group
 from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
@@ -50,6 +51,12 @@ class DataSettings(Section):
     split_folders: dict[str, Literal["train", "test", "gallery", "query", "none"]] = Field(
         default={}, description="The split of folders whose names do not say it; none: leave the folder out."
     )
+    group: str = Field(
+        default="",
+        description="Images that belong together, such as frames of one scene, and stand in one split. folder: the"
+        " folders below the class; stem: the name before its last number; or a regular expression over the file's name"
+        " in the source, whose parentheses enclose the group.",
+    )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
     query_fraction: Fraction = Field(default=0.05, description="Share of images that calibrate the open-set threshold.")
@@ -73,6 +80,11 @@ class DataSettings(Section):
         if bit_depth not in (0, 8, 10, 12, 14, 16):
             raise ValueError("it is 8, 10, 12, 14 or 16, or 0 for the bits that the images use")
         return bit_depth
+
+    @field_validator("group")
+    @classmethod
+    def _usable_group(cls, group: str) -> str:
+        return check_group(group)
 
     @field_validator("source", "moved_from")
     @classmethod

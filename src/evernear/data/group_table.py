@@ -1,0 +1,168 @@
+"""The groups of a dataset's images in its ledger (`evernear.data.groups`)."""
+
+import hashlib
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evernear.data.manifest import Split
+from evernear.data.sources.base import NameSample
+from evernear.data.sources.names import is_reviewed
+from evernear.data.sqlite import batched, marks, sqlite_errors
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS groups (digest BLOB PRIMARY KEY, name TEXT NOT NULL) WITHOUT ROWID"
+Members = Counter[tuple[str, Split]]
+"""The images of a group by label and split."""
+FEWEST_GROUPS = 3
+"""Groups of a class that stands in train, test and gallery."""
+_PAGE = 500
+
+_LOCATED = """
+SELECT groups.name AS name, labels.name AS label, json_extract(shard, '$.split') AS split, digest
+FROM groups JOIN images USING (digest) JOIN labels ON labels.id = images.label JOIN shards USING (slot)
+"""
+# Images that will be read again, or may come back, keep their splits.
+_REMOVED = "SELECT groups.name AS name, '' AS label, split, digest FROM groups JOIN removed USING (digest)"
+_IN_SEVERAL_SPLITS = f"SELECT name FROM ({_LOCATED}) GROUP BY name HAVING COUNT(DISTINCT split) > 1"  # noqa: S608 - our own words
+# An image without a group counts as one.
+_OF_FEW_GROUPS = f"""
+SELECT labels.name FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (digest)
+GROUP BY labels.name HAVING COUNT(DISTINCT COALESCE(groups.name, hex(digest))) < {FEWEST_GROUPS}
+"""  # noqa: S608 - our own words
+
+
+class GroupTable:
+    """The group of each image of one source, in the ledger of its dataset."""
+
+    def __init__(self, db: sqlite3.Connection, source: int) -> None:
+        self._db, self._source = db, source
+        self._ungrouped = NameSample()
+
+    def refresh(self, group: Callable[[str, str], str]) -> None:
+        """Set the group of every decoded image of the source by its name and label.
+
+        An image with several files belongs to the first of their groups.
+        """
+        self._ungrouped = NameSample()
+        with sqlite_errors():
+            files = self._db.execute(
+                "SELECT digest, name, label FROM files WHERE source = ? AND digest IS NOT NULL ORDER BY digest",
+                (self._source,),
+            )
+            groups: dict[bytes, str] = {}
+            for page in batched(files, _PAGE):
+                groups = {}
+                for digest, name, label in page:
+                    key = group(name, label)
+                    if key:
+                        groups[digest] = min(key, groups.get(digest) or key)
+                    else:
+                        groups.setdefault(digest, "")
+                        if not is_reviewed(name):
+                            self._ungrouped.add(name)
+                self._set(groups)
+            self._db.execute(
+                "DELETE FROM groups WHERE digest NOT IN (SELECT digest FROM images)"
+                " AND digest NOT IN (SELECT digest FROM removed)"
+            )
+
+    def _set(self, groups: Mapping[bytes, str]) -> None:
+        known = dict(self._db.execute(f"SELECT * FROM groups WHERE digest IN ({marks([*groups])})", tuple(groups)))  # noqa: S608 - question marks only
+        changed = {digest: key for digest, key in groups.items() if key != known.get(digest, "")}
+        self._db.executemany("DELETE FROM groups WHERE digest = ?", ((digest,) for digest in changed))
+        self._db.executemany("INSERT INTO groups VALUES (?, ?)", ((d, key) for d, key in changed.items() if key))
+
+    def is_empty(self) -> bool:
+        """Whether no image belongs to a group."""
+        return not self._all("SELECT 1 FROM groups LIMIT 1")
+
+    def count(self) -> int:
+        """The number of groups that have images in the snapshot."""
+        return self._all("SELECT COUNT(DISTINCT name) FROM groups JOIN images USING (digest)")[0][0]
+
+    def sha256(self) -> str:
+        """A hash of the images' groups; empty without any."""
+        digest, rows = hashlib.sha256(), 0
+        with sqlite_errors():
+            for image, name in self._db.execute(
+                "SELECT digest, name FROM groups JOIN images USING (digest) ORDER BY digest"
+            ):
+                digest.update(image + hashlib.sha256(name.encode(errors="surrogateescape")).digest())
+                rows += 1
+        return digest.hexdigest() if rows else ""
+
+    # Where the groups stand during an ingest
+
+    def start_placing(self) -> None:
+        """Note where the images of each group stand, including removed ones."""
+        self._all("DROP TABLE IF EXISTS temp.placed")
+        self._all(
+            "CREATE TEMP TABLE placed (name, label, split, images, PRIMARY KEY (name, label, split)) WITHOUT ROWID"
+        )
+        located = f"{_LOCATED} UNION ALL {_REMOVED}"
+        self._all(f"INSERT INTO placed SELECT name, label, split, COUNT(*) FROM ({located}) GROUP BY 1, 2, 3")  # noqa: S608 - our own words
+
+    def units(self) -> Iterator[tuple[str, Split, int, int]]:
+        """After `start_placing`: label, split, number of groups, number of their images."""
+        yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
+
+    def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
+        """Where the images of the groups ``names``, at most 500, stand."""
+        found: defaultdict[str, Members] = defaultdict(Counter)
+        query = f"SELECT name, label, split, images FROM placed WHERE name IN ({marks([*names])})"  # noqa: S608 - question marks only
+        for name, label, split, images in self._all(query, *names):
+            found[name][label, split] = images
+        return found
+
+    def place(self, groups: Mapping[str, Members]) -> None:
+        """Update where the images of groups stand."""
+        rows = (
+            (name, label, split, images)
+            for name, members in groups.items()
+            for (label, split), images in members.items()
+        )
+        with sqlite_errors():
+            self._db.executemany("INSERT OR REPLACE INTO placed VALUES (?, ?, ?, ?)", rows)
+
+    # Problems
+
+    def problems(self, limit: int) -> Iterator[tuple[str, list[str], int, str]]:
+        """After `refresh`: kind, some names, the count of all, and what is wrong with each."""
+        if self.is_empty():
+            return
+        for kind, query, text in (
+            ("split_group", _IN_SEVERAL_SPLITS, "has images in several splits"),
+            ("few_groups", _OF_FEW_GROUPS, f"has fewer than {FEWEST_GROUPS} groups"),
+        ):
+            names = [row[0] for row in self._all(f"{query} ORDER BY 1")]
+            if names:
+                yield kind, names[:limit], len(names), text
+        if self._ungrouped.count:
+            yield "ungrouped", self._ungrouped.names, self._ungrouped.count, "belongs to no group"
+
+    def _all(self, query: str, *values: object) -> Sequence[tuple[Any, ...]]:
+        with sqlite_errors():
+            return self._db.execute(query, values).fetchall()
+
+
+class PublishedGroups:
+    """The groups in a published, immutable ledger, which may be of a version without groups. Close it after use."""
+
+    def __init__(self, path: Path) -> None:
+        with sqlite_errors():
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
+        """The group of each of ``digests`` that belongs to one."""
+        found: dict[bytes, str] = {}
+        with sqlite_errors():
+            for page in batched(digests, _PAGE):
+                query = f"SELECT digest, name FROM groups WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
+                found.update(self._db.execute(query, tuple(page)).fetchall())
+        return found

@@ -1,0 +1,99 @@
+"""Groups of images that belong together, such as the frames of one scene: all images of a group stand in one split.
+
+``data.group`` says which: a regular expression, or the name of a form that fits many sources. It is applied to the name
+of a file in its source, as messages show it. A group is one key for all classes and sources of a dataset, because a
+scene may show several classes. Labeled queries (`evernear.data.sources.names.is_reviewed`) belong to no group.
+"""
+
+import posixpath
+import re
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.common.class_names import class_name
+from evernear.data.group_table import PublishedGroups
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources.names import is_reviewed
+from evernear.settings.group import GROUP_FORMS
+
+Grouping = Callable[[str, str], str]
+"""The group of an image by the name of its file and its label; empty if it belongs to none."""
+
+_RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
+
+
+def grouping(setting: str) -> Grouping:
+    """The grouping of a valid ``data.group``; every image is alone if it is empty."""
+    if not setting:
+        return lambda name, label: ""
+    if setting in GROUP_FORMS:
+        form = _folder if setting == "folder" else _stem
+        return lambda name, label: "" if is_reviewed(name) else form(below_class(name, label))
+    pattern = re.compile(setting)
+
+    def group(name: str, label: str) -> str:
+        found = None if is_reviewed(name) else pattern.search(name)
+        return "/".join(part or "" for part in found.groups()) if found else ""
+
+    return group
+
+
+def below_class(name: str, label: str) -> str:
+    """The part of a file's name after its class folder, or the whole name if no folder has the name of the class."""
+    folders = name.split("/")[:-1]
+    depth = next((depth for depth, folder in enumerate(folders, 1) if class_name(folder) == label), 0)
+    return "/".join(name.split("/")[depth:])
+
+
+def _folder(path: str) -> str:
+    """The folders below the class."""
+    return path.rpartition("/")[0]
+
+
+def _stem(path: str) -> str:
+    """The name before its last number, with the folders below the class."""
+    stem = posixpath.splitext(path)[0]
+    found = _RUNNING_NUMBER.search(stem)
+    return stem[: found.start()].rstrip("/") if found else ""
+
+
+class GroupNumbers:
+    """Numbers the groups of a snapshot's images as they are asked for, from its ledger."""
+
+    def __init__(self, ledger: Path) -> None:
+        self._ledger = PublishedGroups(ledger)
+        self._numbers: dict[str | bytes, int] = {}
+
+    def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
+        """The number of the group of each image (N,) by its digest (N, 32). An image without a group is one."""
+        images = [digest.tobytes() for digest in digests]
+        keys = self._ledger.groups(images)
+        numbers = (self._numbers.setdefault(keys.get(image, image), len(self._numbers)) for image in images)
+        return np.fromiter(numbers, np.int32, len(images))
+
+    def close(self) -> None:
+        """Close the ledger."""
+        self._ledger.close()
+
+
+@contextmanager
+def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
+    """The groups of a dataset; None if its images are independent.
+
+    Raises:
+        IntegrityError, StoreError: its ledger is missing or damaged.
+    """
+    if not dataset.manifest.groups:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
+        path = Path(scratch, "ledger.sqlite")
+        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
+        with closing(GroupNumbers(path)) as numbers:
+            yield numbers

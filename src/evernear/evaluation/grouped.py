@@ -1,0 +1,58 @@
+"""Figures that count groups of images instead of images: frames of one scene are not independent.
+
+The functions import SciPy, which takes half a second, so that reading an earlier measurement does not.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def effective_totals(strata: NDArray[np.integer], groups: NDArray[np.integer], count: int) -> NDArray[np.float64]:
+    """The number of independent images (``count``,) that say as much as the images of each stratum, if not empty.
+
+    The images (N,) have a stratum, 0 to ``count`` - 1, and a group. The images of a group are taken to have one
+    outcome, which is nearly true of frames of one scene. The result is then the square of the sum of the groups' sizes
+    divided by the sum of their squares (Kish 1965, Survey Sampling, section 8.2). It is the number of groups if they
+    have one size, and the number of images if that is 1.
+
+    Wilson's interval with this number contained the truth in 92.6 to 100% of 1,000 simulations in each of 96 cases: 8
+    to 200 groups of equal or geometric sizes, correlations from 0.1 to 1, proportions of 70 to 97%. The interval that
+    counts images fell to 23%, and one from the measured design effect to 83%, because few groups with an error hardly
+    show how alike their images are. The price is a wider interval where the images of a group differ.
+    """
+    pairs, sizes = np.unique(np.stack([strata, groups]), axis=1, return_counts=True)
+    images = np.bincount(pairs[0], weights=sizes, minlength=count)
+    squares = np.bincount(pairs[0], weights=sizes.astype(np.float64) ** 2, minlength=count)
+    return images**2 / np.maximum(squares, 1)
+
+
+def sign_flip_worse(nets: Iterable[int]) -> float:
+    """p-value of the exact one-sided sign-flip test (Fisher 1935; Good 2005, section 3.2) of groups.
+
+    ``nets`` are regressions less improvements of each group. If two systems are equally good, each net is as likely as
+    its negative. p is the probability that the sum is at least the observed one. If every group has one image, that is
+    the exact McNemar test (`evernear.evaluation.compare.mcnemar_worse`).
+    """
+    from scipy.signal import convolve
+    from scipy.special import bdtrc
+    from scipy.stats import binom
+
+    nets = [net for net in nets if net]
+    observed, magnitudes = sum(nets), Counter(map(abs, nets))
+    if set(magnitudes) <= {1}:
+        regressions = sum(net > 0 for net in nets)
+        return float(bdtrc(regressions - 1, len(nets), 0.5)) if regressions else 1.0
+    # Of the groups of one magnitude, a binomial number is positive; `lost` is the sum of all positive nets.
+    unit = math.gcd(*magnitudes)
+    distribution = np.ones(1)
+    for magnitude, number in sorted(magnitudes.items()):
+        step = magnitude // unit
+        part = np.zeros(step * number + 1)
+        part[::step] = binom.pmf(np.arange(number + 1), number, 0.5)
+        distribution = convolve(distribution, part)
+    lost = (observed + sum(map(abs, nets))) // 2 // unit
+    return float(min(1.0, max(0.0, distribution[lost:].sum())))
