@@ -108,6 +108,9 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
         for step in result.next_steps:
             print_unwrapped(f"   {step.purpose}: {step.command}")
     print_unwrapped("   evernear run --source folder:IMAGES --workdir mine   your own images, one folder per class")
+    print_unwrapped("   Frames of one scene, such as a burst of photographs, are nearly the same picture.")
+    print_unwrapped("   If some are tested and others trained on, accuracy on new scenes is lower than shown.")
+    print_unwrapped("   Add --set data.group=stem (or folder) to keep each scene in one split.")
     if result.promoted:
         print_unwrapped(f"   {stop_it}                      stop the server")
     print_unwrapped(f"   run page           {result.page}")

@@ -60,6 +60,8 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         per_split = [manifest.label_counts(split) for split in SPLITS]
         classes = sum(any(count[label] for count in per_split) for label in manifest.labels)
         running.summary = f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}"
+        if manifest.groups:
+            running.summary += f"; {quantity(manifest.groups, 'group')}"
         if manifest.bit_depth < 16:
             running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
         running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
@@ -71,6 +73,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
     """Report problems of the dataset. A problem of severity ``error`` stops the run."""
     with _step("validate", run, settings) as (running, chosen):
+        from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
         from evernear.data.validate import require_valid, validate_dataset
         from evernear.release.registry import Registry
@@ -84,7 +87,9 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             # The evaluation checks this too, but only after hours of training.
             data.require_shape(release.preprocessing.shape, champion.version)
             data.require_bit_depth(release.preprocessing.bit_depth, champion.version)
-        result = validate_dataset(data, chosen.validation, known, chosen.classes)
+        running.report("comparing the test images with train and gallery")
+        near_duplicates = find_near_duplicates(data, chosen.data.group)
+        result = validate_dataset(data, chosen.validation, known, chosen.classes, near_duplicates)
         write_atomically(Path(report), result.markdown())
         RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))
         running.summary = _in_words(result)
@@ -218,7 +223,9 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
+        from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
+        from evernear.data.validate import Report
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
@@ -248,7 +255,14 @@ def evaluate(
             readable = champion and "champion" not in result.unreadable
             examples = collector.finish(champion.dataset if champion and readable else None)
         live = live_distances(opened, result.champion) if result.champion else None
-        result = result.model_copy(update={"training_warnings": describe_network(Path(network)).training_warnings})
+        # A pipeline without a validate step, or a cached one, leaves no report of this snapshot.
+        report = RunRecord(opened, run).find("validation", Report)
+        near = report.near_duplicates if report and report.dataset_digest == data.digest else None
+        changes = {
+            "training_warnings": describe_network(Path(network)).training_warnings,
+            "near_duplicates": near or find_near_duplicates(data, chosen.data.group),
+        }
+        result = result.model_copy(update=changes)
         result.write(Path(evaluation))
         examples = examples.model_copy(update={"live": live})
         record.save(evaluation=result.model_dump(mode="json"), examples=examples.model_dump(mode="json"))

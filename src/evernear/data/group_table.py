@@ -3,7 +3,9 @@
 import hashlib
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +50,26 @@ class GroupTable:
         self._ungrouped = NameSample()
         with sqlite_errors():
             files = self._db.execute(
-                "SELECT digest, name, label FROM files WHERE source = ? AND digest IS NOT NULL ORDER BY digest",
+                "SELECT digest, name, label FROM files WHERE source = ? AND digest IS NOT NULL ORDER BY digest, name",
                 (self._source,),
             )
-            groups: dict[bytes, str] = {}
-            for page in batched(files, _PAGE):
-                groups = {}
-                for digest, name, label in page:
-                    key = group(name, label)
-                    if key:
-                        groups[digest] = min(key, groups.get(digest) or key)
-                    else:
-                        groups.setdefault(digest, "")
-                        if not is_reviewed(name):
-                            self._ungrouped.add(name)
-                self._set(groups)
+            for page in batched(self._grouped(files, group), _PAGE):
+                self._set(dict(page))
             self._db.execute(
                 "DELETE FROM groups WHERE digest NOT IN (SELECT digest FROM images)"
                 " AND digest NOT IN (SELECT digest FROM removed)"
             )
+
+    def _grouped(
+        self, files: Iterable[tuple[bytes, str, str]], group: Callable[[str, str], str]
+    ) -> Iterator[tuple[bytes, str]]:
+        """The group of each image, whose files are in a row; empty if it has none."""
+        for digest, copies in groupby(files, key=itemgetter(0)):
+            names = [(name, group(name, label)) for _, name, label in copies]
+            key = min((key for _, key in names if key), default="")
+            if not key and not is_reviewed(names[0][0]):
+                self._ungrouped.add(names[0][0])
+            yield digest, key
 
     def _set(self, groups: Mapping[bytes, str]) -> None:
         known = dict(self._db.execute(f"SELECT * FROM groups WHERE digest IN ({marks([*groups])})", tuple(groups)))  # noqa: S608 - question marks only
@@ -166,3 +169,17 @@ class PublishedGroups:
                 query = f"SELECT digest, name FROM groups WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
                 found.update(self._db.execute(query, tuple(page)).fetchall())
         return found
+
+    def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
+        """The name and the label of a file of each of ``digests``."""
+        found: dict[bytes, tuple[str, str]] = {}
+        with sqlite_errors():
+            for page in batched(digests, _PAGE):
+                query = f"SELECT digest, name, label FROM files WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
+                found |= {digest: (name, label) for digest, name, label in self._db.execute(query, tuple(page))}
+        return found
+
+    def all_files(self) -> Iterator[tuple[str, str]]:
+        """Name and label of every image file."""
+        with sqlite_errors():
+            yield from self._db.execute("SELECT name, label FROM files WHERE digest IS NOT NULL")

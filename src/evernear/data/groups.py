@@ -74,7 +74,8 @@ class GroupNumbers:
         """The number of the group of each image (N,) by its digest (N, 32). An image without a group is one."""
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
-        numbers = (self._numbers.setdefault(keys.get(image, image), len(self._numbers)) for image in images)
+        of_image: list[str | bytes] = [keys.get(image) or image for image in images]
+        numbers = (self._numbers.setdefault(key, len(self._numbers)) for key in of_image)
         return np.fromiter(numbers, np.int32, len(images))
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from evernear.common.output import printable, quantity
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split
+from evernear.data.near_duplicates import NearDuplicates
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
 from evernear.settings import ClassSettings, ValidationSettings
@@ -100,6 +101,21 @@ _PROBLEMS = {
         "classes have several folders each, because their names look the same",
         ":",
     ),
+    "split_group": (
+        "group (data.group) has images in several splits, where they were before it was set or its name changed",
+        "groups (data.group) have images in several splits, where they were before it was set or their names changed",
+        ":",
+    ),
+    "few_groups": (
+        "class has fewer than three groups (data.group), so it is missing in train, test or gallery",
+        "classes have fewer than three groups (data.group), so they are missing in train, test or gallery",
+        "; add other scenes of",
+    ),
+    "ungrouped": (
+        "image has a name in which data.group finds no group, and counts as a group of one",
+        "images have names in which data.group finds no group, and count as groups of one",
+        ":",
+    ),
     "low_contrast": (
         "image lost its contrast when it was reduced to 8 bits (data.bit_depth)",
         "images lost their contrast when they were reduced to 8 bits (data.bit_depth)",
@@ -138,6 +154,7 @@ class Report(Frozen):
     dataset_digest: str
     counts: Counts
     findings: tuple[Finding, ...]
+    near_duplicates: NearDuplicates | None = None
 
     def markdown(self) -> str:
         """The report as Markdown."""
@@ -173,11 +190,12 @@ def validate_dataset(
     settings: ValidationSettings,
     champion_labels: Sequence[str] = (),
     classes: ClassSettings = NO_CHANGES,
+    near_duplicates: NearDuplicates | None = None,
 ) -> Report:
     """Check a snapshot against all rules that are not ``off``; findings do not raise.
 
     ``champion_labels`` are the classes of the live release: one without any image has vanished, unless ``classes`` says
-    that it was removed or renamed on purpose.
+    that it was removed or renamed on purpose. ``near_duplicates`` were found in the snapshot.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -189,6 +207,7 @@ def validate_dataset(
         *_vanished(totals, champion_labels, classes),
         *_unknown(champion_labels, classes),
         *_splits(manifest, counts, totals),
+        *_near_duplicates(near_duplicates),
     ]
     severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
     findings = [
@@ -197,7 +216,9 @@ def validate_dataset(
         if severities[finding.rule] != "off"
     ]
     findings.sort(key=lambda finding: _ORDER.index(finding.severity))
-    return Report(dataset_digest=dataset.digest, counts=counts, findings=tuple(findings))
+    return Report(
+        dataset_digest=dataset.digest, counts=counts, findings=tuple(findings), near_duplicates=near_duplicates
+    )
 
 
 def require_valid(report: Report) -> None:
@@ -338,6 +359,11 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
         )
     if sentences:
         yield _finding("missing_in_split", " ".join(sentences), missing + filled, len(missing) + len(filled))
+
+
+def _near_duplicates(near_duplicates: NearDuplicates | None) -> Iterator[Finding]:
+    if near_duplicates and near_duplicates.is_leak:
+        yield _finding("near_duplicate", near_duplicates.sentence(), ["test"], near_duplicates.found)
 
 
 def _finding(rule: str, message: str, names: Sequence[str], count: int, details: tuple[str, ...] = ()) -> Finding:

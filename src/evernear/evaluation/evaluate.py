@@ -11,6 +11,8 @@ from pydantic import Field, SkipValidation
 
 from evernear.common.disk import write_atomically
 from evernear.common.frozen import Frozen
+from evernear.data.groups import GroupNumbers, group_numbers
+from evernear.data.near_duplicates import NearDuplicates
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
@@ -79,6 +81,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     baselines: tuple[Baseline, ...] = ()
     leakage: dict[str, int]
     """Number of test images in each split that the candidate was built from; see `count_leakage`."""
+    near_duplicates: NearDuplicates | None = None
+    """Test images that are nearly the same as an image of train or gallery; None in evaluations of earlier versions."""
     training_warnings: tuple[str, ...] = ()
     """Signs that the candidate's training did not go well."""
     champion_leakage: dict[str, int] | None
@@ -210,13 +214,16 @@ def evaluate_systems(
     """
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
-    measurements["candidate"], outcomes["candidate"] = measure(candidate, dataset, settings, observe=observe)
     classes = champion.classes if champion else NO_CHANGES
-    if champion:
-        measurements["champion"], outcomes["champion"] = measure(
-            champion.recognizer, dataset, settings, classes=classes, observe=observe_champion
+    with group_numbers(dataset) as groups:
+        measurements["candidate"], outcomes["candidate"] = measure(
+            candidate, dataset, settings, observe=observe, groups=groups
         )
-    measured_anchor = _measure_anchor(anchor, dataset, settings, outcomes) if champion and anchor else None
+        if champion:
+            measurements["champion"], outcomes["champion"] = measure(
+                champion.recognizer, dataset, settings, classes=classes, observe=observe_champion, groups=groups
+            )
+        measured_anchor = _measure_anchor(anchor, dataset, settings, outcomes, groups) if champion and anchor else None
     return Evaluation(
         candidate=measurements["candidate"],
         champion=measurements.get("champion"),
@@ -235,6 +242,7 @@ def _measure_anchor(
     dataset: Dataset,
     settings: EvaluationSettings,
     outcomes: dict[str, Outcomes],
+    groups: GroupNumbers | None,
 ) -> AnchorEvaluation:
     """Measure the anchor and add its outcomes to ``outcomes``, unless something prevents it."""
     if isinstance(anchor, UnavailableSystem):
@@ -250,7 +258,7 @@ def _measure_anchor(
         overlap = _test_overlap(dataset, anchor.dataset, anchor.classes)
     except IntegrityError as error:
         return AnchorEvaluation(name=recognizer.name, fault=str(error))
-    measurement, outcomes["anchor"] = measure(recognizer, dataset, settings, classes=anchor.classes)
+    measurement, outcomes["anchor"] = measure(recognizer, dataset, settings, classes=anchor.classes, groups=groups)
     return AnchorEvaluation(
         name=recognizer.name,
         measurement=measurement,

@@ -258,11 +258,14 @@ def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
 
 def _test_images_unseen(evaluation: Evaluation) -> Rule:
     leaked = sum(evaluation.leakage.values())
+    near = evaluation.near_duplicates if evaluation.near_duplicates and evaluation.near_duplicates.is_leak else None
     # An empty mapping shows nothing.
-    passed = bool(evaluation.leakage) and leaked == 0
+    passed = bool(evaluation.leakage) and leaked == 0 and near is None
     splits = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
     reason = "The candidate was not built from any test image."
-    if not passed:
+    if near is not None:
+        reason += f" But {near.sentence()}"
+    if leaked or not evaluation.leakage:
         reason = f"The candidate was built from test images: {splits}." if splits else "Test leakage was not measured."
         if fault := evaluation.unreadable.get("training"):
             reason += f" The snapshot that its network was trained on cannot be read: {fault}"

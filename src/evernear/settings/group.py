@@ -4,7 +4,7 @@ import re
 
 GROUP_FORMS = ("folder", "stem")
 """Groupings that are names, not regular expressions."""
-_MAX_REPEATS = 4
+_MAX_REPEATS = 5
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?[:#=!<>-]?[=!a-zA-Z-]*:?|[*+{(|)]", re.DOTALL)
 
 

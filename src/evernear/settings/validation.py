@@ -31,6 +31,14 @@ class ValidationSettings(Section):
     duplicate_across_splits: Severity = Field(
         default="warn", description="An image is in several splits; it is added to one of them."
     )
+    near_duplicate: Severity = Field(
+        default="warn",
+        description="More test images than usual are nearly the same as an image of train or gallery; the gate's rule"
+        " test_images_unseen fails.",
+    )
+    split_group: Severity = Field(default="warn", description="A group of data.group has images in several splits.")
+    few_groups: Severity = Field(default="warn", description="A class has fewer than three groups of data.group.")
+    ungrouped: Severity = Field(default="warn", description="data.group finds no group in the name of an image.")
     conflicting_labels: Severity = Field(
         default="error",
         description="An image has several labels; it is left out. Only a warning up to max_left_out_fraction.",

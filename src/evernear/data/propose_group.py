@@ -1,0 +1,72 @@
+"""Propose a ``data.group`` that fits the names of images that are nearly the same."""
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from evernear.common.output import quantity
+from evernear.data.group_table import PublishedGroups
+from evernear.data.groups import grouping
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
+
+CANDIDATES = (
+    "stem",
+    "folder",
+    r"([^/]*\d{8}.?\d{4})\d\d",  # the minute of a photograph named by its time
+    r"([^/]*?)\d+\D+\d+\D*$",  # before the last two numbers
+    r"\d+\D+(\d[^/]*)\.\w+$",  # after the first of them
+)
+_MIN_SHARE = 0.8
+_ELSEWHERE = "in another --workdir or store, because images of an existing dataset never change their splits"
+
+
+def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], current: str) -> str:
+    """Advice for a dataset with near-duplicates in different splits, by digest; ``current`` is ``data.group``.
+
+    Raises:
+        IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
+    """
+    divided = dataset.manifest.problem_counts.get("split_group", 0)
+    if current and divided:
+        groups = quantity(divided, "group has", "groups have")
+        return (
+            f"With data.group={current}, {groups} images in several splits, since they were ingested before it was set."
+            f" Ingest them again {_ELSEWHERE}."
+        )
+    with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
+        path = Path(scratch, "ledger.sqlite")
+        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
+        ledger = PublishedGroups(path)
+        try:
+            proposed = _best(ledger, pairs, current)
+            examples = [ledger.files(pair) for pair in pairs[:1]]
+        finally:
+            ledger.close()
+    if proposed:
+        setting, groups = proposed
+        return (
+            f"Set --set {shlex.quote(f'data.group={setting}')}, which makes {quantity(groups, 'group')} of the names,"
+            f" {_ELSEWHERE}."
+        )
+    names = " and ".join(name for files in examples for name, _ in files.values())
+    pattern = f"another pattern than data.group={current}" if current else "data.group to a pattern"
+    return (
+        f"Set {pattern} that finds the scene in names such as {names}, or rename the files, and ingest them"
+        f" {_ELSEWHERE}."
+    )
+
+
+def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current: str) -> tuple[str, int] | None:
+    """The setting that gives most pairs one group and makes the most groups, and their number; None if none fits."""
+    files = ledger.files([digest for pair in pairs for digest in pair])
+    fitting: dict[str, int] = {}
+    for setting in CANDIDATES:
+        group = grouping(setting)
+        groups = [tuple(group(*files[digest]) for digest in pair if digest in files) for pair in pairs]
+        alike = sum(len(pair) == 2 and pair[0] == pair[1] != "" for pair in groups)
+        if setting != current and alike >= _MIN_SHARE * len(pairs):
+            fitting[setting] = len({hash(group(name, label)) for name, label in ledger.all_files()})
+    best = max(fitting, key=lambda setting: fitting[setting], default=None)
+    return (best, fitting[best]) if best and fitting[best] > 1 else None

@@ -1,0 +1,249 @@
+"""Images that belong together stand in one split, and later ones follow them."""
+
+from collections import defaultdict
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from evernear.common.store import open_store
+from evernear.data.groups import group_numbers, grouping
+from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.preprocess import decode, image_digest
+from evernear.data.shards import Dataset
+from evernear.data.validate import validate_dataset
+from evernear.errors import DataError
+from evernear.settings import DataSettings, ValidationSettings
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "group"),
+    [
+        ("", "cup/scene-12/0001.jpg", ""),
+        ("folder", "cup/scene-12/0001.jpg", "scene-12"),
+        ("folder", "train/cup/day 1/scene-12/0001.jpg", "day 1/scene-12"),
+        ("folder", "cup/0001.jpg", ""),
+        ("stem", "cup/IMG_001_frame_03.jpg", "IMG_001_frame"),
+        ("stem", "cup/video7-000123.jpg", "video7"),
+        ("stem", "cup/scene-12/0001.jp2", "scene-12"),
+        ("stem", "cup/0001.jpg", ""),
+        ("stem", "cup/unnumbered.jpg", ""),
+        ("stem", "cup/video7-000123_small.png", "video7"),
+        (r"(\w+)_frame", "cup/IMG_001_frame_03.jpg", "IMG_001"),
+        (r"^\w+/(\w+)-\d+-(\w+)", "cup/a-1-b.jpg", "a/b"),
+        (r"(\w+)_frame", "cup/other.jpg", ""),
+        ("stem", "cup/review-0123456789abcdef.png", ""),
+        (r"(review)", "cup/review-0123456789abcdef.png", ""),
+    ],
+)
+def test_group_comes_from_the_name(setting: str, name: str, group: str):
+    assert grouping(DataSettings(group=setting).group)(name, "cup") == group
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("(scene", "neither folder or stem nor a regular expression"),
+        (r"scene-\d+", "no parentheses"),
+        (r"(?:a)b", "no parentheses"),
+        (r"((\w+)+)-", "repeat or a choice"),
+        (r"(a|aa)+$", "repeat or a choice"),
+        (r"((?:\d*)*)x", "repeat or a choice"),
+        (r"(.*.*.*.*.*.*)x", "more than 5 repeats"),
+    ],
+)
+def test_unusable_pattern_is_refused_in_a_sentence(setting: str, sentence: str):
+    with pytest.raises(ValidationError, match=sentence):
+        DataSettings(group=setting)
+
+
+@pytest.mark.parametrize("setting", [r"([^/]+)/[^/]+$", r"([*+]+)a", r"\(((?:ab)+)\)", r"(\d{8})[-_](\d{4})"])
+def test_usual_patterns_are_accepted(setting: str):
+    assert DataSettings(group=setting).group == setting
+
+
+@pytest.fixture
+def scenes(tmp_path: Path, make_image) -> Path:
+    """40 scenes of five frames. Every scene shows two of the four classes."""
+    for number in range(200):
+        scene = number // 5
+        add(tmp_path / "scenes" / "abcd"[(scene + number % 2) % 4] / f"scene{scene}-{number}.png", make_image(number))
+    return tmp_path / "scenes"
+
+
+def add(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def splits_of_scenes(root: Path, split: dict[bytes, str]) -> dict[str, set[str]]:
+    splits: defaultdict[str, set[str]] = defaultdict(set)
+    for path in root.rglob("*.png"):
+        splits[path.name.partition("-")[0]].add(split[image_digest(decode(path.read_bytes()))])
+    return splits
+
+
+def test_a_scene_stands_in_one_split_for_all_its_classes(scenes: Path, run_ingest, contents):
+    assert sum(len(found) > 1 for found in splits_of_scenes(scenes, contents(run_ingest(scenes)).split).values()) > 10
+    manifest = run_ingest(scenes, group="stem", dataset="grouped")
+    splits = splits_of_scenes(scenes, contents(manifest).split)
+    assert {len(found) for found in splits.values()} == {1}
+    assert set.union(*splits.values()) == set(SPLITS)
+    assert manifest.groups == 40
+    assert all(count for split in ("train", "test", "gallery") for count in manifest.label_counts(split).values())
+
+
+def test_new_frames_follow_their_scene_and_nothing_moves(scenes: Path, run_ingest, contents, make_image):
+    before = contents(run_ingest(scenes, group="stem")).split
+    for number in range(40):
+        add(scenes / "abcd"[number % 4] / f"scene{number}-{900 + number}.png", make_image(900 + number))
+    after = contents(run_ingest(scenes, group="stem")).split
+    assert {digest: after[digest] for digest in before} == before
+    assert {len(found) for found in splits_of_scenes(scenes, after).values()} == {1}
+
+
+def test_split_of_a_scene_does_not_depend_on_other_scenes_order(scenes: Path, run_ingest, contents):
+    first = contents(run_ingest(scenes, group="stem")).split
+    assert contents(run_ingest(scenes, group=r"(scene\d+)", dataset="again")).split == first
+
+
+def test_frames_follow_a_scene_whose_images_were_removed(scenes: Path, run_ingest, contents, make_image):
+    before = splits_of_scenes(scenes, contents(run_ingest(scenes, group="stem")).split)
+    in_test = next(scene for scene, splits in sorted(before.items()) if splits == {"test"})
+    for path in scenes.rglob(f"{in_test}-*.png"):
+        path.unlink()
+    run_ingest(scenes, group="stem")
+    add(scenes / "a" / f"{in_test}-999.png", make_image(999))
+    assert splits_of_scenes(scenes, contents(run_ingest(scenes, group="stem")).split)[in_test] == {"test"}
+
+
+def test_setting_of_an_existing_dataset_moves_no_image_and_counts_divided_groups(scenes: Path, run_ingest, contents):
+    plain = run_ingest(scenes)
+    grouped = run_ingest(scenes, group="stem")
+    assert contents(grouped).split == contents(plain).split
+    divided = sum(len(found) > 1 for found in splits_of_scenes(scenes, contents(plain).split).values())
+    assert grouped.problem_counts["split_group"] == divided > 0
+    assert f"{divided} groups (data.group) have images in several splits" in messages(grouped)
+    assert grouped.digest != plain.digest
+    assert run_ingest(scenes, group="stem").digest == grouped.digest
+    assert run_ingest(scenes).digest == plain.digest
+
+
+def messages(manifest: Manifest) -> str:
+    report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
+    return " ".join(finding.message for finding in report.findings)
+
+
+def test_class_of_one_scene_is_named(scenes: Path, run_ingest, make_image):
+    for number in range(300, 312):
+        add(scenes / "lonely" / f"only-{number}.png", make_image(number))
+    message = messages(run_ingest(scenes, group="stem"))
+    assert "1 class has fewer than three groups (data.group)" in message
+    assert "add other scenes of lonely" in message
+
+
+def test_names_without_a_group_are_counted_and_a_pattern_without_any_is_refused(scenes: Path, run_ingest, make_image):
+    add(scenes / "a" / "other.png", make_image(500))
+    manifest = run_ingest(scenes, group="stem")
+    assert manifest.problem_counts["ungrouped"] == 1
+    assert "a/other.png" in messages(manifest)
+    with pytest.raises(DataError, match=r"data.group=\(nothing\) finds a group in none of the names .* such as a/"):
+        run_ingest(scenes, group="(nothing)", dataset="other")
+
+
+def test_class_of_two_scenes_is_trained_and_tested(tmp_path: Path, run_ingest, make_image):
+    for number in range(40):
+        add(tmp_path / "two" / "ab"[number % 2] / f"scene{number % 4}" / f"{number}.png", make_image(number))
+    manifest = run_ingest(tmp_path / "two", group="folder")
+    for split in ("train", "test"):
+        assert manifest.label_counts(split) == {"a": 10, "b": 10}
+
+
+def test_arrays_have_groups_by_their_names(run_ingest):
+    manifest = run_ingest("digits", group=r"digits\[(\d+)\d\]")
+    assert manifest.groups == 179
+
+
+def test_groups_of_test_images_are_numbered(scenes: Path, run_ingest):
+    manifest = run_ingest(scenes, group="stem")
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    with group_numbers(dataset) as numbers:
+        assert numbers is not None
+        (block,) = dataset.blocks("test")
+        frames = np.bincount(numbers.of(block.digests))
+        assert frames.tolist() == [5] * (len(block) // 5)
+        unknown = np.frombuffer(sha256(b"a").digest() + sha256(b"b").digest(), np.uint8).reshape(2, 32)
+        assert len(set(numbers.of(unknown).tolist())) == 2
+    manifest = run_ingest(scenes, dataset="plain")
+    with group_numbers(Dataset(manifest, open_store(manifest.store_uri))) as numbers:
+        assert numbers is None
+
+
+# Near-duplicates
+
+
+def bursts(root: Path, name: str, shown: int = 40) -> Path:
+    """Scenes of smooth noise with ten frames each, shifted by a pixel and of other brightness."""
+    rng = np.random.default_rng(0)
+    for scene in range(shown):
+        base = np.kron(rng.uniform(40, 200, (6, 6)), np.ones((6, 6)))
+        for frame in range(10):
+            moved = np.roll(base, rng.integers(-1, 2, 2), (0, 1)) * rng.uniform(0.94, 1.06)
+            path = root / "ab"[scene % 2] / name.format(scene=scene, frame=frame)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.clip(moved + rng.normal(0, 2, moved.shape), 0, 255).astype(np.uint8)).save(path)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "proposed"),
+    [
+        ("scene{scene}-{frame}.png", "data.group=stem"),
+        ("scene{scene}/{frame}.png", "data.group=stem"),
+        ("scene{scene}/{scene}{frame}_x.png", "data.group=stem"),
+        ("{frame:02}_scene{scene:03}.png", r"'data.group=\d+\D+(\d[^/]*)\.\w+$'"),
+        ("IMG_20240101_10{scene:02}{frame:02}.png", r"'data.group=([^/]*\d{8}.?\d{4})\d\d'"),
+    ],
+)
+def test_near_duplicates_are_seen_and_a_pattern_is_proposed(tmp_path: Path, run_ingest, name: str, proposed: str):
+    from evernear.data.near_duplicates import find_near_duplicates
+
+    source = bursts(tmp_path / "bursts", name)
+    manifest = run_ingest(source)
+    found = find_near_duplicates(Dataset(manifest, open_store(manifest.store_uri)))
+    assert found.is_leak
+    assert 0 < len(found.pairs) <= 6
+    assert f"Set --set {proposed}, which makes 40 groups" in found.advice
+    setting = proposed.strip("'").removeprefix("data.group=")
+    manifest = run_ingest(source, group=setting, dataset="grouped")
+    found = find_near_duplicates(Dataset(manifest, open_store(manifest.store_uri)), setting)
+    assert (found.found, found.pairs, found.advice) == (0, (), "")
+
+
+def test_advice_does_not_repeat_the_setting(tmp_path: Path, run_ingest):
+    from evernear.data.near_duplicates import find_near_duplicates
+
+    source = bursts(tmp_path / "bursts", "scene{scene}-{frame}.png")
+    run_ingest(source)
+    manifest = run_ingest(source, group="stem")
+    advice = find_near_duplicates(Dataset(manifest, open_store(manifest.store_uri)), "stem").advice
+    assert "groups have images in several splits, since they were ingested before it was set" in advice
+    assert "Set --set" not in advice
+    manifest = run_ingest(source, group=r"(\d)\.png", dataset="wrong")
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    assert "Set --set data.group=stem, which makes 40 groups" in find_near_duplicates(dataset, r"(\d)\.png").advice
+    hidden = bursts(tmp_path / "hidden", "x{scene}y{frame}")
+    for number, path in enumerate(sorted(hidden.rglob("*y*"))):
+        path.rename(path.with_name(f"{sha256(str(number).encode()).hexdigest()}.png"))
+
+
+def test_digits_have_no_near_duplicates_to_speak_of(run_ingest):
+    from evernear.data.near_duplicates import find_near_duplicates
+
+    manifest = run_ingest("digits")
+    found = find_near_duplicates(Dataset(manifest, open_store(manifest.store_uri)))
+    assert 0 < found.compared == found.test_images
+    assert not found.is_leak
