@@ -1,12 +1,12 @@
-"""What a burst of photographs does to the figures shown: ``python benchmarks/frames_of_one_scene.py --mnist DIRECTORY``.
+"""What a burst of photographs does to the figures: ``python benchmarks/frames_of_one_scene.py --mnist DIRECTORY``.
 
 200 scenes of ten frames each: an image shifted by up to a pixel, with brightness up to 6% higher or lower, saved as
 JPEG. The images are scikit-learn's digits, MNIST (a directory with its four files), and rendered shapes whose classes
-have nothing to do with what they show, so that only a scene that was seen before can be recognized. Each set is ingested
-without and with ``data.group``, and trained with the default settings. The truth are 200 other scenes.
+have nothing to do with what they show, so that only a scene that was seen before can be recognized. Each set is
+ingested without and with ``data.group``, and trained with the default settings. The truth are 200 other scenes.
 
-``--near`` prints only the share of near-duplicates of sets without any: the two sets, and each directory of ``--images``
-with one folder per class.
+``--near`` prints only the share of near-duplicates of sets without any: the two sets, and each directory of
+``--images`` with one folder per class.
 """
 
 import argparse
@@ -107,7 +107,14 @@ def run(scratch: Path, group: str) -> dict[str, Any]:
     recognizer = Recognizer.open(network, index)
     with group_numbers(dataset) as groups:
         shown, _ = measure(recognizer, dataset, settings.evaluation, groups=groups)
-    new = ingest(f"folder:{scratch / 'new'}", work / "new", group="stem", test_fraction=0.98, query_fraction=0.0)
+    new = ingest(
+        f"folder:{scratch / 'new'}",
+        work / "new",
+        group="stem",
+        test_fraction=0.97,
+        gallery_fraction=0.01,
+        query_fraction=0.0,
+    )
     with group_numbers(new) as groups:
         truth, _ = measure(recognizer, new, settings.evaluation, groups=groups)
     near = find_near_duplicates(dataset, group)
@@ -122,9 +129,7 @@ def run(scratch: Path, group: str) -> dict[str, Any]:
 
 
 def ingest(source: str, directory: Path, **settings: Any) -> Dataset:
-    chosen = DataSettings.model_validate(
-        {"source": source, "gallery_fraction": 0.01 * ("test_fraction" in settings) or 0.1, **settings}
-    )
+    chosen = DataSettings.model_validate({"source": source, **settings})
     save_manifest(ingest_source(chosen, directory.as_uri()), directory)
     return Dataset.open(directory)
 

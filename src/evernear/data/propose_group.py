@@ -47,8 +47,8 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
     if proposed:
         setting, groups = proposed
         return (
-            f"Set --set {shlex.quote(f'data.group={setting}')}, which makes {quantity(groups, 'group')} of the names,"
-            f" {_ELSEWHERE}."
+            f"Ingest them with --set {shlex.quote(f'data.group={setting}')}, which makes {quantity(groups, 'group')} of"
+            f" their names, {_ELSEWHERE}."
         )
     names = " and ".join(name for files in examples for name, _ in files.values())
     pattern = f"another pattern than data.group={current}" if current else "data.group to a pattern"
