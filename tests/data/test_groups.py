@@ -195,7 +195,7 @@ def bursts(root: Path, name: str, shown: int = 40) -> Path:
             moved = np.roll(base, rng.integers(-1, 2, 2), (0, 1)) * rng.uniform(0.94, 1.06)
             path = root / "ab"[scene % 2] / name.format(scene=scene, frame=frame)
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.clip(moved + rng.normal(0, 2, moved.shape), 0, 255).astype(np.uint8)).save(path)
+            Image.fromarray(np.clip(moved + rng.normal(0, 1, moved.shape), 0, 255).astype(np.uint8)).save(path)
     return root
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+from evernear.data.near_duplicates import NearDuplicates
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import decide
@@ -327,3 +328,25 @@ def test_verdict_states_the_smallest_loss_that_it_would_notice(passing: Evaluati
     assert re.search(r"^A loss of \d\.\d points is detected with 90% probability\.$", rule.reason), rule.reason
     assert rule.candidate == verdict.detectable_loss
     assert not verdict.caution
+
+
+def test_near_duplicates_above_the_bound_hold_the_candidate_with_the_advice(passing: Evaluation):
+    near = NearDuplicates(found=31, compared=100, test_images=100, seen=900, seen_images=900, advice="Do this.")
+    rule = failed(decide(passing.model_copy(update={"near_duplicates": near}), SETTINGS))["test_images_unseen"]
+    assert rule.reason.startswith(
+        "The candidate was not built from any test image. But 31% of 100 test images are nearly"
+    )
+    assert rule.reason.endswith("Do this.")
+    usual = passing.model_copy(update={"near_duplicates": near.model_copy(update={"found": 30})})
+    assert decide(usual, SETTINGS).promote
+
+
+def test_gate_counts_groups(simulation: ModuleType):
+    """Twelve queries of one scene are lost: as images they are significant, as one scene they are not."""
+    ours, others = outcomes({1: 12}), outcomes({})
+    assert "no_worse" in failed(decide(simulation.make_evaluation(ours, others), SETTINGS))
+    groups = np.arange(1000, dtype=np.int32) // 20
+    grouped = simulation.make_evaluation(
+        Outcomes(ours.correct, ours.labels, groups), Outcomes(others.correct, others.labels, groups)
+    )
+    assert "no_worse" not in failed(decide(grouped, SETTINGS))

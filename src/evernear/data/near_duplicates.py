@@ -21,7 +21,7 @@ from evernear.data.propose_group import propose_group
 from evernear.data.shards import Block, Dataset
 
 SIDE_PX = 16
-CORRELATION = 0.98
+CORRELATION = 0.99
 MAX_SHARE = 0.3
 TEST_MAX = 2_000
 """Test images to compare."""
