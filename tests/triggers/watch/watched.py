@@ -1,6 +1,7 @@
 """Shared by the tests of the watcher: a store with a champion, images for its source, and runs in memory."""
 
 import json
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,7 +175,8 @@ class WatchedSystem:
         return dataset
 
     def ask(self, images: Sequence[bytes], per_file: int = 200) -> None:
-        """Classify ``images`` with the champion and upload its query logs, at the test's time."""
+        """Classify ``images`` with the champion, in random order, and upload its query logs, at the test's time."""
+        images = random.Random(0).sample(images, len(images))  # queries in order would be alike in time
         with_champion = self.directory / "champion"
         shutil.rmtree(with_champion, ignore_errors=True)
         Registry(self.store).fetch(self.champion(), with_champion / "release.mar")
