@@ -29,8 +29,8 @@ from evernear.data.preprocess import decode, image_digest
 from evernear.data.shards import Dataset
 from evernear.data.sources import FileSource, open_source
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation.label_errors import Embedded, embed_folds, find_label_errors

@@ -99,6 +99,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
     """Train the network; write its weights and an HTML page with the training curves."""
     with _step("train", run, settings) as (running, chosen):
+        from evernear.data.manifest import SPLITS
         from evernear.data.shards import Dataset
         from evernear.embedding.artifact import Epoch
         from evernear.embedding.monitor import require_learned
@@ -118,7 +119,16 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             from evernear.kubeflow.train_job import run_train_job
 
             run_train_job(run, data, recipe, chosen, report_epoch, running.report)
-        result = train_network(data, recipe, Path(trained), opened, on_epoch=report_epoch, on_step=_countdown(running))
+        images = sum(data.count(split) for split in SPLITS)
+        result = train_network(
+            data,
+            recipe,
+            Path(trained),
+            opened,
+            on_epoch=report_epoch,
+            on_step=_countdown(running),
+            on_images=_image_countdown(running, images),
+        )
         history = [epoch.model_dump(mode="json", exclude={"flip_tests"}) for epoch in result.epochs]
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
         RunRecord(opened, run).save(training={"epochs": history, "best_epoch": result.best_epoch})
@@ -140,7 +150,9 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
         from evernear.embedding.export import export_network
 
         tolerance = chosen.train.parity_tolerance
-        result = export_network(Path(trained), Dataset.open(Path(dataset)), Path(network), tolerance)
+        data = Dataset.open(Path(dataset))
+        on_images = _image_countdown(running, data.count("gallery"))
+        result = export_network(Path(trained), data, Path(network), tolerance, open_store(chosen.store_uri), on_images)
         difference = result.parity_max_abs_difference
         running.summary = f"TorchScript within {difference:.1e} of eager on {quantity(result.parity_images, 'image')}"
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
@@ -170,7 +182,10 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
         trained_labels = training_dataset(Path(network), data, opened).manifest.label_counts("train")
         trained = chosen.classes.current_labels(label for label, count in trained_labels.items() if count)
         untrained = frozenset(data.labels).difference(trained)
-        result = embed_dataset(Path(network), data, Path(embeddings), store=opened, untrained=untrained)
+        on_images = _image_countdown(running, data.count("gallery") + data.count("query"))
+        result = embed_dataset(
+            Path(network), data, Path(embeddings), store=opened, untrained=untrained, on_images=on_images
+        )
         computed = result.count - result.reused
         running.summary = (
             f"{quantity(computed, 'embedding')} of {result.dim} dimensions computed, {result.reused:,} reused"
@@ -211,9 +226,9 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe_open_set
 
-        data = Dataset.open(Path(dataset))
+        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
-        result = probe_open_set(data, here, chosen.evaluation, chosen.index, _countdown(running))
+        result = probe_open_set(data, here, chosen.evaluation, chosen.index, _countdown(running), opened)
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
 
@@ -224,7 +239,7 @@ def evaluate(
     """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
         from evernear.data.near_duplicates import find_near_duplicates
-        from evernear.data.shards import Dataset
+        from evernear.data.shards import Block, Dataset
         from evernear.data.validate import Report
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import evaluate_systems
@@ -236,15 +251,20 @@ def evaluate(
         from evernear.serving.live_queries import live_distances
         from evernear.serving.replay import Replayer
 
-        data, candidate = Dataset.open(Path(dataset)), Recognizer.open(Path(network), Path(index))
+        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
+        candidate = Recognizer.open(Path(network), Path(index), store=opened)
         probed = OpenSet.load(Path(open_set))
-        opened = open_store(chosen.store_uri)
         seen = training_dataset(Path(network), data, opened)
         record, collector = RunRecord(opened, run), ExampleCollector(candidate, data)
         with open_champion(opened, chosen.classes) as champion, open_anchor(opened, chosen.classes) as anchor:
             replayer = Replayer(candidate, champion) if champion else None
-            observe = observe_all(collector.add, replayer.candidate_answers.add) if replayer else collector.add
-            observe_champion = replayer.champion_answers.add if replayer else None
+            on_images = _image_countdown(running, data.count("test") * (2 if champion else 1))
+
+            def progress(block: Block, *_: object) -> None:
+                on_images(len(block))
+
+            observe = observe_all(collector.add, progress, *([replayer.candidate_answers.add] if replayer else []))
+            observe_champion = observe_all(progress, replayer.champion_answers.add) if replayer else None
             result = evaluate_systems(
                 candidate, champion, data, probed, chosen.evaluation, seen, observe, observe_champion, anchor
             )
@@ -403,6 +423,18 @@ def _countdown(running: Step) -> "Callable[[Steps], None]":
         epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
         epoch = f"epoch {epochs_before + 1}/{steps.total // steps.per_epoch}"
         countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
+
+    return report
+
+
+def _image_countdown(running: Step, total: int) -> Callable[[int], None]:
+    """A callback that is called with the number of images that are done since the last call."""
+    countdown, done = Countdown(running.report), 0
+
+    def report(images: int) -> None:
+        nonlocal done
+        done += images
+        countdown(done, max(done, total), f"{done:,} of {max(done, total):,} images")
 
     return report
 

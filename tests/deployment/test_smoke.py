@@ -9,7 +9,7 @@ import pytest
 from releases import MakeRelease, System, decided, forge
 
 from evernear.deployment.smoke import smoke
-from evernear.embedding.embed import embed_images
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import load_network
 from evernear.errors import ServingError

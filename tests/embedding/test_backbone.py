@@ -23,12 +23,14 @@ from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
-from evernear.embedding.embed import embed_dataset, embed_images
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import describe_network, export_network, load_network, load_torchscript, to_torchscript
+from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.freeze import choose_architecture
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
 from evernear.embedding.recipe import choose_optimizer
+from evernear.embedding.torchscript import load_torchscript, to_torchscript
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
 from evernear.settings import TrainSettings, load
@@ -169,8 +171,8 @@ def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weig
     network = build_network(
         choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16))
     )
-    images = to_tensor(next(digits.blocks("train", 4)).images)
-    whiten(network, [(images, torch.arange(4))], 4)
+    features = torch.rand((4, 96), generator=torch.Generator().manual_seed(0))
+    whiten(network, [(features, torch.arange(4))], 4)
     standardize = network.members[0].get_submodule("standardize")
     assert torch.equal(standardize.get_buffer("matrix"), torch.eye(96))
     assert standardize.get_buffer("mean").abs().max() > 0
@@ -282,7 +284,7 @@ import sys
 sys.modules["timm"] = sys.modules["torchvision"] = sys.modules["huggingface_hub"] = None
 import numpy as np
 from pathlib import Path
-from evernear.embedding.embed import embed_images
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.export import load_network
 import evernear.serving.core
 print(embed_images(load_network(Path({str(tmp_path / "network")!r})), np.load({str(tmp_path / "images.npy")!r})).shape)

@@ -15,10 +15,11 @@ from evernear.data.gallery import MIN_GALLERY_IMAGES
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
-from evernear.embedding import embed as embed_module
-from evernear.embedding.embed import embed_dataset, embed_images
+from evernear.embedding import image_vectors
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export_network, load_network
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.train import train_network
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings, TrainSettings
@@ -98,7 +99,7 @@ def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(len(images))
         return embed_images(network, images)
 
-    monkeypatch.setattr(embed_module, "embed_images", recording_embed_images)
+    monkeypatch.setattr(image_vectors, "embed_images", recording_embed_images)
     return sizes
 
 

@@ -12,17 +12,17 @@ from evernear.embedding import embed as embed_module
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.embed import embed_dataset, embed_images
+from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import (
     center,
     describe_network,
     export_network,
     load_network,
-    load_torchscript,
-    to_torchscript,
 )
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
+from evernear.embedding.torchscript import load_torchscript, to_torchscript
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
 

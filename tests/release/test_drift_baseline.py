@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from releases import MakeRelease, System
 
-from evernear.embedding.embed import embed_images
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.export import load_network
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery

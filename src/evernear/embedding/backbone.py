@@ -165,21 +165,16 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
 
 @torch.inference_mode()
 def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-    """Fit the whitening of a frozen network to ``batches`` of images (N, C, H, W) and labels (N,)."""
+    """Fit the whitening of a frozen network to ``batches`` of features (N, F) and classes (N,)."""
     module = cast(Whitening, cast(TimmMember, network.members[0]).standardize)
     dim = len(module.mean)
     counts, sums = np.zeros(classes), np.zeros((classes, dim))
     products = np.zeros((dim, dim))
-    features: list[Tensor] = []
-    handle = module.register_forward_hook(lambda _, inputs, __: features.append(inputs[0]))
-    for images, labels in batches:
-        features.clear()
-        network.eval()(images)
-        batch = torch.cat(features).double().numpy()
-        np.add.at(sums, labels.numpy(), batch)
-        counts += np.bincount(labels.numpy(), minlength=classes)
+    for features, numbers in batches:
+        batch = features.double().numpy()
+        np.add.at(sums, numbers.numpy(), batch)
+        counts += np.bincount(numbers.numpy(), minlength=classes)
         products += batch.T @ batch
-    handle.remove()
     present = counts > 0
     mean, matrix = discriminant(counts[present], sums[present], products)
     module.mean.copy_(torch.from_numpy(mean))

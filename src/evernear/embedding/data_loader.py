@@ -86,8 +86,12 @@ class TrainingImages:
             if len(classes):
                 yield to_tensor(images), torch.from_numpy(classes)
 
+    def classes_of(self, block: Block) -> NDArray[np.int64]:
+        """The class (N,) of each image; -1 if its label is excluded."""
+        return self._class_of_label[block.labels]
+
     def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        classes = self._class_of_label[block.labels]
+        classes = self.classes_of(block)
         if (classes >= 0).all():
             return block.images, classes
         return block.images[classes >= 0], classes[classes >= 0]

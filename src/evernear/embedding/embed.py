@@ -1,17 +1,13 @@
 """Embed the images of a dataset in batches, in bounded memory."""
 
 import io
-from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from evernear.common.disk import sha256_bytes, write_atomically
@@ -19,15 +15,48 @@ from evernear.common.store import Store
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
-from evernear.embedding.data_loader import to_tensor
-from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Rows, Vectors
+from evernear.embedding.embedding_cache import EmbeddingCache, Rows, Vectors
 from evernear.embedding.embeddings import DESCRIPTION_FILE, EmbeddingsDescription, EmbeddingShard
-from evernear.embedding.export import describe_network, load_network
+from evernear.embedding.export import describe_network, load_network, load_parts
+from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
+from evernear.embedding.torchscript import optimized
 from evernear.errors import IntegrityError
 
 SHARD_SIZE = 8_192
 """Embeddings per shard: 4.5 MB at 128 dimensions."""
 BATCH_SIZE = 256
+
+
+class ExportedEmbedder:
+    """Embeds the images of datasets with the exported network in ``network_dir``, except those that are cached.
+
+    The cache in ``store`` has the network's embeddings or, if the network is frozen, the features of its backbone.
+    """
+
+    def __init__(self, network_dir: Path, store: Store | None = None, on_images: OnImages | None = None) -> None:
+        described = describe_network(network_dir)
+        self._head: nn.Module | None = None
+        load: Callable[[], nn.Module] = partial(load_network, network_dir)
+        if described.features_dim:
+            backbone, self._head = load_parts(network_dir)
+            load = partial(optimized, backbone)
+        cache = EmbeddingCache(store, described.identity, described.features_dim or described.embedding_dim)
+        self._vectors = ImageVectors(cache, load, on_images)
+
+    @property
+    def reused(self) -> int:
+        """Number of images whose vectors came from the cache."""
+        return self._vectors.reused
+
+    def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
+        """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""
+        for block, vectors in self._vectors.of(shards):
+            yield block, vectors if self._head is None else _apply(self._head, vectors)
+
+
+@torch.inference_mode()
+def _apply(head: nn.Module, features: Vectors) -> Vectors:
+    return head(torch.from_numpy(features)).numpy()
 
 
 def embed_dataset(
@@ -38,12 +67,13 @@ def embed_dataset(
     batch_size: int = BATCH_SIZE,
     store: Store | None = None,
     untrained: frozenset[str] = frozenset(),
+    on_images: OnImages | None = None,
 ) -> EmbeddingsDescription:
     """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``; write shards to ``out_dir``.
 
     With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
     that the network was not trained on; for a frozen network, all are. Train images join the gallery as
-    `joining_gallery` says.
+    `joining_gallery` says. ``on_images`` is called after each batch.
 
     Raises:
         IntegrityError: the network does not match its description or expects images of another shape, or the cache is
@@ -61,17 +91,14 @@ def embed_dataset(
         untrained = frozenset(dataset.labels)
     joining = joining_gallery(dataset.manifest, untrained)
     dim = network_description.embedding_dim
-    embedder = _Embedder(EmbeddingCache(store, network_description.identity, dim), dim)
+    dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
+    embedder = ExportedEmbedder(network_dir, store, on_images)
     shards: list[EmbeddingShard] = []
-    with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
-        network = load_network(network_dir)
-        for split in splits:
-            batches = chain.from_iterable(
-                embedder.embed(blocks, count, network, pool, threads)
-                for blocks, count in image_blocks(dataset, split, batch_size, joining)
-            )
-            for index, rows in enumerate(_rebatch(batches, SHARD_SIZE)):
-                shards.append(_write_shard(out_dir, split, index, rows))
+    for split in splits:
+        embedded = embedder.embed(image_blocks(dataset, split, batch_size, joining))
+        batches = (_rows(block, vectors, dtype) for block, vectors in embedded)
+        for index, rows in enumerate(_rebatch(batches, SHARD_SIZE)):
+            shards.append(_write_shard(out_dir, split, index, rows))
     description = EmbeddingsDescription(
         network_sha256=network_description.sha256,
         dataset_digest=dataset.digest,
@@ -81,23 +108,6 @@ def embed_dataset(
     )
     description.save(out_dir / DESCRIPTION_FILE)
     return description
-
-
-@torch.inference_mode()
-def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Embed one batch of images (N, H, W, C) of uint8 as unit vectors (N, D) of float32."""
-    return network(to_tensor(images)).numpy()
-
-
-@contextmanager
-def _one_torch_thread() -> Generator[int]:
-    """Compute each batch in one thread, which is faster. Yield the number of batches to compute concurrently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield threads
-    finally:
-        torch.set_num_threads(threads)
 
 
 def image_blocks(
@@ -131,51 +141,10 @@ def _first(blocks: Iterator[Block], counts: Counter[int]) -> Iterator[Block]:
             yield Block(block.images[rows], block.labels[rows], block.digests[rows])
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """A block of images, its cached embeddings, and the pending computation of the others."""
-
-    block: Block
-    vectors: Vectors
-    is_cached: NDArray[np.bool_]
-    computed: Future[Vectors] | None
-
-
-class _Embedder:
-    """Embeds one shard at a time, computes embeddings that are not cached, and counts those that are."""
-
-    def __init__(self, cache: EmbeddingCache, dim: int) -> None:
-        self._cache = cache
-        self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
-        self.reused = 0
-
-    def embed(
-        self, blocks: Iterator[Block], count: int, network: nn.Module, pool: ThreadPoolExecutor, concurrency: int
-    ) -> Iterator[Rows]:
-        """Yield the rows of each block in order; up to ``concurrency`` batches are computed while one is read."""
-        first = next(blocks)
-        with self._cache.open_shard(first.digests[0], count) as cached:
-            pending: deque[_Batch] = deque()
-            for block in chain([first], blocks):
-                vectors, is_cached = cached.find(block.digests)
-                images = block.images[~is_cached]
-                computed = pool.submit(embed_images, network, images) if len(images) else None
-                pending.append(_Batch(block, vectors, is_cached, computed))
-                if len(pending) > concurrency:
-                    yield self._rows(pending.popleft(), cached)
-            while pending:
-                yield self._rows(pending.popleft(), cached)
-
-    def _rows(self, batch: _Batch, cached: CachedShard) -> Rows:
-        block, vectors = batch.block, batch.vectors
-        if batch.computed is not None:
-            vectors[~batch.is_cached] = batch.computed.result()
-        reused = int(batch.is_cached.sum())
-        self.reused += reused
-        cached.append(vectors, block.digests, new=len(block) - reused)
-        rows = np.empty(len(block), self._dtype)
-        rows["embedding"], rows["label"], rows["digest"] = vectors, block.labels, block.digests
-        return rows
+def _rows(block: Block, vectors: Vectors, dtype: np.dtype[np.void]) -> Rows:
+    rows = np.empty(len(block), dtype)
+    rows["embedding"], rows["label"], rows["digest"] = vectors, block.labels, block.digests
+    return rows
 
 
 def _rebatch(batches: Iterator[Rows], size: int) -> Iterator[Rows]:

@@ -1,37 +1,40 @@
 """Export the trained network as TorchScript, verified against the eager network on real images."""
 
-import hashlib
-import io
-import warnings
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evernear.common.code_digest import code_digest
 from evernear.common.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.data.manifest import Manifest
+from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
 from evernear.embedding.architecture import Architecture
-from evernear.embedding.artifact import load_trained
+from evernear.embedding.artifact import TrainedNetwork, load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
+from evernear.embedding.identity import network_identity
+from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import EmbeddingNetwork
+from evernear.embedding.torchscript import (
+    freeze_parameters,
+    load_torchscript,
+    optimized,
+    read_torchscript,
+    to_torchscript,
+)
 from evernear.errors import IntegrityError, TrainingError
 
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"
 PARITY_IMAGES = 256
-LIBRARIES = ("timm", "torch")
-"""Libraries whose versions affect the outputs of a network."""
+PARITY_SPLITS: tuple[Split, ...] = ("query", "gallery")
+T = TypeVar("T")
 
 
 class ExportedNetwork(Frozen):
@@ -41,7 +44,10 @@ class ExportedNetwork(Frozen):
 
     sha256: str
     identity: str
-    """sha256 of weights, architecture and code. Torch writes the same network as another file in each process."""
+    """Key of the cached vectors: sha256 of weights, architecture and code. Torch writes the same network as another
+    file in each process. That of a frozen network covers its backbone alone, whose features are cached."""
+    features_dim: int = 0
+    """Dimensions of the cached features of a frozen network; 0: the cache has embeddings."""
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"
     embedding_dim: int
     preprocessing: Preprocessing
@@ -78,26 +84,83 @@ class CenteredNetwork(nn.Module):
 
 @torch.inference_mode()
 def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collection[str]) -> CenteredNetwork:
-    """Center ``network`` on the mean of the classes' mean vectors in the gallery, without ``exclude_labels``.
+    """Center ``network`` on the mean of the classes' mean vectors in the gallery, without ``exclude_labels``."""
+    images = TrainingImages(dataset, frozenset(exclude_labels))
+    vectors = ((network.eval()(pixels), classes) for pixels, classes in images.gallery())
+    return CenteredNetwork(network, class_center(vectors, images.classes)).eval()
+
+
+def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tensor:
+    """The mean of the classes' mean vectors, of ``batches`` of vectors (N, D) and class numbers (N,).
 
     A mean over images would follow the largest class.
     """
-    images = TrainingImages(dataset, frozenset(exclude_labels))
-    counts, sums = torch.zeros(images.classes), torch.zeros(0)
-    for pixels, classes in images.gallery():
-        vectors = network.eval()(pixels)
-        sums = sums if len(sums) else torch.zeros(images.classes, vectors.shape[1])
-        sums.index_add_(0, classes, vectors)
-        counts += torch.bincount(classes, minlength=images.classes)
+    counts, sums = torch.zeros(classes), torch.zeros(0)
+    for vectors, numbers in batches:
+        sums = sums if len(sums) else torch.zeros(classes, vectors.shape[1])
+        sums.index_add_(0, numbers, vectors)
+        counts += torch.bincount(numbers, minlength=classes)
     present = counts > 0
-    return CenteredNetwork(network, (sums[present] / counts[present, None]).mean(dim=0)).eval()
+    return (sums[present] / counts[present, None]).mean(dim=0)
 
 
-def export_network(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance: float) -> ExportedNetwork:
+class _Exportable(NamedTuple):
+    """A centered network, the key of its cached vectors, and images (N, C, H, W) with their embeddings (N, D)."""
+
+    network: nn.Module
+    identity: str
+    images: Tensor
+    expected: Tensor
+    features_dim: int = 0
+
+
+@torch.inference_mode()
+def _trained(network: EmbeddingNetwork, trained: TrainedNetwork, dataset: Dataset) -> _Exportable:
+    centered = center(network, dataset, trained.exclude_labels)
+    images = to_tensor(_first(dataset, lambda split: dataset.blocks(split, PARITY_IMAGES)).images)
+    architecture = trained.architecture.model_dump_json()
+    return _Exportable(centered, network_identity(centered, architecture, __name__), images, centered(images))
+
+
+@torch.inference_mode()
+def _frozen(
+    network: EmbeddingNetwork,
+    trained: TrainedNetwork,
+    dataset: Dataset,
+    store: Store | None,
+    on_images: OnImages | None,
+) -> _Exportable:
+    from evernear.embedding.features import FrozenFeatures  # timm is not installed where releases are served
+    from evernear.embedding.frozen_backbone import FrozenBackbone, FrozenHead, FrozenNetwork
+
+    features, head = FrozenFeatures(network, trained.architecture, store, on_images), FrozenHead(network).eval()
+    images = TrainingImages(dataset, frozenset(trained.exclude_labels))
+    vectors = ((head(batch), classes) for batch, classes in features.batches(dataset, "gallery", images))
+    head.center = class_center(vectors, images.classes)
+    block, cached = _first(dataset, lambda split: features.blocks(dataset, split))
+    return _Exportable(
+        FrozenNetwork(FrozenBackbone(network), head).eval(),
+        features.identity,
+        to_tensor(block.images),
+        head(torch.from_numpy(cached)),
+        features.dim,
+    )
+
+
+def export_network(
+    trained_dir: Path,
+    dataset: Dataset,
+    out_dir: Path,
+    tolerance: float,
+    store: Store | None = None,
+    on_images: OnImages | None = None,
+) -> ExportedNetwork:
     """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript with its description.
 
     Parity is the largest absolute difference of any coordinate between the eager network and the file as it will be
-    served (read back and optimized), over images of the query split, or of the gallery if that is empty.
+    served (read back and optimized), over images of the query split, or of the gallery if that is empty. The features
+    of a frozen network come from ``store`` if they are cached there, so parity is that of the cached features.
+    ``on_images`` is called as features are computed.
 
     Raises:
         TrainingError: the difference exceeds ``tolerance`` or is not a number. Nothing is written.
@@ -109,13 +172,15 @@ def export_network(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance
             f"The network in {trained_dir} takes images of {trained.architecture.shape}, but the images of "
             f"{dataset.manifest.name} are {dataset.shape}; train again."
         )
-    network = center(uncentered, dataset, trained.exclude_labels)
-    data = to_torchscript(network)
+    if trained.architecture.frozen:
+        exportable = _frozen(uncentered, trained, dataset, store, on_images)
+    else:
+        exportable = _trained(uncentered, trained, dataset)
+    data = to_torchscript(exportable.network)
     candidate = out_dir / f"{NETWORK_FILE}.unverified"
     write_atomically(candidate, data)
     try:
-        images = _parity_images(dataset)
-        difference = max_abs_difference(network, load_torchscript(candidate), images)
+        difference = max_abs_difference(exportable.expected, load_torchscript(candidate), exportable.images)
         if not difference <= tolerance:
             raise TrainingError(
                 f"The exported network differs from the trained one by {difference:.2g} on real images, "
@@ -123,11 +188,12 @@ def export_network(trained_dir: Path, dataset: Dataset, out_dir: Path, tolerance
             )
         exported = ExportedNetwork(
             sha256=sha256_bytes(data),
-            identity=_identity(network, trained.architecture),
+            identity=exportable.identity,
+            features_dim=exportable.features_dim,
             embedding_dim=trained.architecture.embedding_dim,
             preprocessing=_preprocessing(trained.architecture, dataset.manifest),
             parity_max_abs_difference=difference,
-            parity_images=len(images),
+            parity_images=len(exportable.images),
             dataset_digest=trained.dataset_digest,
             weights_sha256=trained.weights_sha256,
             backbone=trained.architecture.backbone,
@@ -171,63 +237,35 @@ def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Datas
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:
     """Load the network of an `export_network` directory, verified by its description, and optimize it for big batches.
 
-    It maps uint8 images (N, C, H, W) to unit vectors (N, D) of float32. With oneDNN's operators and memory layout, a
-    batch of 256 takes 2% to 14% less time, but a single image up to 3 times as much, so servers do not use them. An
-    optimized graph cannot be saved.
+    It maps uint8 images (N, C, H, W) to unit vectors (N, D) of float32.
 
     Raises:
         IntegrityError: the file is missing, is not TorchScript, or does not match its description.
     """
+    return optimized(load_torchscript(_verified(network_dir)))
+
+
+def load_parts(network_dir: Path) -> tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]:
+    """Load a frozen network in two parts, as `load_network`: its backbone, and the head on the backbone's features.
+
+    The backbone is not optimized yet, because it is not needed if all features are cached.
+    """
+    network = read_torchscript(_verified(network_dir))
+    return network.backbone, freeze_parameters(network.head)
+
+
+def _verified(network_dir: Path) -> Path:
+    """The file of a network, which matches its description."""
     described, file = describe_network(network_dir), network_dir / NETWORK_FILE
     if not file.is_file() or sha256_file(file) != described.sha256:
         raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
-    with _ignore_torchscript_deprecation():
-        return torch.jit.optimize_for_inference(load_torchscript(file))
-
-
-def to_torchscript(network: nn.Module) -> bytes:
-    """Serialize the network, in eval mode, as TorchScript."""
-    buffer = io.BytesIO()
-    with _ignore_torchscript_deprecation():
-        torch.jit.save(torch.jit.script(network.eval()), buffer)
-    return buffer.getvalue()
-
-
-def load_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, with its parameters frozen as constants. The caller has verified the file.
-
-    Raises:
-        IntegrityError: the file is not TorchScript.
-    """
-    with _ignore_torchscript_deprecation():
-        try:
-            network = torch.jit.load(file, map_location="cpu").eval()
-        except (RuntimeError, ValueError) as error:
-            raise IntegrityError(f"{file} is not a TorchScript network; {ExportedNetwork.remedy}.") from error
-        return torch.jit.freeze(network)
+    return file
 
 
 @torch.inference_mode()
-def max_abs_difference(eager: nn.Module, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
+def max_abs_difference(expected: Tensor, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
     """Largest absolute difference of any coordinate; NaN if an output is not finite."""
-    return float((eager.eval()(images) - scripted(images)).abs().max())
-
-
-@contextmanager
-def _ignore_torchscript_deprecation() -> Generator[None]:
-    """Ignore the deprecation warnings of ``torch.jit`` (torch 2.13): TorchServe loads TorchScript."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
-        yield
-
-
-def _identity(network: CenteredNetwork, architecture: Architecture) -> str:
-    sha256 = hashlib.sha256(architecture.model_dump_json().encode())
-    sha256.update(code_digest("evernear.embedding.export", LIBRARIES).encode())
-    for name, tensor in sorted(network.state_dict().items()):
-        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return sha256.hexdigest()
+    return float((expected - scripted(images)).abs().max())
 
 
 def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocessing:
@@ -244,8 +282,9 @@ def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocess
     )
 
 
-def _parity_images(dataset: Dataset) -> Tensor:
-    for split in ("query", "gallery"):
-        for block in dataset.blocks(split, PARITY_IMAGES):
-            return to_tensor(np.asarray(block.images))
+def _first(dataset: Dataset, blocks: Callable[[Split], Iterator[T]]) -> T:
+    """The first of the ``blocks`` of the query split, or of the gallery if that is empty."""
+    for split in PARITY_SPLITS:
+        for block in blocks(split):
+            return block
     raise TrainingError(f"Dataset {dataset.manifest.name} has no query or gallery images to verify the export with.")

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
 from evernear.settings import TrainSettings
 
@@ -70,23 +72,34 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: 
     return weights.sha256
 
 
-def freeze(dataset: Dataset, settings: TrainSettings, out_dir: Path, exclude_labels: frozenset[str]) -> TrainingResult:
+def freeze(
+    dataset: Dataset,
+    settings: TrainSettings,
+    out_dir: Path,
+    store: Store | None = None,
+    exclude_labels: frozenset[str] = frozenset(),
+    on_images: OnImages | None = None,
+) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, in the form of a trained one.
 
-    The whitening of its features is fitted to the train split.
+    The whitening of its features is fitted to the train split. With a ``store``, the features of all splits are
+    computed and cached there, so that later steps only read them.
 
     Raises:
         TrainingError: as `choose_architecture` and `initialize`; or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
     from evernear.embedding.backbone import whiten
+    from evernear.embedding.features import FrozenFeatures
 
     images = TrainingImages(dataset, exclude_labels)
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
     network = build_network(architecture)
     pretrained_sha256 = initialize(network, architecture, settings)
-    whiten(network, images.in_order("train"), images.classes)
+    features = FrozenFeatures(network, architecture, store, on_images)
+    whiten(network, features.batches(dataset, "train", images), images.classes)
+    features.compute(dataset, ("gallery", "query", "test"))
     trained = TrainedNetwork(
         architecture=architecture,
         dataset_digest=dataset.digest,

@@ -38,6 +38,7 @@ from evernear.embedding.batch_norm import GlobalBatchNorm
 from evernear.embedding.checkpoint import TrainingState, checkpoint_key, load_checkpoint, save_checkpoint
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, freeze, initialize
+from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery
 from evernear.embedding.recipe import (
     choose_device,
@@ -74,12 +75,14 @@ def train_network(
     exclude_labels: frozenset[str] = frozenset(),
     on_epoch: OnEpoch | None = None,
     on_step: OnStep | None = None,
+    on_images: OnImages | None = None,
 ) -> TrainingResult:
     """Train on the train split without ``exclude_labels``; write weights, description and history to ``out_dir``.
 
     The gallery split is the validation set: it decides which epoch's weights are saved and when to stop early. The test
     split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after each epoch, once its
-    checkpoint is saved, and ``on_step`` after each step.
+    checkpoint is saved, and ``on_step`` after each step. A frozen network has neither; ``on_images`` is called as its
+    features are computed.
 
     Raises:
         TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, a
@@ -87,7 +90,7 @@ def train_network(
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
     if settings.frozen:
-        return freeze(dataset, settings, out_dir, exclude_labels)
+        return freeze(dataset, settings, out_dir, store, exclude_labels, on_images)
     if settings.nodes > 1:
         return write_result_of_nodes(dataset, settings, out_dir, store, exclude_labels)
     if settings.processes > 1:

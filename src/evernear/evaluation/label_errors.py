@@ -23,8 +23,8 @@ from evernear.data.manifest import SPLITS, Manifest, Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.data.writer import row_dtype, shard_key
 from evernear.embedding.artifact import load_trained
-from evernear.embedding.embed import embed_images
 from evernear.embedding.export import center
+from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.train import train_network
 from evernear.index.faiss_compat import faiss
 from evernear.settings import TrainSettings

@@ -132,8 +132,7 @@ def measure(
     gallery = recognizer.gallery
     tally = _Tally(dataset.labels, tuple(classes.current(label) or OTHER_LABEL for label in gallery.description.labels))
     known_labels = classes.current_labels(gallery.description.known_labels)
-    for block in dataset.blocks(split, settings.batch_size):
-        embeddings = recognizer.embed(block.images)
+    for block, embeddings in recognizer.embed_split(dataset, split, settings.batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
         answers = gallery.classify(embeddings, neighbors)
         tally.add(block, neighbors, answers, groups.of(block.digests) if groups else None)

@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.store import Store
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
@@ -38,6 +39,7 @@ def probe_open_set(
     settings: EvaluationSettings,
     index_settings: IndexSettings,
     on_step: OnStep | None = None,
+    store: Store | None = None,
 ) -> OpenSet:
     """Train with the same recipe, but for fewer epochs, without some classes, and measure their distances.
 
@@ -45,7 +47,8 @@ def probe_open_set(
     classes, which are excluded from training and gallery. Their query and gallery images, and the query images of the
     other classes, determine the share of known images to reject. The test split determines the figures. The network is
     discarded afterwards: the result describes the recipe. If unseen classes are not significantly farther away than
-    known ones, the release calls no image unknown. ``on_step`` is called after each training step.
+    known ones, the release calls no image unknown. ``on_step`` is called after each training step. Features of a frozen
+    backbone come from ``store``.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -55,7 +58,7 @@ def probe_open_set(
     if not held_out:
         return OpenSet(held_out=())
     recipe = probe_recipe(dataset, train_settings, settings)
-    recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size, on_step)
+    recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size, on_step, store)
     splits: tuple[Split, ...] = ("query", "gallery", "test")
     distances = {split: _distances(recognizer, dataset, split, held_out, settings.batch_size) for split in splits}
     unseen = np.concatenate([distances[split][1] for split in ("query", "gallery")])
@@ -124,14 +127,16 @@ def _recognizer_without(
     index_settings: IndexSettings,
     batch_size: int,
     on_step: OnStep | None,
+    store: Store | None,
 ) -> Recognizer:
+    cache = store if recipe.frozen else None  # a trained network is discarded, and so are its embeddings
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
-        export_network(trained, dataset, network, recipe.parity_tolerance)
-        embed_dataset(network, dataset, embeddings, batch_size=batch_size)
+        train_network(dataset, recipe, trained, cache, exclude_labels=held_out, on_step=on_step)
+        export_network(trained, dataset, network, recipe.parity_tolerance, cache)
+        embed_dataset(network, dataset, embeddings, batch_size=batch_size, store=cache)
         build_index(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)
-        return Recognizer.open(network, index)
+        return Recognizer.open(network, index, store=cache)
 
 
 def _distances(
@@ -140,8 +145,7 @@ def _distances(
     """Nearest-neighbor distances of a split's images: first of known classes, then of held-out classes."""
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
-    for block in dataset.blocks(split, batch_size):
-        embeddings = recognizer.embed(block.images)
+    for block, embeddings in recognizer.embed_split(dataset, split, batch_size):
         gallery = recognizer.gallery
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
         is_held_out = np.isin(block.labels, held_out_indices)

@@ -1,5 +1,6 @@
 """Network, index, labels and threshold, combined as they are served."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,9 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evernear.common.store import Store
+from evernear.data.manifest import Split
 from evernear.data.preprocess import Preprocessing
-from evernear.embedding.embed import embed_images
+from evernear.data.shards import Block, Dataset
+from evernear.embedding.embed import ExportedEmbedder
 from evernear.embedding.export import describe_network, load_network
+from evernear.embedding.image_vectors import embed_images
 from evernear.index.search import Gallery
 
 
@@ -23,10 +28,14 @@ class Recognizer:
     network_sha256: str
     parity_max_abs_difference: float
     name: str = ""
+    embedder: ExportedEmbedder | None = None
+    """Reads the features of a frozen network from the store; None if its images are embedded anew."""
 
     @staticmethod
-    def open(network_dir: Path, index_dir: Path, name: str = "") -> "Recognizer":
+    def open(network_dir: Path, index_dir: Path, name: str = "", store: Store | None = None) -> "Recognizer":
         """Open the outputs of the export and index steps. Both may be the same directory.
+
+        With a ``store``, features of a frozen network are cached there.
 
         Raises:
             IntegrityError: a file is missing or changed, or the index belongs to another network.
@@ -39,6 +48,7 @@ class Recognizer:
             network_sha256=described.sha256,
             parity_max_abs_difference=described.parity_max_abs_difference,
             name=name,
+            embedder=ExportedEmbedder(network_dir, store) if store and described.features_dim else None,
         )
 
     @property
@@ -49,3 +59,14 @@ class Recognizer:
     def embed(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Embed images (N, H, W, C) as unit vectors (N, D)."""
         return embed_images(self.network, images)
+
+    def embed_split(
+        self, dataset: Dataset, split: Split, batch_size: int
+    ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
+        """Yield the blocks of ``split`` in order, with the embeddings (N, D) of their images."""
+        if self.embedder is None:
+            for block in dataset.blocks(split, batch_size):
+                yield block, self.embed(block.images)
+        else:
+            shards = dataset.shards(split)
+            yield from self.embedder.embed((dataset.shard_blocks(shard, batch_size), shard.count) for shard in shards)

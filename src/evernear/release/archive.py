@@ -20,9 +20,9 @@ from evernear import __version__
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed_images
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network, load_network
+from evernear.embedding.image_vectors import embed_images
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import DISTANCE_TOLERANCE

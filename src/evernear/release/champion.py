@@ -69,7 +69,7 @@ def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Pa
     archive = scratch / "release.mar"
     manifest = Registry(store).fetch(version, archive).manifest
     parts = open_release(archive, scratch / "release")
-    recognizer = Recognizer.open(parts.directory, parts.directory, version)
+    recognizer = Recognizer.open(parts.directory, parts.directory, version, store)
     try:
         dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
     except IntegrityError as error:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from evernear.data.image_file import EncodedImage
 from evernear.data.preprocess import Pixels
-from evernear.embedding.embed import embed_images
-from evernear.embedding.export import NETWORK_FILE, load_torchscript
+from evernear.embedding.export import NETWORK_FILE
+from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.torchscript import load_torchscript
 from evernear.errors import DataError, StoreError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import ReleaseParts

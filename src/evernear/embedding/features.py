@@ -1,0 +1,85 @@
+"""Features of a frozen backbone for the images of a dataset, computed once and cached in the store.
+
+Training, export, embedding, the probe and the evaluation read the same features. An image that the backbone has seen is
+not shown to it again, in this run or a later one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evernear.common.store import Store
+from evernear.data.manifest import Split
+from evernear.data.shards import Block, Dataset
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.embedding_cache import EmbeddingCache, Vectors
+from evernear.embedding.frozen_backbone import FrozenBackbone, backbone_identity
+from evernear.embedding.image_vectors import ImageVectors, OnImages
+from evernear.embedding.network import EmbeddingNetwork
+from evernear.embedding.torchscript import optimized
+
+BATCH_SIZE = 32
+"""Images that the backbone sees together: small enough that the activations stay in the processor's cache."""
+
+
+class View(NamedTuple):
+    """A variant of each image, such as an augmentation, whose features are cached beside those of the plain image."""
+
+    name: str
+    """The folder in the cache: letters, digits and hyphens. Another augmentation requires another name."""
+    images: Callable[[Block], NDArray[np.uint8]]
+    """Maps a block to images of the same shape (N, H, W, C). The result depends on each image alone, not on its block:
+    seed random augmentation by the image's digest."""
+
+
+class FrozenFeatures:
+    """The features of one backbone. Without a store, each call computes them."""
+
+    def __init__(
+        self,
+        network: EmbeddingNetwork,
+        architecture: Architecture,
+        store: Store | None = None,
+        on_images: OnImages | None = None,
+    ) -> None:
+        self.dim = architecture.embedding_dim
+        self.identity = backbone_identity(network, architecture)
+        self._store, self._on_images = store, on_images
+        self._network = network
+
+    def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
+        """Yield the blocks of ``split`` in the order of the dataset, with the features (N, F) of their images."""
+        cache = EmbeddingCache(self._store, f"{self.identity}/{view.name}" if view else self.identity, self.dim)
+        vectors = ImageVectors(cache, self._optimized, self._on_images, view.images if view else None)
+        return vectors.of((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
+
+    def array(self, dataset: Dataset, split: Split, view: View | None = None) -> Vectors:
+        """The features (N, F) of ``split`` in the order of the dataset, in memory."""
+        vectors = np.empty((dataset.count(split), self.dim), np.float32)
+        row = 0
+        for _, features in self.blocks(dataset, split, view):
+            vectors[row : row + len(features)] = features
+            row += len(features)
+        return vectors
+
+    @torch.inference_mode()
+    def batches(self, dataset: Dataset, split: Split, images: TrainingImages) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the features (N, F) and classes (N,) of ``split``, without the labels that ``images`` excludes."""
+        for block, features in self.blocks(dataset, split):
+            classes = images.classes_of(block)
+            if (included := classes >= 0).any():
+                yield torch.from_numpy(features[included]), torch.from_numpy(classes[included])
+
+    def _optimized(self) -> torch.jit.ScriptModule:
+        return optimized(FrozenBackbone(self._network))
+
+    def compute(self, dataset: Dataset, splits: Sequence[Split]) -> None:
+        """Compute the features of ``splits``, so that later steps only read them. Without a store, do nothing."""
+        for split in splits if self._store else ():
+            for _ in self.blocks(dataset, split):
+                pass

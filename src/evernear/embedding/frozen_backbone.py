@@ -1,0 +1,73 @@
+"""A network with a frozen backbone: features, which depend on the pretrained weights alone, and a head on them.
+
+Both are modules of the exported TorchScript file, so features of earlier runs serve every head on the same backbone.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.identity import network_identity
+from evernear.embedding.network import EmbeddingNetwork
+from evernear.embedding.timm_member import TimmMember
+
+
+class FrozenBackbone(nn.Module):
+    """Maps images (N, C, H, W), uint8 or float in 0..255, to the features (N, F) of a pretrained backbone."""
+
+    def __init__(self, network: EmbeddingNetwork) -> None:
+        super().__init__()
+        member = cast(TimmMember, network.members[0])
+        self.register_buffer("mean", network.mean)
+        self.register_buffer("std", network.std)
+        self.mean: Tensor
+        self.std: Tensor
+        self.resize = member.resize
+        self.backbone = member.backbone
+        self.max_batch_size = network.max_batch_size
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The features (N, F) of ``images``. A large batch is split, so that memory is bounded."""
+        return torch.cat([self.features(part) for part in images.split(self.max_batch_size)])
+
+    def features(self, images: Tensor) -> Tensor:
+        """`forward` without splitting the batch."""
+        pixels = (images.to(torch.float32) / 255 - self.mean) / self.std
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        return self.backbone(self.resize(pixels)).to(torch.float32)
+
+
+class FrozenHead(nn.Module):
+    """Maps features (N, F) to unit vectors (N, D), centered as in `evernear.embedding.export.CenteredNetwork`."""
+
+    def __init__(self, network: EmbeddingNetwork) -> None:
+        super().__init__()
+        self.standardize = cast(TimmMember, network.members[0]).standardize
+        self.register_buffer("center", torch.zeros(()))
+        self.center: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Embed ``features`` (N, F) as unit vectors (N, D)."""
+        return F.normalize(F.normalize(self.standardize(features)) - self.center)
+
+
+class FrozenNetwork(nn.Module):
+    """A backbone and a head, as exported. `evernear.embedding.export.load_head` reads the head alone from the file."""
+
+    def __init__(self, backbone: FrozenBackbone, head: FrozenHead) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
+        return self.head(self.backbone(images))
+
+
+def backbone_identity(network: EmbeddingNetwork, architecture: Architecture) -> str:
+    """Key of the cached features: they depend on the weights, the input size, the normalization and this module."""
+    described = architecture.model_dump_json(include={"shape", "backbone", "input"})
+    return network_identity(FrozenBackbone(network), described, __name__)

@@ -1,0 +1,21 @@
+"""The key under which the outputs of a network are cached."""
+
+import hashlib
+
+import torch
+from torch import nn
+
+from evernear.common.code_digest import code_digest
+
+LIBRARIES = ("timm", "torch")
+"""Libraries whose versions affect the outputs of a network."""
+
+
+def network_identity(network: nn.Module, architecture: str, module: str) -> str:
+    """sha256 of ``architecture``, the parameters and buffers of ``network``, and the code that ``module`` imports."""
+    sha256 = hashlib.sha256(architecture.encode())
+    sha256.update(code_digest(module, LIBRARIES).encode())
+    for name, tensor in sorted(network.state_dict().items()):
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()

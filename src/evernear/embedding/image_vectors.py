@@ -1,0 +1,109 @@
+"""The vectors of a dataset's images: from the cache in the store, or computed by a network in parallel batches.
+
+A vector is an embedding, or the features of a frozen backbone (`evernear.embedding.features`).
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from evernear.data.shards import Block
+from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Vectors
+
+ShardBlocks = tuple[Iterator[Block], int]
+"""The blocks of a shard and the number of their images."""
+OnImages = Callable[[int], None]
+"""Called with the number of images that are done since the last call."""
+
+
+@torch.inference_mode()
+def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Compute the vectors (N, D) of float32 of one batch of images (N, H, W, C) of uint8."""
+    return network(to_tensor(images)).numpy()
+
+
+class ImageVectors:
+    """Computes the vectors that are not cached, and counts those that are. The network is loaded if one is needed."""
+
+    def __init__(
+        self,
+        cache: EmbeddingCache,
+        load: Callable[[], nn.Module],
+        on_images: OnImages | None = None,
+        view: Callable[[Block], NDArray[np.uint8]] | None = None,
+    ) -> None:
+        self._cache, self._load, self._on_images, self._view = cache, load, on_images, view
+        self.reused = 0
+        """Vectors that came from the cache."""
+
+    def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
+        """Yield the blocks of ``shards`` with their vectors (N, D)."""
+        with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
+            for blocks, count in shards:
+                yield from self._of_shard(blocks, count, pool, threads)
+
+    def _of_shard(
+        self, blocks: Iterator[Block], count: int, pool: ThreadPoolExecutor, concurrency: int
+    ) -> Iterator[tuple[Block, Vectors]]:
+        """Yield the blocks of a shard in order; up to ``concurrency`` batches are computed while one is read."""
+        first = next(blocks)
+        with self._cache.open_shard(first.digests[0], count) as cached:
+            pending: deque[_Batch] = deque()
+            for block in chain([first], blocks):
+                vectors, is_cached = cached.find(block.digests)
+                computed = None if is_cached.all() else pool.submit(self._compute, self._network, block, ~is_cached)
+                pending.append(_Batch(block, vectors, is_cached, computed))
+                if len(pending) > concurrency:
+                    yield self._finish(pending.popleft(), cached)
+            while pending:
+                yield self._finish(pending.popleft(), cached)
+
+    def _compute(self, network: nn.Module, block: Block, selected: NDArray[np.bool_]) -> Vectors:
+        block = Block(block.images[selected], block.labels[selected], block.digests[selected])
+        return embed_images(network, self._view(block) if self._view else block.images)
+
+    def _finish(self, batch: "_Batch", cached: CachedShard) -> tuple[Block, Vectors]:
+        block, vectors = batch.block, batch.vectors
+        if batch.computed is not None:
+            vectors[~batch.is_cached] = batch.computed.result()
+        reused = int(batch.is_cached.sum())
+        self.reused += reused
+        cached.append(vectors, block.digests, new=len(block) - reused)
+        if self._on_images is not None:
+            self._on_images(len(block))
+        return block, vectors
+
+    @cached_property
+    def _network(self) -> nn.Module:
+        return self._load()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A block of images, its cached vectors, and the pending computation of the others."""
+
+    block: Block
+    vectors: Vectors
+    is_cached: NDArray[np.bool_]
+    computed: Future[Vectors] | None
+
+
+@contextmanager
+def _one_torch_thread() -> Generator[int]:
+    """Compute each batch in one thread, which is faster. Yield the number of batches to compute concurrently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)

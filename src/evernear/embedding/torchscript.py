@@ -1,0 +1,63 @@
+"""TorchScript: the form in which a network is exported, served and run in batches."""
+
+import io
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evernear.errors import IntegrityError
+
+
+def to_torchscript(network: nn.Module) -> bytes:
+    """Serialize the network, in eval mode, as TorchScript."""
+    buffer = io.BytesIO()
+    with ignore_torchscript_deprecation():
+        torch.jit.save(torch.jit.script(network.eval()), buffer)
+    return buffer.getvalue()
+
+
+def load_torchscript(file: Path) -> torch.jit.ScriptModule:
+    """Load a TorchScript file on the CPU, with its parameters frozen as constants. The caller has verified the file.
+
+    Raises:
+        IntegrityError: the file is not TorchScript.
+    """
+    return freeze_parameters(read_torchscript(file))
+
+
+def read_torchscript(file: Path) -> torch.jit.ScriptModule:
+    """Load a TorchScript file on the CPU, with its submodules; see `load_torchscript`."""
+    with ignore_torchscript_deprecation():
+        try:
+            return torch.jit.load(file, map_location="cpu").eval()
+        except (RuntimeError, ValueError) as error:
+            raise IntegrityError(f"{file} is not a TorchScript network; run the export step again.") from error
+
+
+def freeze_parameters(network: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """Turn the parameters of a network into constants."""
+    with ignore_torchscript_deprecation():
+        return torch.jit.freeze(network.eval())
+
+
+def optimized(network: nn.Module) -> torch.jit.ScriptModule:
+    """Script the network, in eval mode, and optimize it for big batches on this machine.
+
+    With oneDNN's operators and memory layout, a batch of 256 takes 2% to 14% less time, but a single image up to 3
+    times as much, so servers do not use them. An optimized graph cannot be saved.
+    """
+    with ignore_torchscript_deprecation():
+        scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())
+        return torch.jit.optimize_for_inference(scripted)
+
+
+@contextmanager
+def ignore_torchscript_deprecation() -> Generator[None]:
+    """Ignore the deprecation warnings of ``torch.jit`` (torch 2.13): TorchServe loads TorchScript."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        yield

@@ -1,0 +1,136 @@
+"""A frozen backbone sees each image once: its features are cached, and every head reads them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from evernear.common.store import Store, open_store
+from evernear.data.manifest import SPLITS
+from evernear.data.shards import Dataset
+from evernear.embedding import image_vectors
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.data_loader import to_tensor
+from evernear.embedding.embed import embed_dataset
+from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.export import describe_network, export_network, load_network
+from evernear.embedding.features import FrozenFeatures, View
+from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.train import train_network
+from evernear.evaluation.measure import measure
+from evernear.evaluation.probe import probe_open_set
+from evernear.evaluation.recognizer import Recognizer
+from evernear.index.build import build_index
+from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
+
+
+@pytest.fixture
+def frozen(digits: Dataset, tmp_path: Path) -> TrainSettings:
+    first = TrainSettings(backbone="test_resnet", epochs=1, min_steps=1, backbone_size_px=16)
+    train_network(digits, first, tmp_path / "first")
+    weights = tmp_path / "first" / "weights.pt"
+    return TrainSettings(backbone="test_resnet", weights=str(weights), frozen=True, backbone_size_px=16)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the batches that a network computed."""
+    sizes: list[int] = []
+
+    def record(network: torch.nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        sizes.append(len(images))
+        return embed_images(network, images)
+
+    monkeypatch.setattr(image_vectors, "embed_images", record)
+    return sizes
+
+
+def all_steps(dataset: Dataset, settings: TrainSettings, directory: Path, store: Store) -> Recognizer:
+    """Train, probe, export, embed, index and evaluate, as a run does."""
+    trained, network, embeddings, index = (directory / name for name in ("trained", "network", "embeddings", "index"))
+    train_network(dataset, settings, trained, store)
+    probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings(), store=store)
+    export_network(trained, dataset, network, 1e-4, store)
+    embed_dataset(network, dataset, embeddings, store=store)
+    build_index(Embeddings.open(embeddings), dataset.labels, IndexSettings(), index)
+    recognizer = Recognizer.open(network, index, store=store)
+    measure(recognizer, dataset, EvaluationSettings())
+    return recognizer
+
+
+def test_a_frozen_backbone_sees_each_image_once(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
+) -> None:
+    all_steps(digits, frozen, tmp_path / "run", store)
+    assert sum(seen) == sum(digits.count(split) for split in SPLITS)
+
+
+def test_another_head_on_the_same_backbone_computes_nothing(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
+) -> None:
+    all_steps(digits, frozen, tmp_path / "first", store)
+    seen.clear()
+    train_network(digits, frozen, tmp_path / "other", store, exclude_labels=frozenset("3"))
+    other = export_network(tmp_path / "other", digits, tmp_path / "other_network", 1e-4, store)
+    assert seen == []
+    first = describe_network(tmp_path / "first" / "network")
+    assert (other.identity, other.features_dim) == (first.identity, 96)
+    assert other.sha256 != first.sha256
+
+
+def test_cached_embeddings_are_those_of_the_served_network(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store
+) -> None:
+    recognizer = all_steps(digits, frozen, tmp_path / "run", store)
+    again = list(recognizer.embed_split(digits, "test", 100))
+    served = load_network(tmp_path / "run" / "network")
+    for block, embeddings in again:
+        np.testing.assert_allclose(embeddings, embed_images(served, block.images), atol=1e-5)
+    assert sum(len(block) for block, _ in again) == digits.count("test")
+
+
+def test_features_are_in_the_order_of_the_dataset(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store
+) -> None:
+    train_network(digits, frozen, tmp_path / "trained")
+    trained, network = load_trained(tmp_path / "trained")
+    features = FrozenFeatures(network, trained.architecture, store)
+    vectors = features.array(digits, "query")
+    expected: list[torch.Tensor] = []
+    network.members[0].get_submodule("standardize").register_forward_hook(
+        lambda _, inputs, __: expected.append(inputs[0])
+    )
+    with torch.inference_mode():
+        for block in digits.blocks("query"):
+            network(to_tensor(block.images))
+    np.testing.assert_allclose(vectors, torch.cat(expected).numpy(), atol=1e-4)
+
+
+def test_views_are_cached_beside_the_plain_images(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
+) -> None:
+    train_network(digits, frozen, tmp_path / "trained")
+    trained, network = load_trained(tmp_path / "trained")
+    features = FrozenFeatures(network, trained.architecture, store)
+    mirror = View("mirror", lambda block: block.images[:, :, ::-1])
+    plain, mirrored = features.array(digits, "query"), features.array(digits, "query", mirror)
+    assert np.abs(plain - mirrored).max() > 0.01
+    seen.clear()
+    np.testing.assert_array_equal(features.array(digits, "query", mirror), mirrored)
+    assert seen == []
+
+
+def test_features_depend_on_weights_and_input_size(digits: Dataset, frozen: TrainSettings, tmp_path: Path) -> None:
+    identities = set[str]()
+    for name, changes in {"same": {}, "again": {"seed": 5}, "size": {"backbone_size_px": 8}}.items():
+        train_network(digits, frozen.model_copy(update=changes), tmp_path / name)
+        trained, network = load_trained(tmp_path / name)
+        identities.add(FrozenFeatures(network, trained.architecture).identity)
+    assert len(identities) == 2
