@@ -15,7 +15,7 @@ UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
-EXTRAS := $(addprefix --extra ,train serve prep pipeline triggers tune milvus mlflow tracing)
+EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers tune milvus mlflow tracing)
 DEMO_EXTRAS := train serve pipeline
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)

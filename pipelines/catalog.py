@@ -48,7 +48,7 @@ ARGUMENTS = {
     "outcome": "Outcome of the run.",
     "page": "Run page: outcome, metrics, mistakes and lineage as one HTML file.",
     "pipeline": "Name of the pipeline.",
-    "preset": "Settings that come with evernear: best, fast, frozen or quick. Empty: the defaults.",
+    "preset": "Settings that come with evernear: best, fast, frozen, photos or quick. Empty: the defaults.",
     "reason": "Reason for the champion's history.",
     "release": "A release; for promote and rollback its version.",
     "report": "Findings of the validation.",

@@ -55,7 +55,7 @@ def continuous_training(
 
     Args:
         source: Images to train on: s3://bucket/prefix with one folder per class, digits, or mnist. Empty: digits.
-        preset: Settings that come with evernear: best, fast, frozen or quick. Empty: the defaults.
+        preset: Settings that come with evernear: best, fast, frozen, photos or quick. Empty: the defaults.
         settings: Other settings to change, such as {"train": {"epochs": 20}, "gate": {"accuracy_floor": 0.9}}.
         target: Where a promoted release goes: registry (publish only), kubernetes (a Deployment), local (this machine).
         serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.
@@ -87,7 +87,8 @@ def continuous_training(
 
         trained = train(run=RUN, settings=chosen, dataset=dataset).after(validated)
         exported = export(run=RUN, settings=chosen, dataset=dataset, trained=trained.outputs["trained"])
-        probed = probe(run=RUN, settings=chosen, dataset=dataset).after(validated)
+        # The probe of a frozen backbone reads the features that the train step has computed.
+        probed = probe(run=RUN, settings=chosen, dataset=dataset).after(trained)
         network, open_set = exported.outputs["network"], probed.outputs["open_set"]
         release_tasks = make_release(chosen, dataset, network, open_set, started_by)
 

@@ -40,7 +40,7 @@ def reindex(
 
     Args:
         source: Images: s3://bucket/prefix with one folder per class, digits, or mnist; the champion's. Empty: digits.
-        preset: Settings that come with evernear: best, fast, frozen or quick. Empty: the defaults.
+        preset: Settings that come with evernear: best, fast, frozen, photos or quick. Empty: the defaults.
         settings: Other settings to change, such as {"index": {"k": 9}, "gate": {"accuracy_floor": 0.9}}.
         target: Where a promoted release goes: registry (publish only), kubernetes (a Deployment), local (this machine).
         serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.

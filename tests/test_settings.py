@@ -72,7 +72,7 @@ def test_every_preset_loads() -> None:
     assert {"best", "quick"} <= set(presets())
     for name in presets():
         load(preset=name)
-    with pytest.raises(SettingsError, match=r"known: best, fast, frozen, quick"):
+    with pytest.raises(SettingsError, match=r"known: best, fast, frozen, photos, quick"):
         load(preset="bset")
 
 

@@ -16,6 +16,7 @@ from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.plugins import FAISS, index_backend, run_ended
 from evernear.settings import RunSettings, of_run, parse
+from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
     from evernear.data.validate import Report
@@ -48,6 +49,10 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         if chosen.index.backend != FAISS:
             with index_backend(chosen.index.backend) as backend:
                 backend.check(chosen.index)
+        if chosen.train.weights.startswith(PREFIX):
+            from evernear.embedding.weights import store_package  # timm takes seconds to import
+
+            store_package(chosen.train.weights, open_store(chosen.store_uri))
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
@@ -89,7 +94,8 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
             data.require_bit_depth(release.preprocessing.bit_depth, champion.version)
         running.report("comparing the test images with train and gallery")
         near_duplicates = find_near_duplicates(data, chosen.data.group)
-        result = validate_dataset(data, chosen.validation, known, chosen.classes, near_duplicates)
+        from_scratch = not chosen.train.weights
+        result = validate_dataset(data, chosen.validation, known, chosen.classes, near_duplicates, from_scratch)
         write_atomically(Path(report), result.markdown())
         RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))
         running.summary = _in_words(result)

@@ -233,14 +233,14 @@ def test_the_hub_is_used_only_with_weights_hub(
         downloads.append((repository, file))
         return str(weights)
 
-    monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", download)
+    monkeypatch.setattr("evernear.embedding.weights.hf_hub_download", download)
     train_network(digits, settings(weights="hub", frozen=True, backbone_size_px=16), tmp_path)
     assert downloads == [("timm/test_resnet.r160_in1k", "model.safetensors")]
 
     def fail(repository: str, file: str) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr("evernear.embedding.backbone.hf_hub_download", fail)
+    monkeypatch.setattr("evernear.embedding.weights.hf_hub_download", fail)
     with pytest.raises(StoreError, match="cannot be downloaded from the hub: no network"):
         train_network(digits, settings(weights="hub", frozen=True), tmp_path)
 

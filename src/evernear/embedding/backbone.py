@@ -1,38 +1,29 @@
 """timm backbones (https://github.com/huggingface/pytorch-image-models) and their pretrained weights.
 
-Only training imports timm: a release contains the network as TorchScript. Nothing is downloaded unless
-``train.weights`` is `HUB`. Only tensors are read from a file of weights: safetensors, or the format of `torch.save`
-without pickled code.
+Only training imports timm: a release contains the network as TorchScript.
 """
 
 import re
-import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import timm
 import torch
-from huggingface_hub import hf_hub_download
 from numpy.typing import NDArray
 from timm.data.config import resolve_data_config
-from timm.models import load_state_dict
 from torch import Tensor, nn
 
-from evernear.common.disk import sha256_file
 from evernear.common.output import printable
-from evernear.common.proxies import through_proxy
-from evernear.common.store import open_store
 from evernear.data.preprocess import NetworkInput
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork
 from evernear.embedding.timm_member import Backbone, TimmMember, Whitening, config_of, create_backbone
-from evernear.errors import StoreError, TrainingError
+from evernear.embedding.weights import Weights
+from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
+from evernear.settings.weight_packages import weight_package
 
-HUB = "hub"
 DEFAULT_PRETRAINED = "resnet18"
 """The backbone that ``auto`` selects if ``train.weights`` is set: small, widely available, and fast on a CPU."""
 PRIOR_IMAGES = 0.1
@@ -42,19 +33,10 @@ MIN_GAIN = 0.4
 VARIANCE_RTOL = 1e-9
 """Variances below this, relative to all others, are rounding errors."""
 _EVERNEAR_PREFIX = "members.0.backbone."
-_REASON_MAX_CHARACTERS = 200
+REASON_MAX_CHARACTERS = 200
 
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Pretrained weights of a backbone; ``sha256`` is the hash of their file."""
-
-    source: str
-    sha256: str
-    state: dict[str, Tensor]
 
 
 def choose_backbone(settings: TrainSettings) -> str:
@@ -64,9 +46,9 @@ def choose_backbone(settings: TrainSettings) -> str:
         TrainingError: timm has no such model, ``train.weights`` is set for the compact network, or ``train.frozen``
             without weights or with several members.
     """
-    name = settings.backbone
+    name, package = settings.backbone, weight_package(settings.weights)
     if name == "auto":
-        name = DEFAULT_PRETRAINED if settings.weights else "compact"
+        name = package.backbone if package else DEFAULT_PRETRAINED if settings.weights else "compact"
     if settings.frozen and not (settings.weights and settings.members == 1):
         raise TrainingError("A frozen network (train.frozen) requires train.weights and train.members = 1.")
     if name in MEMBERS:
@@ -74,6 +56,11 @@ def choose_backbone(settings: TrainSettings) -> str:
             raise TrainingError(
                 f"The {name} network has no pretrained weights; set train.backbone to the network of train.weights."
             )
+    elif package and name != package.backbone:
+        raise TrainingError(
+            f"{settings.weights} (train.weights) has weights of {package.backbone}, not of {printable(name)}; leave "
+            "train.backbone at auto."
+        )
     elif not timm.is_model(name.partition(".")[0]):
         similar = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:3])
         hint = f"; similar names: {similar}" if similar else ""
@@ -120,36 +107,6 @@ def feature_dim(name: str) -> int:
 
 def _data_config(name: str) -> dict[str, Any]:
     return resolve_data_config(pretrained_cfg=config_of(name).to_dict())
-
-
-def read_weights(settings: TrainSettings) -> Weights:
-    """Read ``train.weights``: a file, an object of a store, or timm's weights of the backbone from the hub.
-
-    Raises:
-        TrainingError: the file cannot be read or does not contain weights.
-        StoreError: the object cannot be fetched.
-    """
-    source = settings.weights
-    with tempfile.TemporaryDirectory(prefix="evernear-weights-") as scratch:
-        if source == HUB:
-            source, path = _download_from_hub(choose_backbone(settings))
-        elif "://" in source:
-            store_uri, _, name = source.rpartition("/")
-            path = open_store(store_uri).fetch(name, Path(scratch) / name)
-        else:
-            path = Path(source)
-        if not path.is_file():
-            raise TrainingError(f"The file {printable(source)} (train.weights) does not exist.")
-        try:
-            state = load_state_dict(str(path), device="cpu", weights_only=True)
-            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        except Exception as error:  # torch.load, pickle, zipfile and safetensors raise many types
-            reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
-            raise TrainingError(
-                f"{printable(source)} (train.weights) is neither a safetensors file nor a torch file of tensors: "
-                f"{reason}."
-            ) from error
-        return Weights(source, sha256_file(path), tensors)
 
 
 def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights: Weights) -> None:
@@ -247,17 +204,4 @@ def _mismatch(error: Exception) -> str:
     """The first error that `nn.Module.load_state_dict` reports, shortened."""
     lines = [line.strip() for line in str(error).splitlines()]
     message = re.sub(r'"([^"]*)"', r"\1", lines[1] if len(lines) > 1 else lines[0] if lines else type(error).__name__)
-    return printable(message.replace(" in state_dict", "").rstrip(". "), _REASON_MAX_CHARACTERS)
-
-
-def _download_from_hub(name: str) -> tuple[str, Path]:
-    config = config_of(name)
-    if not config.hf_hub_id:
-        raise TrainingError(f"The Hugging Face Hub has no weights for {name}; set train.weights to a file.")
-    file = config.hf_hub_filename or "model.safetensors"
-    try:
-        return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))
-    except Exception as error:  # the hub's client raises HTTP and network errors of many types
-        reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
-        proxy = through_proxy("https://huggingface.co")
-        raise StoreError(f"{config.hf_hub_id}/{file} cannot be downloaded from the hub{proxy}: {reason}.") from error
+    return printable(message.replace(" in state_dict", "").rstrip(". "), REASON_MAX_CHARACTERS)

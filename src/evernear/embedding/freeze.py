@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from evernear.common.store import Store
+from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingResult, save_trained
@@ -56,8 +56,12 @@ def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
     return options
 
 
-def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings) -> str | None:
+def initialize(
+    network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings, dataset: Dataset
+) -> str | None:
     """Load the pretrained weights of ``settings`` into ``network``; return the sha256 of their file.
+
+    The store of ``dataset`` may have a copy of the weights; see `evernear.embedding.weights`.
 
     Raises:
         TrainingError: the weights cannot be read or belong to another architecture.
@@ -65,9 +69,11 @@ def initialize(network: EmbeddingNetwork, architecture: Architecture, settings: 
     """
     if not settings.weights:
         return None
-    from evernear.embedding.backbone import load_weights, read_weights
+    from evernear.embedding.backbone import load_weights
+    from evernear.embedding.weights import read_weights
 
-    weights = read_weights(settings)
+    store = open_store(dataset.manifest.store_uri) if dataset.manifest.store_uri else None
+    weights = read_weights(settings.weights, architecture.backbone, store)
     load_weights(network, architecture, weights)
     return weights.sha256
 
@@ -96,7 +102,7 @@ def freeze(
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
     network = build_network(architecture)
-    pretrained_sha256 = initialize(network, architecture, settings)
+    pretrained_sha256 = initialize(network, architecture, settings, dataset)
     features = FrozenFeatures(network, architecture, store, on_images)
     whiten(network, features.batches(dataset, "train", images), images.classes)
     features.compute(dataset, ("gallery", "query", "test"))

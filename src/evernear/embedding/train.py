@@ -225,7 +225,7 @@ def prepare_training(
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
     module = TrainingModule(architecture, images.classes, settings, precision)
-    pretrained_sha256 = initialize(module.network, architecture, settings)
+    pretrained_sha256 = initialize(module.network, architecture, settings, dataset)
     module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
     micro_batches = choose_micro_batches(module, architecture, batch_size, device)

@@ -4,7 +4,9 @@
 
 - records of runs that made no remaining release, but for the newest ones;
 - training checkpoints, unless one may belong to a training that was interrupted after the newest release;
-- cached embeddings of networks of no remaining release, and of shards that begin with a removed image;
+- cached embeddings of networks of no remaining release, and of shards that begin with a removed image; a frozen
+  network has cached features of its backbone instead;
+- pretrained weights of no remaining release, as checkpoints;
 - unfinished ingests that cannot be resumed; snapshots, ledgers and shards that nothing names (see `references`);
 - archives without a release.
 
@@ -35,6 +37,7 @@ from evernear.errors import BusyError, IntegrityError
 from evernear.maintenance.forget import CHECKPOINTS
 from evernear.maintenance.references import Unreadable, datasets, references
 from evernear.release.registry import ARCHIVES, MANIFESTS, RELEASES, Registry
+from evernear.settings.weight_packages import WEIGHTS
 
 ABANDONED_AFTER = timedelta(days=7)
 """Age of the last sign of a run on another machine that recorded no end, from which it counts as killed."""
@@ -42,7 +45,7 @@ RESUMABLE = timedelta(days=7)
 """Age up to which the checkpoint of an interrupted training is kept."""
 PUBLISHING = timedelta(hours=1)
 """Age up to which an archive without a record may belong to a publish in progress."""
-_LISTED = (RUNS, CHECKPOINTS, EMBEDDINGS_PREFIX, DATASETS, MANIFESTS, ARCHIVES)
+_LISTED = (RUNS, CHECKPOINTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
 
 
 class Surplus(Frozen):
@@ -180,6 +183,7 @@ def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
         _runs(store, listing[RUNS], keep, set(records)),
         _checkpoints(listing[CHECKPOINTS], listing[MANIFESTS]),
         *_embeddings(store, listing[EMBEDDINGS_PREFIX], networks),
+        _weights(listing[WEIGHTS], listing[MANIFESTS], {r.manifest.pretrained_sha256 for r in records.values()}),
         *_datasets(listing[DATASETS], needs),
         _archives(listing[ARCHIVES], needs, {Registry(store).get(v, include_pruned=True).archive_key for v in retired}),
     ]
@@ -237,11 +241,22 @@ def _version(store: Store, run: str) -> str | None:
 
 
 def _checkpoints(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surplus:
-    newest = max((info.modified for info in releases), default=None)
-    resumable = max(filter(None, [newest, datetime.now(UTC) - RESUMABLE]))
+    resumable = _resumable(releases)
     going = [info for info in listed if info.modified < resumable]
     why = f"older than the newest release, or than {RESUMABLE.days} days: its training ended or was given up"
     return _group("training checkpoints", why, going)
+
+
+def _resumable(releases: Sequence[ObjectInfo]) -> datetime:
+    """The time since when objects may belong to an interrupted training."""
+    newest = max((info.modified for info in releases), default=None)
+    return max(filter(None, [newest, datetime.now(UTC) - RESUMABLE]))
+
+
+def _weights(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo], needed: Collection[str | None]) -> Surplus:
+    resumable = _resumable(releases)
+    going = [info for info in listed if info.modified < resumable and PurePosixPath(info.key).stem not in needed]
+    return _group("pretrained weights", "of no remaining release; a run copies them again", going)
 
 
 def _embeddings(store: Store, listed: Sequence[ObjectInfo], networks: Collection[str | None]) -> Iterator[Surplus]:

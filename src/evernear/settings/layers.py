@@ -284,7 +284,7 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
     anchored = _merged(tree)
     for name, pattern in (
         ("data.source", r"(?P<kind>folder:|mnist:)(?P<path>.+)"),
-        ("train.weights", r"(?P<kind>)(?P<path>(?!hub$)(?!.*://).+)"),
+        ("train.weights", r"(?P<kind>)(?P<path>(?!hub$)(?!package:)(?!.*://).+)"),
         ("index.uri", r"(?P<kind>)(?P<path>(?!.*://).+\.db)"),
         ("pipeline.ca_file", r"(?P<kind>)(?P<path>.+)"),
     ):

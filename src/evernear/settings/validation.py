@@ -89,6 +89,10 @@ class ValidationSettings(Section):
     imbalance: Severity = Field(
         default="warn", description="The largest class has more than max_imbalance times the images of the smallest."
     )
+    from_scratch: Severity = Field(
+        default="info",
+        description="Photographs are trained from random weights, although pretrained ones recognize more.",
+    )
     max_left_out_fraction: float = Field(
         default=0.02,
         ge=0,

