@@ -3,8 +3,10 @@
 ::
 
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
+    embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
-There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
+For a frozen network, the features of its backbone are cached, which every head reads; see
+`evernear.embedding.features`. There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
 snapshots. If that image is removed from the dataset, the shard is embedded again. Within an object, images are
 looked up by digest and not by position. Labels are not cached: they belong to the dataset and may be corrected.
 """
@@ -23,6 +25,9 @@ from evernear.common.store import Store
 from evernear.errors import IntegrityError
 
 EMBEDDINGS_PREFIX = "embeddings/"
+MAX_BYTES = 16 * 2**30
+"""Largest size of the cached vectors of one network or view: 3 million images with 1,280 features. The vectors of
+further shards are computed again."""
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
@@ -34,7 +39,8 @@ class EmbeddingCache:
         self._store = store
         self._prefix = f"{EMBEDDINGS_PREFIX}{identity}/"
         self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("digest", "u1", (32,))])
-        self._keys = {info.key for info in store.list(self._prefix)} if store else set[str]()
+        listed = store.list(self._prefix) if store else ()
+        self._sizes = {info.key: info.size_bytes for info in listed if info.key.count("/") == self._prefix.count("/")}
 
     @contextmanager
     def open_shard(self, first_digest: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
@@ -52,7 +58,7 @@ class EmbeddingCache:
         key = f"{self._prefix}{first_digest.tobytes().hex()}.npy"
         with TemporaryDirectory(prefix="evernear-embeddings-") as scratch:
             cached, path = np.empty(0, self._dtype), Path(scratch) / "rows.npy"
-            if key in self._keys:
+            if key in self._sizes:
                 cached = self._read(self._store.fetch(key, Path(scratch) / "cached.npy"), key)
             with disk_errors(path), path.open("wb") as file:
                 header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
@@ -60,7 +66,14 @@ class EmbeddingCache:
                 shard = CachedShard(cached, file)
                 yield shard
             if shard.new:
-                self._store.put(key, path)
+                self._put(key, path)
+
+    def _put(self, key: str, path: Path) -> None:
+        """Store an object, unless the cache would exceed `MAX_BYTES`."""
+        sizes = self._sizes | {key: path.stat().st_size}
+        if self._store is not None and sum(sizes.values()) <= MAX_BYTES:
+            self._store.put(key, path)
+            self._sizes = sizes
 
     def _read(self, path: Path, key: str) -> Rows:
         try:
