@@ -279,3 +279,16 @@ def test_report_survives_unusual_names(tree, run_ingest) -> None:
     assert r"| \!\[x\](evil.example) \*\_\` |" in report.markdown()
     assert all(line.isprintable() for line in report.markdown().splitlines())
     assert Report.model_validate_json(report.model_dump_json()) == report
+
+
+@pytest.mark.parametrize(("shape", "named"), [((96, 64, 3), True), ((63, 96, 3), False), ((96, 96, 1), False)])
+def test_photographs_from_scratch_get_a_recommendation(
+    tree, run_ingest, shape: tuple[int, int, int], named: bool
+) -> None:
+    manifest = run_ingest(tree).model_copy(update={"shape": shape})
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    report = validate_dataset(dataset, ValidationSettings(), from_scratch=True)
+    assert [(finding.rule, finding.severity) for finding in report.findings] == [("from_scratch", "info")] * named
+    assert not named or "--preset photos" in report.findings[0].message
+    assert validate_dataset(dataset, ValidationSettings()).findings == ()
+    assert validate_dataset(dataset, ValidationSettings(from_scratch="off"), from_scratch=True).findings == ()

@@ -9,9 +9,9 @@ import pytest
 from releases import MakeRelease, System, decided, forge
 
 from evernear.deployment.smoke import smoke
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import load_network
+from evernear.embedding.image_vectors import embed_images
 from evernear.errors import ServingError
 from evernear.index.build import build_index
 from evernear.index.description import DISTANCE_TOLERANCE

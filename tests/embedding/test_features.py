@@ -134,3 +134,15 @@ def test_features_depend_on_weights_and_input_size(digits: Dataset, frozen: Trai
         trained, network = load_trained(tmp_path / name)
         identities.add(FrozenFeatures(network, trained.architecture).identity)
     assert len(identities) == 2
+
+
+def test_the_cache_is_bounded_in_bytes(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row_bytes = 4 * 96 + 32
+    monkeypatch.setattr("evernear.embedding.embedding_cache.MAX_BYTES", digits.count("train") * row_bytes + 1000)
+    train_network(digits, frozen, tmp_path / "trained", store)
+    assert [info.size_bytes // row_bytes for info in store.list("embeddings/")] == [digits.count("train")]
+    trained, network = load_trained(tmp_path / "trained")
+    features = FrozenFeatures(network, trained.architecture, store)
+    assert features.array(digits, "query").any(axis=1).all(), "features that are not cached are computed"

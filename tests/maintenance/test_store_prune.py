@@ -177,6 +177,27 @@ def test_checkpoint_of_an_interrupted_training_stays(
     assert not (folder.root / "checkpoints" / "finished").exists()
 
 
+def test_weights_of_no_remaining_release_go(folder: FileStore, system: System, make_release: MakeRelease) -> None:
+    folder.put(f"weights/{'0' * 64}.pth", b"x")
+    publish(folder, system, [make_release()])
+    folder.put(f"weights/{'1' * 64}.pth", b"copied by a run in progress")
+    prune_store(folder, 1)
+    assert {key for key in keys(folder) if key.startswith("weights/")} == {f"weights/{'1' * 64}.pth"}
+
+
+def test_views_of_images_of_the_newest_snapshot_stay(
+    folder: FileStore, system: System, make_release: MakeRelease
+) -> None:
+    release = make_release()
+    publish(folder, system, [release])
+    digest = next(iter(system.dataset.blocks("gallery"))).digests[0].tobytes().hex()
+    view = f"embeddings/{release.manifest.network_identity}/mirror/"
+    folder.put(f"{view}{digest}.npy", b"x")
+    folder.put(f"{view}{'0' * 64}.npy", b"x")
+    prune_store(folder, 1)
+    assert {key for key in keys(folder) if key.startswith(view)} == {f"{view}{digest}.npy"}
+
+
 def test_archive_of_a_killed_publish_goes_after_a_while(folder: FileStore) -> None:
     folder.put("releases/archives/new.mar", b"x")
     folder.put("releases/archives/old.mar", b"x")

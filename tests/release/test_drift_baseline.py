@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from releases import MakeRelease, System
 
-from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.export import load_network
+from evernear.embedding.image_vectors import embed_images
 from evernear.errors import IntegrityError
 from evernear.index.search import Gallery
 from evernear.release.archive_reader import read_part
