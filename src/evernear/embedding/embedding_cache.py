@@ -6,9 +6,10 @@
     embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
 For a frozen network, the features of its backbone are cached, which every head reads; see
-`evernear.embedding.features`. There is one object per shard of a dataset. A shard grows at its end, so its first embedded image identifies it in later
-snapshots. If that image is removed from the dataset, the shard is embedded again. Within an object, images are
-looked up by digest and not by position. Labels are not cached: they belong to the dataset and may be corrected.
+`evernear.embedding.features`. There is one object per shard of a dataset. A shard grows at its end, so its first
+embedded image identifies it in later snapshots. If that image is removed from the dataset, the shard is embedded again.
+Within an object, images are looked up by digest and not by position. Labels are not cached: they belong to the dataset
+and may be corrected.
 """
 
 from collections.abc import Generator
