@@ -338,8 +338,8 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
         )
-        packed = make_archive(candidate, chosen.serving, HANDLER, Path(release))
         store = open_store(chosen.store_uri)
+        packed = make_archive(candidate, chosen.serving, HANDLER, Path(release), store=store)
         if not Verdict.load(Path(parts["verdict"])).promote:
             Registry(store).publish(packed.archive)
         RunRecord(store, run).save(archived={"version": packed.manifest.version})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from releases import System, decided
 
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import SPLITS
@@ -23,7 +24,9 @@ from evernear.evaluation.measure import measure
 from evernear.evaluation.probe import probe_open_set
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
-from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
+from evernear.release.archive import Candidate, make_archive
+from evernear.serving import HANDLER
+from evernear.settings import EvaluationSettings, IndexSettings, ServingSettings, TrainSettings
 
 
 @pytest.fixture
@@ -69,6 +72,10 @@ def test_a_frozen_backbone_sees_each_image_once(
     digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, seen: list[int]
 ) -> None:
     all_steps(digits, frozen, tmp_path / "run", store)
+    network, index, verdict = (tmp_path / "run" / name for name in ("network", "index", "verdict.json"))
+    verdict.write_text(decided(System(digits, network, index), parent=None, promote=True).model_dump_json())
+    candidate = Candidate(digits, network, index, verdict, metrics={}, parent=None)
+    make_archive(candidate, ServingSettings(), HANDLER, tmp_path / "release", store=store)
     assert sum(seen) == sum(digits.count(split) for split in SPLITS)
 
 

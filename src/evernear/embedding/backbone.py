@@ -166,9 +166,11 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     variances, axes = np.linalg.eigh(covariance)
     whitening = axes / np.sqrt(variances)
     whitened_means = (means - mean) @ whitening
-    between, directions = np.linalg.eigh(whitened_means.T @ whitened_means / max(1, len(counts) - 1))
-    gains = 1 - (1 / counts).mean() / np.maximum(between, VARIANCE_RTOL)
-    return mean, whitening @ (directions * np.maximum(gains, MIN_GAIN))
+    # The class means span few directions. In all others, the gain is the smallest.
+    _, scales, directions = np.linalg.svd(whitened_means / np.sqrt(max(1, len(counts) - 1)), full_matrices=False)
+    gains = np.maximum(1 - (1 / counts).mean() / np.maximum(scales**2, VARIANCE_RTOL), MIN_GAIN)
+    emphasized = (whitening @ directions.T) * (gains - MIN_GAIN) @ directions
+    return mean, MIN_GAIN * whitening + emphasized
 
 
 def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:

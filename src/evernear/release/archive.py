@@ -12,17 +12,17 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from evernear import __version__
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
+from evernear.common.store import Store
 from evernear.data.manifest import Split
-from evernear.data.shards import Dataset
+from evernear.data.shards import Block, Dataset
+from evernear.embedding.embed import ExportedEmbedder
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
-from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network, load_network
-from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network
 from evernear.errors import DataError, EvernearError, IntegrityError
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import DISTANCE_TOLERANCE
@@ -43,6 +43,7 @@ from evernear.release.manifest import (
 )
 from evernear.settings import ServingSettings
 
+EmbeddedBlocks = Iterator[tuple[Block, NDArray[np.float32]]]
 SMOKE_BLOCK = 512  # query images from which the smoke queries are chosen
 # Runs torch-model-archiver; ``python -m model_archiver...`` would warn that the module is imported twice.
 # The exit code encodes the errno of an OSError, such as a full disk.
@@ -88,11 +89,17 @@ class Release:
 
 
 def make_archive(
-    candidate: Candidate, settings: ServingSettings, handler: Path, out_dir: Path, created: datetime | None = None
+    candidate: Candidate,
+    settings: ServingSettings,
+    handler: Path,
+    out_dir: Path,
+    created: datetime | None = None,
+    store: Store | None = None,
 ) -> Release:
     """Pack a release into ``out_dir``.
 
     ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`); ``created`` defaults to now.
+    Embeddings of query images come from ``store`` if they are cached there.
 
     Raises:
         IntegrityError: network, index and dataset do not match, or a file changed.
@@ -116,8 +123,11 @@ def make_archive(
             _link_parts(parts, candidate, (*gallery.description.parts, INDEX_DESCRIPTION), handler)
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
-            queries = _write_smoke_queries(parts, dataset, network_dir, gallery, settings.smoke_queries)
-            write_atomically(parts / DRIFT_BASELINE_FILE, _drift_baseline(dataset, network_dir, gallery).to_bytes())
+            queries = _write_smoke_queries(
+                parts, dataset, _embedded(dataset, "query", network_dir, store), gallery, settings.smoke_queries
+            )
+            baseline = _drift_baseline(dataset, network_dir, store, gallery)
+            write_atomically(parts / DRIFT_BASELINE_FILE, baseline.to_bytes())
             manifest = _describe(parts, candidate, network, gallery, settings, created)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
             _pack(Path(temporary), settings.model_name, manifest.version)
@@ -187,15 +197,20 @@ def _describe(
     )
 
 
+def _embedded(dataset: Dataset, split: Split, network_dir: Path, store: Store | None) -> EmbeddedBlocks:
+    """The blocks of a split with their embeddings, from the cache in ``store`` if an earlier step needed them."""
+    shards = ((dataset.shard_blocks(shard, SMOKE_BLOCK), shard.count) for shard in dataset.shards(split))
+    return ExportedEmbedder(network_dir, store).embed(shards)
+
+
 def _write_smoke_queries(
-    parts: Path, dataset: Dataset, network_dir: Path, gallery: Gallery, count: int
+    parts: Path, dataset: Dataset, embedded: EmbeddedBlocks, gallery: Gallery, count: int
 ) -> list[SmokeQuery]:
     """Store the clearest images of the query split: only settled ones, unless none is."""
-    network = load_network(network_dir)
-    block = next(iter(dataset.blocks("query", SMOKE_BLOCK)), None)
-    if block is None:
+    first = next(embedded, None)
+    if first is None:
         raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
-    embeddings = embed_images(network, block.images)
+    block, embeddings = first
     answers = gallery.recognize(embeddings)
     settled = gallery.is_settled(embeddings, DISTANCE_TOLERANCE)
     rows = [row for row in _clearest(block.labels, answers, dataset.labels) if settled[row] or not settled.any()]
@@ -216,11 +231,10 @@ def _write_smoke_queries(
     return queries
 
 
-def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> DriftBaseline:
+def _drift_baseline(dataset: Dataset, network_dir: Path, store: Store | None, gallery: Gallery) -> DriftBaseline:
     """The predictions of the release on images that it was not built from."""
-    network = load_network(network_dir)
-    queries = _embed_evenly(dataset, "query", SIZE, network)
-    tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), network)
+    queries = _embed_evenly(dataset, "query", SIZE, network_dir, store)
+    tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), network_dir, store)
     images = np.concatenate([*queries, *tests])
     answers = gallery.recognize(images)
     projection = random_projection(images.shape[1])
@@ -234,17 +248,17 @@ def _drift_baseline(dataset: Dataset, network_dir: Path, gallery: Gallery) -> Dr
 
 
 def _embed_evenly(
-    dataset: Dataset, split: Split, size: int, network: torch.jit.ScriptModule
+    dataset: Dataset, split: Split, size: int, network_dir: Path, store: Store | None
 ) -> Iterator[NDArray[np.float32]]:
     """Embeddings of at most ``size`` images of a split, evenly spaced."""
     positions = deque(evenly(dataset.count(split), size))
     before = 0
-    for block in dataset.blocks(split, SMOKE_BLOCK) if positions else ():
+    for block, vectors in _embedded(dataset, split, network_dir, store) if positions else ():
         rows: list[int] = []
         while positions and positions[0] < before + len(block):
             rows.append(positions.popleft() - before)
         if rows:
-            yield embed_images(network, block.images[rows])
+            yield vectors[rows]
         before += len(block)
 
 
