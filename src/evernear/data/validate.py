@@ -201,8 +201,8 @@ def validate_dataset(
     """Check a snapshot against all rules that are not ``off``; findings do not raise.
 
     ``champion_labels`` are the classes of the live release: one without any image has vanished, unless ``classes`` says
-    that it was removed or renamed on purpose. ``near_duplicates`` were found in the snapshot. ``from_scratch`` says that
-    training starts from random weights.
+    that it was removed or renamed on purpose. ``near_duplicates`` were found in the snapshot. ``from_scratch`` says
+    that training starts from random weights.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
