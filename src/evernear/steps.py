@@ -19,9 +19,11 @@ from evernear.settings import RunSettings, of_run, parse
 from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
+    from evernear.data.shards import Block
     from evernear.data.validate import Report
     from evernear.embedding.train import Steps
     from evernear.evaluation.evaluate import Evaluation
+    from evernear.evaluation.measure import Observer
 
 Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest` returns them."""
@@ -244,9 +246,8 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
-        from evernear.data.near_duplicates import find_near_duplicates
-        from evernear.data.shards import Block, Dataset
-        from evernear.data.validate import Report
+        from evernear.data.shards import Dataset
+        from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
@@ -258,40 +259,37 @@ def evaluate(
         from evernear.serving.replay import Replayer
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        candidate = Recognizer.open(Path(network), Path(index), store=opened)
-        probed = OpenSet.load(Path(open_set))
-        seen = training_dataset(Path(network), data, opened)
-        record, collector = RunRecord(opened, run), ExampleCollector(candidate, data)
+        record, candidate = RunRecord(opened, run), Recognizer.open(Path(network), Path(index), store=opened)
+        probed, described = OpenSet.load(Path(open_set)), describe_network(Path(network))
+        seen, collector = training_dataset(Path(network), data, opened), ExampleCollector(candidate, data)
         with open_champion(opened, chosen.classes) as champion, open_anchor(opened, chosen.classes) as anchor:
-            replayer = Replayer(candidate, champion) if champion else None
-            on_images = _image_countdown(running, data.count("test") * (2 if champion else 1))
-
-            def progress(block: Block, *_: object) -> None:
-                on_images(len(block))
-
-            observe = observe_all(collector.add, progress, *([replayer.candidate_answers.add] if replayer else []))
-            observe_champion = observe_all(progress, replayer.champion_answers.add) if replayer else None
+            progress = _test_countdown(running, data.count("test") * (2 if champion else 1))
+            replayer = Replayer(candidate, champion)
             result = evaluate_systems(
-                candidate, champion, data, probed, chosen.evaluation, seen, observe, observe_champion, anchor
+                candidate,
+                champion,
+                data,
+                probed,
+                chosen.evaluation,
+                trained_on=seen,
+                observe=observe_all(progress, collector.add, replayer.candidate_answers.add),
+                observe_champion=observe_all(progress, replayer.champion_answers.add),
+                anchor=anchor,
             )
-            if replayer:
-                replay, changed = replayer.replay(opened, result, chosen.serving.max_pixels)
-                result = result.model_copy(update={"replay": replay})
-                record.save(replay=changed.model_dump(mode="json"))
+            replay, changed = replayer.replay(opened, result, chosen.serving.max_pixels)
             readable = champion and "champion" not in result.unreadable
             examples = collector.finish(champion.dataset if champion and readable else None)
-        live = live_distances(opened, result.champion) if result.champion else None
-        # A pipeline without a validate step, or a cached one, leaves no report of this snapshot.
-        report = RunRecord(opened, run).find("validation", Report)
-        near = report.near_duplicates if report and report.dataset_digest == data.digest else None
-        changes = {
-            "training_warnings": describe_network(Path(network)).training_warnings,
-            "near_duplicates": near or find_near_duplicates(data, chosen.data.group),
-        }
+        near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
+        warnings = described.training_warnings
+        changes = {"replay": replay, "near_duplicates": near, "training_warnings": warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
-        examples = examples.model_copy(update={"live": live})
-        record.save(evaluation=result.model_dump(mode="json"), examples=examples.model_dump(mode="json"))
+        live = live_distances(opened, result.champion) if result.champion else None
+        shown = {"examples": examples.model_copy(update={"live": live}), "replay": changed}
+        record.save(
+            evaluation=result.model_dump(mode="json"),
+            **{name: part.model_dump(mode="json") for name, part in shown.items() if part},
+        )
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
         )
@@ -443,6 +441,16 @@ def _image_countdown(running: Step, total: int) -> Callable[[int], None]:
         countdown(done, max(done, total), f"{done:,} of {max(done, total):,} images")
 
     return report
+
+
+def _test_countdown(running: Step, total: int) -> "Observer":
+    """An observer of a measurement that reports its progress."""
+    on_images = _image_countdown(running, total)
+
+    def observe(block: "Block", *_: object) -> None:
+        on_images(len(block))
+
+    return observe
 
 
 def _in_words(report: "Report") -> str:

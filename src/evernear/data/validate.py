@@ -12,7 +12,7 @@ from evernear.common.output import printable, quantity
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split
-from evernear.data.near_duplicates import NearDuplicates
+from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
 from evernear.settings import ClassSettings, ValidationSettings
@@ -377,6 +377,16 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
         )
     if sentences:
         yield _finding("missing_in_split", " ".join(sentences), missing + filled, len(missing) + len(filled))
+
+
+def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:
+    """The near-duplicates in ``report``, or, if it is none of ``dataset``, those that `find_near_duplicates` finds.
+
+    A pipeline without a validate step, or with a cached one, leaves no report of its snapshot.
+    """
+    if report and report.near_duplicates and report.dataset_digest == dataset.digest:
+        return report.near_duplicates
+    return find_near_duplicates(dataset, group)
 
 
 def _near_duplicates(near_duplicates: NearDuplicates | None) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from evernear.common.store import Store
 from evernear.data.preprocess import Pixels
 from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem
+from evernear.evaluation.measure import NO_CHANGES
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.replay import (
     AnswerCollector,
@@ -65,64 +66,66 @@ class ReplayedQueries(NamedTuple):
 
 
 class Replayer:
-    """Replays queries for a candidate and the champion.
+    """Replays queries for a candidate and the champion, if there is one.
 
     Its `AnswerCollector`s observe both systems' measurement on the test split, so that no image is embedded twice.
     """
 
-    def __init__(self, candidate: Recognizer, champion: ReleasedSystem) -> None:
+    def __init__(self, candidate: Recognizer, champion: ReleasedSystem | None) -> None:
         self._candidate = candidate
         self._champion = champion
         self._labels = candidate.gallery.description.labels
-        self._numbers = AnswerNumbers(self._labels, champion.classes)
-        names = champion.recognizer.gallery.description.labels
+        self._numbers = AnswerNumbers(self._labels, champion.classes if champion else NO_CHANGES)
+        names = champion.recognizer.gallery.description.labels if champion else ()
         self.candidate_answers = AnswerCollector([self._numbers.of_candidate(label) for label in self._labels])
         self.champion_answers = AnswerCollector([self._numbers.of_champion(label) for label in names])
 
-    def replay(self, store: Store, evaluation: Evaluation, max_pixels: int) -> tuple[Replay, ReplayExamples]:
-        """Replay the `stored_queries` and compare the answers with those to the test split.
+    def replay(
+        self, store: Store, evaluation: Evaluation, max_pixels: int
+    ) -> tuple[Replay | None, ReplayExamples | None]:
+        """Replay the `stored_queries` and compare the answers with those to the test split; None without a champion.
 
         ``evaluation`` is the result of the measurement.
 
         Raises:
             StoreError: the store is unavailable.
         """
-        queries = stored_queries(store)
-        replayed = replay_queries(self._candidate, self._champion.recognizer, self._numbers, queries, max_pixels)
-        test = PairedAnswers(self.champion_answers.answers(), self.candidate_answers.answers())
-        known_before = self._champion.recognizer.gallery.description.known_labels
-        metrics = Registry(store).get(self._champion.recognizer.name).manifest.metrics
+        if self._champion is None:
+            return None, None
+        champion = self._champion.recognizer
+        known_before = champion.gallery.description.known_labels
+        replayed = replay_queries(self._candidate, champion, self._numbers, stored_queries(store), max_pixels)
         result = compare_answers(
             replayed.answers,
-            test,
+            PairedAnswers(self.champion_answers.answers(), self.candidate_answers.answers()),
             self._labels,
             np.array([self._numbers.of_champion(label) for label in known_before], np.int32),
-            self._unexpected_errors(evaluation, metrics.get("accuracy", 0.0)),
+            _unexpected_errors(self._champion, evaluation, store),
         )
         times = [query.at for query in replayed.queries]
-        result = result.model_copy(
-            update={
-                "left_out": replayed.left_out,
-                "newest": max(times, default=None),
-                "oldest": min(times, default=None),
-            }
+        period = {"newest": max(times, default=None), "oldest": min(times, default=None)}
+        return (
+            result.model_copy(update={"left_out": replayed.left_out, **period}),
+            changed_answers(replayed.answers, replayed.images, replayed.named_before, self._labels),
         )
-        return result, changed_answers(replayed.answers, replayed.images, replayed.named_before, self._labels)
 
-    def _unexpected_errors(self, evaluation: Evaluation, accuracy_before: float) -> float:
-        if evaluation.champion is None:
-            return 0.0
-        accuracy = evaluation.champion.accuracy
-        errors = accuracy.total - accuracy.count
-        return unexpected_errors(errors, accuracy.total, self._tested_before(evaluation), accuracy_before)
 
-    def _tested_before(self, evaluation: Evaluation) -> int:
-        """Number of test images that the champion was tested on; 0 if its dataset is unavailable."""
-        if self._champion.dataset is None or evaluation.champion_test_overlap is None:
-            return 0
-        counts = self._champion.dataset.manifest.label_counts("test")
-        total = sum(count for label, count in counts.items() if self._champion.classes.current(label))
-        return round(evaluation.champion_test_overlap * total)
+def _unexpected_errors(champion: ReleasedSystem, evaluation: Evaluation, store: Store) -> float:
+    if evaluation.champion is None:
+        return 0.0
+    accuracy = evaluation.champion.accuracy
+    accuracy_before = Registry(store).get(champion.recognizer.name).manifest.metrics.get("accuracy", 0.0)
+    tested_before = _tested_before(champion, evaluation)
+    return unexpected_errors(accuracy.total - accuracy.count, accuracy.total, tested_before, accuracy_before)
+
+
+def _tested_before(champion: ReleasedSystem, evaluation: Evaluation) -> int:
+    """Number of test images that the champion was tested on; 0 if its dataset is unavailable."""
+    if champion.dataset is None or evaluation.champion_test_overlap is None:
+        return 0
+    counts = champion.dataset.manifest.label_counts("test")
+    total = sum(count for label, count in counts.items() if champion.classes.current(label))
+    return round(evaluation.champion_test_overlap * total)
 
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
