@@ -51,6 +51,20 @@ def failed(verdict: Verdict) -> set[str]:
     return {rule.name for rule in verdict.rules if not rule.passed}
 
 
+def test_budget_counts_groups(simulation: ModuleType) -> None:
+    """One lost scene of ten frames uses one net loss, not ten."""
+
+    def in_scenes(errors: int) -> Outcomes:
+        outcomes = losing(errors, 200)
+        return Outcomes(outcomes.correct, outcomes.labels, np.arange(200, dtype=np.int32) // 10)
+
+    verdict = decide(simulation.make_evaluation(in_scenes(20), in_scenes(10)), SETTINGS)
+    assert rules(verdict)["anchor_budget"].passed
+    assert "uses 1 of a budget of 2 net losses on 20 groups of test images" in rules(verdict)["anchor_budget"].reason
+    verdict = decide(simulation.make_evaluation(losing(20, 200), losing(10, 200)), SETTINGS)
+    assert not rules(verdict)["anchor_budget"].passed, "as independent images, the same answers lose more"
+
+
 @pytest.mark.parametrize(("queries", "step", "last"), [(18, 1, 2), (50, 1, 3), (200, 1, 3)])
 def test_chain_of_losses_that_no_single_test_detects_ends(
     simulation: ModuleType, queries: int, step: int, last: int

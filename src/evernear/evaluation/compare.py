@@ -148,9 +148,7 @@ def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> 
 
     As `detectable_loss`; 1 if no loss does.
     """
-    independent = pairs.independent
-    of_groups = budget * independent.queries / max(1, pairs.queries)
-    return _smallest_loss(independent, lambda _: of_groups + 0.5, power)
+    return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:

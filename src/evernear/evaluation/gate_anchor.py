@@ -172,12 +172,14 @@ def _no_worse_than_anchor(anchor: Anchor, candidate: Measurement, settings: Gate
 
 
 def _anchor_budget(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> Rule:
-    budget, used = _budget(anchor, pairs, settings), pairs.net_losses
+    budget, used = _budget(anchor, pairs, settings), pairs.independent.net_losses
     passed = used <= budget
+    unit = "test image" if pairs.groups is None else "group of test images"
+    units = "test images" if pairs.groups is None else "groups of test images"
     reason = (
         f"Against the anchor {anchor.choice.version}{', which is the champion,' if anchor.is_champion else ','} the "
         f"candidate uses {max(0, used):,} of a budget of {quantity(budget, 'net loss', 'net losses')} on "
-        f"{quantity(pairs.queries, 'test image')} ({pairs.changes()})."
+        f"{quantity(pairs.independent.queries, unit, units)} ({pairs.changes()})."
     )
     if anchor.choice.former:
         reason = (
@@ -190,7 +192,9 @@ def _anchor_budget(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) 
 
 
 def _budget(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> int:
-    return net_loss_budget(anchor.errors, pairs.queries, settings.significance)
+    independent = pairs.independent.queries
+    errors = round(anchor.errors * independent / max(1, pairs.queries))
+    return net_loss_budget(errors, independent, settings.significance)
 
 
 def _shared_labels(candidate: Measurement, earlier: Measurement | None) -> tuple[str, ...]:
