@@ -706,4 +706,7 @@ def test_one_damaged_record_does_not_break_list_history_and_prune(
     else:
         assert not faults
         assert [promotion.number for promotion in registry.history()] == [2, 3]
+        champion = registry.champion()
+        assert champion
+        registry.set_anchor(releases[1].version, champion)
         assert registry.prune(1) == (damaged,)

@@ -311,7 +311,7 @@ def test_largest_page_is_small_enough_to_send(
     rng = np.random.default_rng(0)
 
     def noise(count: int, limit_px: int) -> Any:
-        tiles = module._Tiles((224, 224, 3), limit_px)
+        tiles = module.Tiles((224, 224, 3), limit_px)
         for _ in range(count):
             smooth = rng.integers(0, 256, (28, 28, 3), dtype=np.uint8).repeat(8, axis=0).repeat(8, axis=1)
             tiles.add(smooth)
