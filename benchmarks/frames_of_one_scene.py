@@ -25,7 +25,9 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.near_duplicates import MAX_SHARE, find_near_duplicates
 from evernear.data.shards import Dataset
-from evernear.data.sources import open_source
+from evernear.data.sources import ArraySource
+from evernear.data.sources.digits import Digits
+from evernear.data.sources.mnist import Mnist
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
@@ -51,8 +53,8 @@ def main() -> None:
         return
     machine_info, rows = machine.describe(), []
     for name, pictures in {
-        "digits": of_source("digits"),
-        "MNIST": of_source(f"mnist:{arguments.mnist}"),
+        "digits": of_source(Digits()),
+        "MNIST": of_source(Mnist(arguments.mnist)),
         "rendered shapes": shapes(),
     }.items():
         with tempfile.TemporaryDirectory() as scratch:
@@ -64,10 +66,9 @@ def main() -> None:
     machine.write("frames_of_one_scene", "Frames of one scene", machine_info, {"rows": rows}, table(rows))
 
 
-def of_source(source: str) -> Pictures:
+def of_source(source: ArraySource) -> Pictures:
     """The first images of a source, in random order."""
-    blocks = open_source(source).blocks()
-    pictures = [pair for block in blocks for pair in zip(block.labels, block.images, strict=True)]
+    pictures = [pair for block in source.blocks() for pair in zip(block.labels, block.images, strict=True)]
     order = np.random.default_rng(0).permutation(len(pictures))
     return [pictures[row] for row in order[: 2 * SCENES]]
 
