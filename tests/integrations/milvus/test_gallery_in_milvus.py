@@ -123,6 +123,13 @@ def test_champion_is_opened_for_comparison(make: Make, settings):
         assert champion.recognizer.gallery.description.collection == collection_of(release)
 
 
+def make_champion_the_anchor(releases: Registry) -> None:
+    """The first promoted release, the anchor, is not pruned."""
+    champion = releases.champion()
+    assert champion
+    releases.set_anchor(champion.version, champion)
+
+
 def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make_release, settings, milvus_uri):
     releases = [make()]
     releases += [make(parent=releases[0].version)]  # the same collection
@@ -140,6 +147,7 @@ def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make
         alias = collection_of(other).alias
         return {name for name in client.list_collections() if name.startswith(alias)}
 
+    make_champion_the_anchor(registry(settings))
     assert registry(settings).prune(keep=1) == tuple(sorted([releases[0].version, releases[1].version, other.version]))
     assert remaining() == {collection_of(releases[2]).name}
 
@@ -218,6 +226,7 @@ def test_copied_store_leaves_the_collections_of_the_original(
         release = make_release(parent=champion)
         deploy_release(release.archive, release.verdict, copied)
         champion = release.version
+    make_champion_the_anchor(registry(copied))
     assert first.version in registry(copied).prune(keep=1)
     assert alias_target(first) == collection_of(first).name
     client = MilvusClient(milvus_uri)
@@ -229,6 +238,7 @@ def test_copied_store_leaves_the_collections_of_the_original(
         release = make_release(parent=champion)
         deploy_release(release.archive, release.verdict, settings)
         champion = release.version
+    make_champion_the_anchor(registry(settings))
     assert first.version in registry(settings).prune(keep=1)
     assert collection_of(first).name not in client.list_collections()
 
