@@ -2,7 +2,6 @@
 
 import base64
 import random
-import re
 import threading
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ from evernear.release.archive_reader import ReleaseParts
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving import query_log
+from evernear.serving.client import Client
 from evernear.serving.configuration import (
     QUERY_LOG_FILE,
     QUERY_LOG_VARIABLE,
@@ -333,15 +333,14 @@ def test_server_writes_the_query_log(served: Served) -> None:
     before = sum(period.queries for period in periods())
     begin = datetime.now(UTC)
     queries = served.parts.smoke_queries()
-    for image, _ in queries:
-        served.client().predict(image)
-    _await(lambda: sum(period.queries for period in periods()) >= before + len(queries))
+    with Client.of(served.settings, "rest") as rest, Client.of(served.settings, "grpc") as grpc:
+        ids = {client.predict(image).id: query.pred for client in (rest, grpc) for image, query in queries}
+    _await(lambda: sum(period.queries for period in periods()) >= before + len(ids))
     rows = [row for path in directory.glob("*.jsonl") for row in _read(path)[1] if row.at >= begin]
-    assert sorted(row.pred for row in rows) == sorted(query.pred for _, query in queries)
+    assert {row.id: row.pred for row in rows} == ids
+    assert len(ids) == 2 * len(queries)
     assert all(len(row.coordinates) == 16 for row in rows)
     assert {period.version for period in periods()} == {served.manifest.version}
-    assert all(re.fullmatch(r"[0-9a-f-]{36}", row.id) for row in rows)
-    assert len({row.id for row in rows}) == len(rows)
     assert directory.stat().st_mode & 0o077 == 0
 
 

@@ -42,7 +42,8 @@ def test_response_has_exactly_the_documented_fields(served: Served) -> None:
     response = requests.post(url(served), data=image, headers=headers(served), timeout=10)
     assert response.headers["content-type"] == "application/json"
     prediction = response.json()
-    assert set(prediction) == {"pred", "dist", "unknown", "neighbors", "version"}
+    assert set(prediction) == {"pred", "dist", "unknown", "neighbors", "version", "id"}
+    assert prediction["id"] == response.headers["x-request-id"]
     assert prediction["pred"] == query.pred
     assert set(prediction["neighbors"][0]) == {"label", "dist"}
     assert prediction["version"] == served.manifest.version

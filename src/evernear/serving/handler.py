@@ -63,15 +63,16 @@ class EmbeddingHandler:
         started_ns = time.time_ns()
         images = [image_from_fields(fields) for fields in data]
         result = self._predictor.predict_batch(images, self._decode_timeout_s)
+        ids = [context.get_request_id(position) or "" for position in range(len(data))]
         for position, response in enumerate(result.responses):
             context.set_response_content_type(position, "application/json")
             if isinstance(response, Rejection):
                 context.set_response_status(response.code, HTTPStatus(response.code).phrase, position)
         probes = [_is_probe(context, position) for position in range(len(data))]
         self._record(result, probes)
-        self._log_queries(result, images, probes, context)
+        self._log_queries(result, images, probes, ids)
         self._trace(data, context, result, started_ns)
-        return [response.model_dump_json().encode() for response in result.responses]
+        return [_body(response, id_) for response, id_ in zip(result.responses, ids, strict=True)]
 
     def _trace(self, data: list[dict[str, bytes]], context: Any, result: BatchResult, started_ns: int) -> None:
         for position, (fields, response) in enumerate(zip(data, result.responses, strict=True)):
@@ -85,9 +86,8 @@ class EmbeddingHandler:
             record_prediction(self._tracer, parent or "", started_ns, _stages_s(result), **attributes)
 
     def _log_queries(
-        self, result: BatchResult, images: list[bytes | Rejection], probes: Sequence[bool], context: Any
+        self, result: BatchResult, images: list[bytes | Rejection], probes: Sequence[bool], ids: Sequence[str]
     ) -> None:
-        """Log with TorchServe's ids, which its HTTP frontend also sends in the header ``x-request-id``."""
         if not self._query_log:
             return
         answered = [
@@ -102,7 +102,7 @@ class EmbeddingHandler:
                 [response for _, response, _ in logged],
                 _rows(result.embeddings, of_clients),
                 _rows(result.images, of_clients),
-                [Request(context.get_request_id(position) or "", image) for position, _, image in logged],
+                [Request(ids[position], image) for position, _, image in logged],
             )
 
     def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
@@ -118,6 +118,13 @@ class EmbeddingHandler:
             stages_s=_stages_s(result),
             neighbors=[neighbor.label == p.pred for p in predictions if not p.unknown for neighbor in p.neighbors],
         )
+
+
+def _body(response: Prediction | Rejection, id_: str) -> bytes:
+    """The body of a response. Its id is TorchServe's, which the HTTP frontend also sends as ``x-request-id``."""
+    if isinstance(response, Prediction):
+        response = response.model_copy(update={"id": id_})
+    return response.model_dump_json().encode()
 
 
 def _is_probe(context: Any, position: int) -> bool:

@@ -81,7 +81,7 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
     id: str = Field(default="", max_length=128)
-    """The request's id, which its response has in the header ``x-request-id``; empty if the server knows none."""
+    """The request's id, which its response has as ``id``; empty in logs of earlier versions."""
     file: str = ""
     """The file that the client sent, in base64, if the query is in the uniform sample of files."""
     preprocessed: bool = False

@@ -1,7 +1,10 @@
 """The bodies of all responses: what a client parses, so neither torch nor FAISS nor NumPy is imported here."""
 
 from datetime import datetime
+from operator import not_
 from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from evernear.common.frozen import Frozen
 
@@ -28,6 +31,8 @@ class Prediction(Frozen, extra="ignore"):
     unknown: bool
     neighbors: tuple[Neighbor, ...]
     version: str
+    id: str = Field(default="", exclude_if=not_)
+    """The request's id in the query log, by which its true label can be imported later; absent without TorchServe."""
 
 
 class Rejection(Frozen, extra="ignore"):

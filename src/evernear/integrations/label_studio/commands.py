@@ -68,8 +68,8 @@ def import_(
 ) -> None:
     """Record the annotations of a JSON export of Label Studio as answers of the review.
 
-    A CSV file with the columns id and label has the true labels of live queries instead. The id is the header
-    ``x-request-id`` of the server's response. These labels measure accuracy and do not enter the dataset.
+    A CSV file with the columns id and label has the true labels of live queries instead. The id is the ``id`` of the
+    server's response. These labels measure accuracy and do not enter the dataset.
     """
     from evernear.cli.labels import import_live_labels
     from evernear.common.store import open_store

@@ -38,6 +38,7 @@ EXAMPLE_PREDICTION = {
     "unknown": False,
     "neighbors": [{"label": "7", "dist": 0.399}, {"label": "7", "dist": 0.441}],
     "version": EXAMPLE_VERSION,
+    "id": "7f7c4f0e-7b1c-4c8e-9d8e-0a3c8f0d9f1a",
 }
 
 
@@ -47,6 +48,7 @@ class Label(BaseModel):
     label: str = Field(examples=["7"])
     unknown: bool = Field(examples=[False])
     version: str = Field(examples=[EXAMPLE_VERSION])
+    id: str = Field(examples=[EXAMPLE_PREDICTION["id"]])
 
 
 class Labels(BaseModel):
@@ -177,7 +179,7 @@ def _record_release(request: Request, prediction: Prediction) -> Prediction:
 
 
 def _label(prediction: Prediction) -> Label:
-    return Label(label=prediction.pred, unknown=prediction.unknown, version=prediction.version)
+    return Label(label=prediction.pred, unknown=prediction.unknown, version=prediction.version, id=prediction.id)
 
 
 async def _error_response(_: Request, error: Exception) -> JSONResponse:
