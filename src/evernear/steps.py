@@ -255,6 +255,7 @@ def evaluate(
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_anchor, open_champion
+        from evernear.review.live_labels import live_accuracy
         from evernear.serving.live_queries import live_distances
         from evernear.serving.replay import Replayer
 
@@ -284,8 +285,11 @@ def evaluate(
         changes = {"replay": replay, "near_duplicates": near, "training_warnings": warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
-        live = live_distances(opened, result.champion) if result.champion else None
-        shown = {"examples": examples.model_copy(update={"live": live}), "replay": changed}
+        if result.champion:
+            in_life, _ = live_accuracy(opened, result.champion.name)  # the watcher reports damaged files
+            live = {"live": live_distances(opened, result.champion), "live_accuracy": in_life}
+            examples = examples.model_copy(update=live)
+        shown = {"examples": examples, "replay": changed}
         record.save(
             evaluation=result.model_dump(mode="json"),
             **{name: part.model_dump(mode="json") for name, part in shown.items() if part},

@@ -1,6 +1,7 @@
 """``evernear labels``: look for wrong labels; ``evernear review``: the local page."""
 
 import secrets
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,7 +88,10 @@ def import_live_labels(store: "Store", file: Path) -> None:
             f"{quantity(len(result.missing), 'id')} not in the query log, which has a sample of the queries: "
             f"{', '.join(result.missing[:_PRINTED])}{' ...' if len(result.missing) > _PRINTED else ''}"
         )
-    weeks = accuracy_by_week(labeled_queries(store))
+    labels_in_store = labeled_queries(store)
+    for sentence in labels_in_store.damaged.values():
+        print_line(sentence, sys.stderr)
+    weeks = accuracy_by_week(labels_in_store.queries)
     rows = [[each.week, each.version, f"{each.accuracy.total:,}", str(each.accuracy)] for each in weeks]
     if rows:
         print_table(["week", "release", "labels", "accuracy (95% interval)"], rows)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from evernear.common.output import log_to_stderr, print_json, print_line, print_
 from evernear.errors import ServingError, SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import command_for
+
+if TYPE_CHECKING:
+    from evernear.evaluation.live_accuracy import LiveAccuracy
 
 
 def status(
@@ -29,15 +32,29 @@ def status(
             f"The working directory {settings.workdir} does not exist; name it with --workdir, or create it with "
             "`evernear run`."
         )
-    state = {"run": progress(settings.workdir)} | open_target(settings).status()
+    state: dict[str, Any] = {"run": progress(settings.workdir)} | open_target(settings).status()
     if following := follow_state(home_of(settings.workdir)):
         state["follows"] = following.fault or f"the champion, release {following.version} since {following.since:%F %T}"
+    state["live_accuracy"] = _live_accuracy(settings, state["champion"]) if state["champion"] else []
     if as_json:
         print_json(state)
     else:
+        weeks = ", ".join(map(str, state["live_accuracy"]))
+        state["live_accuracy"] = weeks or "no labels yet; see `evernear labels import --help`"
         for key, value in state.items():
             text = ", ".join(map(str, value)) if isinstance(value, list) else value
-            print_line(f"{key.replace('_', ' '):<12} {'-' if text in (None, '') else text}")
+            print_line(f"{key.replace('_', ' '):<13} {'-' if text in (None, '') else text}")
+
+
+def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy]":
+    """The champion's accuracy on labeled live queries, by week, newest first."""
+    from evernear.common.store import open_store
+    from evernear.review.live_labels import live_accuracy
+
+    weeks, faults = live_accuracy(open_store(settings.store_uri), champion)
+    for sentence in faults:
+        print_line(sentence, sys.stderr)
+    return list(weeks)
 
 
 def serve(

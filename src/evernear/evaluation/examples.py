@@ -21,6 +21,7 @@ from evernear.common.frozen import Frozen
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Block, Dataset
+from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.index.description import MAX_DISTANCE
 
 if TYPE_CHECKING:  # reading examples must not import torch or FAISS
@@ -136,6 +137,8 @@ class Examples(Frozen):
     images: Sheet
     map_images: Sheet
     live: LiveDistances | None = None
+    live_accuracy: tuple[LiveAccuracy, ...] = ()
+    """The champion's accuracy on labeled live queries by week, newest first; empty without labels."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ A loss of ten points is found within 150 labels in 98% of cases at a promised ac
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import AwareDatetime
 
 from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.evaluation.statistics import Proportion, proportion
 
 LOSS = 0.1
@@ -50,6 +52,47 @@ class LiveAccuracy(Frozen):
     week: str
     """The ISO week of the queries, such as "2026-W07"."""
     accuracy: Proportion
+
+    def __str__(self) -> str:
+        return f"{self.week}: {self.accuracy} of {quantity(self.accuracy.total, 'label')}"
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """The accuracy of one release on all its labeled live queries, compared with its test split."""
+
+    accuracy: Proportion
+    promised: float | None
+    """The lower end of the interval on the test split; None for a release that was archived without it."""
+    loss_after: int | None
+    """The number of labels after which the loss was significant; None if it is not."""
+
+    @property
+    def loss(self) -> float:
+        """The difference from the promised accuracy; 0 if nothing is lost or promised."""
+        return max(0.0, (self.promised or 0.0) - self.accuracy.value)
+
+    def __str__(self) -> str:
+        figures = f"Accuracy on {quantity(self.accuracy.total, 'labeled live query', 'labeled live queries')}"
+        if self.loss_after is None:
+            return f"{figures}: {self.accuracy}, not significantly less than on the test split."
+        return (
+            f"{figures}: {self.accuracy}. The loss is significant since label {self.loss_after:,}: at least"
+            f" {self.promised:.2%} was measured on the test split."
+        )
+
+
+def assess(queries: Sequence[LabeledQuery], promised: float | None, confidence: float = 0.95) -> Assessment | None:
+    """Compare the labels of one release, in the order of their arrival; None without labels."""
+    if not queries:
+        return None
+    correct = [query.correct for query in queries]
+    testable = promised if promised and promised < 1 else None
+    return Assessment(
+        accuracy=proportion(sum(correct), len(correct), confidence),
+        promised=promised,
+        loss_after=labels_until_loss(correct, testable) if testable else None,
+    )
 
 
 def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) -> list[LiveAccuracy]:

@@ -1,5 +1,7 @@
 """Check a store, and repair what can be made again: every object that a release, a head or the champion needs.
 
+Labels of live queries are checked as well, because they cannot be made again.
+
 `check_store` reads each of them and compares hashes. `repair` restores shards from the images of their sources, the
 newest snapshot of a dataset from earlier ones, ledgers from shards, and records of releases from their archives.
 Nothing is deleted. The rest is reported with its consequence.
@@ -20,10 +22,12 @@ from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.references import NEWEST, Unreadable, references
 from evernear.release.registry import ARCHIVES, CHAMPION, HISTORY, MANIFESTS, Registry
+from evernear.review.live_labels import LIVE_LABELS, labeled_queries
 from evernear.settings import DataSettings
 
 Report = Callable[[str], None]
 _PROMOTE = "`evernear registry promote VERSION`"
+_LIVE = "the accuracy in life"
 
 
 class Damage(Frozen):
@@ -32,7 +36,7 @@ class Damage(Frozen):
     key: str
     reason: str
     needed_by: tuple[str, ...]
-    """Such as "release 20261120.162250.af2fb66c" or "the newest snapshot of birds"."""
+    """Such as "release 20261120.162250.af2fb66c", "the newest snapshot of birds" or "the accuracy in life"."""
     repaired: str = ""
     """What `repair` did; empty if the object is still missing or damaged."""
     consequence: str = ""
@@ -96,6 +100,9 @@ def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
             reasons[reference.key] = reference.reason
         elif reference.sha256 is not None:
             hashes[reference.key] = reference.sha256
+    for key, reason in labeled_queries(store).damaged.items():
+        owners[key][_LIVE] = None
+        reasons[key] = reason
     with tempfile.TemporaryDirectory(prefix="evernear-check-") as scratch:
         unread = [key for key in hashes if key not in intact]
         for number, key in enumerate(unread):
@@ -233,6 +240,8 @@ def _consequence(damage: Damage) -> str:
             "The release can be neither served by a server that starts, nor promoted. If it is the champion, "
             f"{_PROMOTE} replaces it."
         )
+    if damage.key.startswith(LIVE_LABELS):
+        return "Its labels do not count. Delete the file, and import the labels again with `evernear labels import`."
     if damage.in_newest:
         return (
             f"Every run with the dataset {damage.dataset} fails. `evernear store check --repair` repairs it from the "

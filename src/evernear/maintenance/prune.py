@@ -13,7 +13,8 @@
 A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
 next prune deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
 
-Everything else stays: the history of the champion, records of pruned releases, the audit log, answers and requests.
+Everything else stays: the history of the champion, records of pruned releases, the audit log, answers, requests and
+labels of live queries.
 Logged queries have a retention time, `watch.query_retention_s`.
 """
 

@@ -108,6 +108,11 @@ def new_version(created: datetime, content_sha256: str) -> str:
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 
 
+def version_time(version: str) -> datetime:
+    """The time in a version."""
+    return datetime.strptime(version[: -len(".1a2b3c4d")], "%Y%m%d.%H%M%S").replace(tzinfo=UTC)
+
+
 def is_version(text: str) -> bool:
     """Whether ``text`` has the form of a version."""
     return re.fullmatch(VERSION_PATTERN.strip("^$"), text) is not None

@@ -6,19 +6,25 @@ read nor stored, and nothing of this enters a dataset.
 
 import csv
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from evernear.common.disk import disk_errors
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.errors import DataError, IntegrityError
-from evernear.evaluation.live_accuracy import LabeledQuery
+from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
+from evernear.release.manifest import version_time
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
 
 LIVE_LABELS = "live-labels/"
 _COLUMNS = ["id", "label"]
+_TIME = "%Y%m%dT%H%M%S%fZ"
+_REMEDY = "delete it and import its labels again"
+_CLOCK_TOLERANCE = timedelta(days=1)
+"""Largest difference between the clocks of the machines that create releases and import labels."""
 
 
 class ImportedLabels(Frozen):
@@ -84,20 +90,53 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
         ]
     if found:
         lines = "".join(f"{query.model_dump_json()}\n" for query in found)
-        store.put(f"{LIVE_LABELS}{now:%Y%m%dT%H%M%S%fZ}-{uuid4().hex[:8]}.jsonl", lines.encode())
+        store.put(f"{LIVE_LABELS}{now.astimezone(UTC):{_TIME}}-{uuid4().hex[:8]}.jsonl", lines.encode())
     return ImportedLabels(stored=len(found), missing=tuple(missing))
 
 
-def labeled_queries(store: Store) -> list[LabeledQuery]:
-    """All labeled live queries, each with its newest label, in the order in which the labels arrived.
+class LabeledQueries(NamedTuple):
+    """The labeled live queries in a store, each with its newest label, in the order in which the labels arrived."""
+
+    queries: list[LabeledQuery]
+    damaged: dict[str, str]
+    """A sentence for each damaged file, by its key."""
+
+    def of(self, version: str) -> list[LabeledQuery]:
+        """The queries that the release ``version`` answered."""
+        return [query for query in self.queries if query.version == version]
+
+
+def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueries:
+    """Read the labels that were imported after ``since``, or all.
 
     Raises:
-        IntegrityError: a file is damaged.
         StoreError: the store fails.
     """
     newest: dict[str, LabeledQuery] = {}
-    for key in sorted(info.key for info in store.list(LIVE_LABELS)):
-        for line in store.get(key).splitlines():
-            query = LabeledQuery.from_json(line, f"{store.uri}/{key}", "delete it and import its labels again")
-            newest[query.id] = query
-    return list(newest.values())
+    damaged: dict[str, str] = {}
+    first = LIVE_LABELS if since is None else f"{LIVE_LABELS}{since.astimezone(UTC):{_TIME}}"
+    for key in sorted(info.key for info in store.list(LIVE_LABELS) if info.key >= first):
+        try:
+            lines = store.get(key).splitlines()
+            queries = [LabeledQuery.from_json(line, f"{store.uri}/{key}", _REMEDY) for line in lines]
+        except IntegrityError as error:
+            damaged[key] = str(error)
+        else:
+            newest |= {query.id: query for query in queries}
+    return LabeledQueries(list(newest.values()), damaged)
+
+
+def labels_of_release(store: Store, version: str) -> LabeledQueries:
+    """The labeled queries of one release. Raises as `labeled_queries`."""
+    labels = labeled_queries(store, version_time(version) - _CLOCK_TOLERANCE)
+    return labels._replace(queries=labels.of(version))
+
+
+def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...], tuple[str, ...]]:
+    """The accuracy of a release by week, newest first, and a sentence for each damaged file.
+
+    Raises:
+        StoreError: the store fails.
+    """
+    labels = labels_of_release(store, version)
+    return tuple(accuracy_by_week(labels.queries)), tuple(labels.damaged.values())

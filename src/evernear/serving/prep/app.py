@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from operator import not_
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -48,7 +49,7 @@ class Label(BaseModel):
     label: str = Field(examples=["7"])
     unknown: bool = Field(examples=[False])
     version: str = Field(examples=[EXAMPLE_VERSION])
-    id: str = Field(examples=[EXAMPLE_PREDICTION["id"]])
+    id: str = Field(default="", exclude_if=not_, examples=[EXAMPLE_PREDICTION["id"]])
 
 
 class Labels(BaseModel):

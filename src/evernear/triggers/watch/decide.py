@@ -11,8 +11,12 @@ from evernear.triggers.watch.observe import Observation, SourceChanges
 from evernear.triggers.watch.schedule_state import Action
 
 DRIFT = "drift"
+ACCURACY = "accuracy"
 _DRIFT_RATIO = 1.5
 """Drift is worse from half as much more: the effects of two days differ by chance."""
+_NOTHING_NEW = "But the source has nothing new to train on: label images like the live queries first."
+_LOSS_STEP = 0.05
+"""A loss of accuracy is worse from 5 points more."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class WatchDecision:
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
-    """Choose retrain for many new training images or drift, and reindex for new classes or gallery images.
+    """Choose retrain for many new training images, drift or a loss of accuracy in life.
 
-    Retrain takes precedence because it also builds an index.
+    Choose reindex for new classes or gallery images. Retrain takes precedence because it also builds an index.
     """
     figures = _figures(observation, settings)
     remarks = (*_remarks(observation), *_gone_classes(observation, settings))
@@ -93,11 +97,13 @@ def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Caus
             " that the network was trained on."
         )
         causes.append(Cause("training_images", (reason,), steps))
+    remedy = [_NOTHING_NEW] if changes and not changes.train_images else []
     if observation.drift and (reasons := drift_reasons(observation.drift)):
-        if changes and not changes.train_images:
-            reasons.append("But the source has nothing new to train on: label images like the live queries first.")
         bounds = {shift.measure: shift.bound for shift in observation.drift.shifts if shift.detected}
-        causes.append(Cause(DRIFT, tuple(reasons), bounds, _DRIFT_RATIO))
+        causes.append(Cause(DRIFT, (*reasons, *remedy), bounds, _DRIFT_RATIO))
+        remedy = []
+    if observation.live and observation.live.loss_after is not None:
+        causes.append(Cause(ACCURACY, (str(observation.live), *remedy), {"live_loss": _LOSS_STEP}))
     return tuple(causes)
 
 
@@ -152,7 +158,10 @@ def _reasons_for_nothing(observation: Observation) -> list[str]:
 
 
 def _remarks(observation: Observation) -> list[str]:
-    return mix_remarks(observation.drift) if observation.drift else []
+    remarks = mix_remarks(observation.drift) if observation.drift else []
+    if observation.live and observation.live.loss_after is None:
+        remarks.append(str(observation.live))
+    return remarks
 
 
 def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
@@ -187,4 +196,12 @@ def _figures(observation: Observation, settings: Settings) -> dict[str, float]:
             }
         if drift.mix is not None:
             figures["class_mix_difference"] = sum(abs(share.live - share.reference) for share in drift.mix) / 2
+    if live := observation.live:
+        figures |= {
+            "live_labels": live.accuracy.total,
+            "live_accuracy": live.accuracy.value,
+            "live_accuracy_low": live.accuracy.low,
+            "live_accuracy_high": live.accuracy.high,
+            "live_loss": live.loss,
+        }
     return figures

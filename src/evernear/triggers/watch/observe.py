@@ -23,10 +23,12 @@ from evernear.data.query_blocks import independent_queries
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
+from evernear.evaluation.live_accuracy import Assessment, assess
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
 from evernear.release.registry import Registry
+from evernear.review.live_labels import labels_of_release
 from evernear.serving.live_queries import live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
 
@@ -92,6 +94,8 @@ class Observation:
     champion_since: datetime | None = None
     changes: SourceChanges | None = None
     drift: Drift | None = None
+    live: Assessment | None = None
+    """The champion's accuracy on labeled live queries; None without labels."""
     faults: tuple[str, ...] = ()
 
 
@@ -119,12 +123,14 @@ class Observer:
         data = _try(lambda: self._watched(champion), faults)
         changes = _try(lambda: self._changes(registry, champion, data), faults) if data else None
         drift = _try(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
+        live = _try(lambda: self._live_accuracy(champion, faults), faults) if champion else None
         return Observation(
             champion=pointer.version if pointer else None,
             source=data.source if data else "",
             champion_since=pointer.promotion.since if pointer else None,
             changes=changes,
             drift=drift,
+            live=live,
             faults=tuple(faults),
         )
 
@@ -198,6 +204,11 @@ class Observer:
             reference=len(reference),
             mix=_class_mix(reference, live),
         )
+
+    def _live_accuracy(self, champion: ReleaseManifest, faults: list[str]) -> Assessment | None:
+        labels = labels_of_release(self.store, champion.version)
+        faults += labels.damaged.values()
+        return assess(labels.queries, champion.metrics.get("accuracy_low"))
 
     def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
         """The drift baseline of a release."""

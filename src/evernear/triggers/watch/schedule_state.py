@@ -28,6 +28,8 @@ class CheckReport(Frozen):
     at: AwareDatetime
     source: str = ""
     """The source that was checked; empty if it is unknown."""
+    champion: str = ""
+    """The champion at that time; empty if there was none, or in reports of earlier versions."""
     action: Action
     reasons: tuple[str, ...]
     """The reasons for the action, and for not proposing it now."""

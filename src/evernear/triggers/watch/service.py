@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from apscheduler.schedulers.background import BackgroundScheduler
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from evernear.common.output import print_line
 from evernear.common.store import open_store
@@ -23,6 +24,8 @@ from evernear.serving.endpoints import create_listener, host_and_port
 from evernear.settings import Settings
 from evernear.triggers.watch.baker import Baker
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
+from evernear.triggers.watch.metrics import exposition
+from evernear.triggers.watch.schedule_state import CheckReport
 from evernear.triggers.watch.watcher import Watcher
 
 FIRST_RETRY_S = 30.0
@@ -56,6 +59,7 @@ class WatchService:
         self._failures = 0
         self._ended_s = time.monotonic()
         self._status = ""
+        self._last: CheckReport | None = None
         self.stopping = threading.Event()
 
     def run(self) -> None:
@@ -169,7 +173,7 @@ class WatchService:
         if not self._watcher.schedule.read().on:
             self._report("Paused; `evernear watch start` resumes it.")
             return ()
-        report = self._watcher.check()
+        report = self._last = self._watcher.check()
         self._report(f"{report.action}: {' '.join(report.reasons)}")
         return report.faults
 
@@ -225,19 +229,28 @@ class WatchService:
 
     @contextmanager
     def _health_probe(self) -> Generator[None]:
-        """Answer ``GET /`` on ``watch.health_port`` with 200 or 503 and the details of `health`."""
-        watch, health = self._settings.watch, self.health
+        """Answer ``GET /`` on ``watch.health_port`` with 200 or 503 and the details of `health`.
+
+        ``GET /metrics`` answers with the metrics of the last check.
+        """
+        watch, health, metrics = self._settings.watch, self.health, lambda: exposition(self._last)
         if not watch.health_port:
             yield
             return
 
         class Probe(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self._answer(200, CONTENT_TYPE_LATEST, metrics())
+                    return
                 is_healthy, details = health()
-                self.send_response(200 if is_healthy else 503)
-                self.send_header("Content-Type", "application/json")
+                self._answer(200 if is_healthy else 503, "application/json", json.dumps(details).encode() + b"\n")
+
+            def _answer(self, status: int, content_type: str, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", content_type)
                 self.end_headers()
-                self.wfile.write(json.dumps(details).encode() + b"\n")
+                self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass

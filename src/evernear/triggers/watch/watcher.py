@@ -78,6 +78,7 @@ class Watcher:
         report = CheckReport(
             at=now,
             source=observation.source,
+            champion=observation.champion or "",
             action=decision.action,
             reasons=(*decision.reasons, *filter(None, [outcome.reason, removal])),
             figures=decision.figures,

@@ -1,0 +1,23 @@
+"""Prometheus metrics of the watcher: the champion's accuracy in life, as of the last check."""
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from evernear.triggers.watch.schedule_state import CheckReport
+
+FIGURES = {
+    "live_labels": "Labeled live queries of the champion.",
+    "live_accuracy": "Accuracy of the champion on its labeled live queries.",
+    "live_accuracy_low": "Lower end of the 95% interval of evernear_live_accuracy.",
+    "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
+}
+"""Figures of a `CheckReport` that are exported as ``evernear_<figure>``, by ``version``."""
+
+
+def exposition(report: CheckReport | None) -> bytes:
+    """The metrics in Prometheus' text format; without values before the first check or the first label."""
+    registry = CollectorRegistry()
+    for figure, meaning in FIGURES.items():
+        gauge = Gauge(f"evernear_{figure}", meaning, ("version",), registry=registry)
+        if report and figure in report.figures:
+            gauge.labels(report.champion).set(report.figures[figure])
+    return generate_latest(registry)
