@@ -92,7 +92,7 @@ def release_maker(system: System, new_directory: Callable[[], Path]) -> MakeRele
             network_dir=system.network_dir,
             index_dir=system.index_dir,
             verdict_file=verdict_file,
-            metrics={"accuracy": 0.9},
+            metrics={"accuracy": 0.9, "accuracy_low": 0.85},
             parent=parent,
         )
         created = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=next(seconds))

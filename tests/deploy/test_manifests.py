@@ -363,6 +363,11 @@ def test_services_select_pods_and_monitors_select_services(manifests: list[Objec
         (port,) = (endpoint["port"] for endpoint in monitor["spec"]["endpoints"])
         chosen = [item for item in services.values() if labels <= item["metadata"]["labels"].items()]
         assert [port in {p["name"] for p in item["spec"]["ports"]} for item in chosen].count(True) == 1
+    for monitor in named(manifests, "PodMonitor").values():
+        labels = monitor["spec"]["selector"]["matchLabels"].items()
+        (port,) = (endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"])
+        (pod,) = (spec for spec in specs.values() if labels <= spec["labels"].items())
+        assert port in {p["name"] for p in pod["containers"][0]["ports"]}
 
 
 def test_routes_expose_every_path_of_the_preprocessing_server_except_metrics() -> None:

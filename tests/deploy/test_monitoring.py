@@ -16,6 +16,7 @@ from rendered import DEPLOY, named, objects
 
 from evernear.serving.metrics import metrics_file
 from evernear.serving.prep.service import Metrics
+from evernear.triggers.watch.metrics import FIGURES
 
 UNIT_TESTS = [Path(__file__).with_name(name) for name in ("alerts_test.yaml", "alerts_week_test.yaml")]
 DASHBOARD = json.loads((DEPLOY / "components/monitoring/dashboard.json").read_text())
@@ -28,7 +29,7 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 
 
 def exported_labels() -> dict[str, set[str]]:
-    """Labels by series, of TorchServe with evernear's handler and of the preprocessing server."""
+    """Labels by series, of TorchServe with evernear's handler, of the preprocessing server and of the watcher."""
     series = {
         entry["name"]: set(entry["dimensions"])
         for kinds in metrics_file().values()
@@ -38,7 +39,7 @@ def exported_labels() -> dict[str, set[str]]:
     for family in Metrics().registry.collect():
         labels = set(Metrics().registry._names_to_collectors[family.name]._labelnames)
         series |= {family.name + suffix: labels | {"le"} for suffix in SUFFIXES[family.type]}
-    return series
+    return series | {f"evernear_{figure}": {"version"} for figure in FIGURES}
 
 
 def alerts() -> dict[str, str]:

@@ -120,6 +120,11 @@ def test_bot_and_watcher_reach_kfp_and_the_internet_but_no_predictions(manifests
     assert not any(reaches(manifests, peer, bot, port) for peer in (OTHER_POD, CLIENT, STEP) for port in (3000, 8091))
 
 
+def test_prometheus_reaches_the_metrics_of_the_watcher() -> None:
+    rendered = objects("production")
+    assert reaches(rendered, PROMETHEUS, component(rendered, "watch"), 8091)
+
+
 def test_every_pod_reaches_dns_and_its_store(manifests: list[Object]) -> None:
     for name, spec in pod_specs(manifests).items():
         pod = Peer(spec["labels"])

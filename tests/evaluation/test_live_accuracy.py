@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from evernear.evaluation.live_accuracy import LabeledQuery, accuracy_by_week, labels_until_loss
+from evernear.evaluation.live_accuracy import LabeledQuery, accuracy_by_week, assess, labels_until_loss
 from evernear.evaluation.statistics import proportion
 
 RNG_SEED = 7
@@ -43,6 +43,25 @@ def test_no_loss_is_seldom_called_one_at_any_of_2000_labels(promised: float) -> 
     outcomes = np.random.default_rng(RNG_SEED).random((1000, 2000)) < promised
     alarms = sum(labels_until_loss(row, promised) is not None for row in outcomes)
     assert alarms <= 30, "2% are 20 with a standard deviation of 4.4"
+
+
+def test_loss_is_said_with_its_interval_and_what_was_promised() -> None:
+    now = datetime(2027, 1, 4, tzinfo=UTC)
+    worse = [labeled(now, "v", correct=number % 4 > 0) for number in range(100)]
+    found = assess(worse, 0.931)
+    assert found is not None
+    assert found.loss == pytest.approx(0.181)
+    assert found.loss_after is not None
+    assert f"The loss is significant since label {found.loss_after}: at least 93.10% was measured" in str(found)
+    equal = assess(worse, 0.74)
+    assert equal is not None
+    assert (equal.loss, equal.loss_after) == (0.0, None)
+    assert "75.00% (65.70% to 82.45%), not significantly less" in str(equal)
+    assert assess([], 0.9) is None
+    for unknown in (None, 1.0):
+        unpromised = assess(worse, unknown)
+        assert unpromised is not None
+        assert unpromised.loss_after is None
 
 
 def test_few_errors_at_a_high_accuracy_are_no_loss_and_no_labels_are_none() -> None:

@@ -17,6 +17,7 @@ from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
 from evernear.evaluation.gate import decide
+from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
@@ -335,6 +336,20 @@ def test_live_queries_are_drawn_with_their_threshold(
     check(html)
     assert "Live queries of the champion" in html
     assert "25.0% called unknown" in html
+
+
+def test_accuracy_in_life_is_shown_by_week(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    save(record, system, measured)
+    assert "No live query has a true label yet." in run_page(record)
+    week = LiveAccuracy(version=CHAMPION, week="2026-W47", accuracy=proportion(91, 100, 0.95))
+    save(record, system, (measured[0], measured[1].model_copy(update={"live_accuracy": (week,)})))
+    html = run_page(record)
+    check(html)
+    assert "2026-W47" in html
+    assert "91.0%" in html
+    assert "84% to 95%" in html
 
 
 def test_two_runs_are_compared(record: RunRecord, system: System, measured: tuple[Evaluation, Examples]) -> None:

@@ -1,13 +1,20 @@
 """Labels of live queries by id: files that people export, and their way into the store."""
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from evernear.common.store import Store, open_store
-from evernear.errors import DataError, IntegrityError
-from evernear.review.live_labels import LIVE_LABELS, import_labels, labeled_queries, read_labels
+from evernear.errors import DataError
+from evernear.maintenance.check import check_store
+from evernear.review.live_labels import (
+    LIVE_LABELS,
+    import_labels,
+    labeled_queries,
+    labels_of_release,
+    read_labels,
+)
 from evernear.serving.query_log import LoggedQuery, Period
 
 NOW = datetime(2026, 2, 3, tzinfo=UTC)
@@ -28,7 +35,7 @@ def store(tmp_path: Path) -> Store:
 def test_labels_are_stored_with_the_logged_answer(store: Store) -> None:
     result = import_labels(store, {"id-0": "a", "id-2": "b", "other": "a"}, NOW)
     assert (result.stored, result.missing) == (2, ("other",))
-    stored = {query.id: query for query in labeled_queries(store)}
+    stored = {query.id: query for query in labeled_queries(store).queries}
     assert {name: (query.correct, query.version) for name, query in stored.items()} == {
         "id-0": (True, "v1"),
         "id-2": (False, "v1"),
@@ -40,14 +47,30 @@ def test_later_label_replaces_an_earlier_one_and_labels_outlive_the_log(store: S
     import_labels(store, {"id-0": "a"}, NOW + timedelta(seconds=1))
     for info in list(store.list("queries/")):
         store.delete(info.key)
-    assert [(query.id, query.label) for query in labeled_queries(store)] == [("id-0", "a")]
+    assert [(query.id, query.label) for query in labeled_queries(store).queries] == [("id-0", "a")]
     assert import_labels(store, {"id-1": "a"}, NOW).missing == ("id-1",)
 
 
-def test_damaged_labels_name_their_object(store: Store) -> None:
-    store.put(f"{LIVE_LABELS}20260203T000000Z-1.jsonl", b"{}\n")
-    with pytest.raises(IntegrityError, match=r"live-labels/20260203T000000Z-1\.jsonl"):
-        labeled_queries(store)
+def test_damaged_labels_are_named_and_hide_no_others(store: Store) -> None:
+    import_labels(store, {"id-0": "a"}, NOW)
+    key = f"{LIVE_LABELS}20260203T000000000000Z-1.jsonl"
+    store.put(key, b"{}\n")
+    labels = labeled_queries(store)
+    assert [query.id for query in labels.queries] == ["id-0"]
+    assert labels.damaged.keys() == {key}
+    assert key in labels.damaged[key]
+    (damage,) = [damage for damage in check_store(store) if damage.key == key]
+    assert damage.needed_by == ("the accuracy in life",)
+    assert "import the labels again" in damage.consequence
+
+
+def test_only_labels_since_the_release_was_made_are_read(store: Store) -> None:
+    import_labels(store, {"id-0": "a"}, NOW)
+    import_labels(store, {"id-1": "a"}, NOW + timedelta(days=9))
+    assert [query.id for query in labeled_queries(store, NOW + timedelta(days=8)).queries] == ["id-1"]
+    elsewhere = timezone(timedelta(hours=9))
+    assert len(labeled_queries(store, NOW.astimezone(elsewhere)).queries) == 2
+    assert labels_of_release(store, "20260210.000000.0a1b2c3d").queries == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from notifying_minio import KEYS, notifying_minio
+from prometheus_client.parser import text_string_to_metric_families
 from releases import settings_on_free_ports
 from watched import noise
 
@@ -29,6 +30,7 @@ from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import service as service_module
 from evernear.triggers.watch.baker import Baker
+from evernear.triggers.watch.metrics import exposition
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 from evernear.triggers.watch.service import WatchService
 from evernear.triggers.watch.watcher import Watcher
@@ -288,11 +290,30 @@ def test_health_probe_reports_stuck_checks(settings: Settings, tmp_path: Path, m
     with running(make_settings(tmp_path, health_port=port), tmp_path) as (service, watcher):
         await_(lambda: watcher.checks_s)
         await_(lambda: probe() == (200, probe()[1]) and str(probe()[1]["status"]).startswith("retrain"))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+            assert b"# TYPE evernear_live_accuracy gauge" in response.read()
         monkeypatch.setattr(service_module, "STUCK_AFTER_S", -4000.0)
         assert probe()[0] == 503
         with pytest.raises(PortInUseError, match=r"health probe cannot listen on 127\.0\.0\.1"):
             WatchService(watcher, make_settings(tmp_path, health_port=port)).run()
         assert not service.stopping.is_set()
+
+
+def test_metrics_are_those_of_the_last_check() -> None:
+    def values(report: CheckReport | None) -> dict[str, float]:
+        families = text_string_to_metric_families(exposition(report).decode())
+        return {f"{s.name} {s.labels['version']}": s.value for family in families for s in family.samples}
+
+    assert values(None) == {}
+    figures = {"live_labels": 100, "live_accuracy": 0.91, "live_accuracy_low": 0.84, "new_files": 3}
+    report = CheckReport(
+        at=datetime(2027, 3, 1, tzinfo=UTC), champion="v", action="nothing", reasons=(), figures=figures
+    )
+    assert values(report) == {
+        "evernear_live_labels v": 100,
+        "evernear_live_accuracy v": 0.91,
+        "evernear_live_accuracy_low v": 0.84,
+    }
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

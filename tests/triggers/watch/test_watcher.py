@@ -24,8 +24,10 @@ from evernear.kubeflow.runs import Run, State
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.registry import Registry
 from evernear.review.answers import Answer, Answers, open_label_target
+from evernear.review.live_labels import import_labels
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
+from evernear.serving.query_log import LoggedQuery, Period
 from evernear.settings import DataSettings, IndexSettings, Settings, of_run
 from evernear.triggers.requests import Person, Request, RequestStore
 from evernear.triggers.watch.watcher import Watcher
@@ -270,6 +272,46 @@ def test_queries_like_the_reference_are_not_drift(watched: WatchedSystem) -> Non
 
 def stored(watched: WatchedSystem, split: Split) -> list[bytes]:
     return [png(image[:, :, 0]) for block in watched.dataset().blocks(split) for image in block.images]
+
+
+def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(watched: WatchedSystem) -> None:
+    number = 0
+
+    def label(correct: int, wrong: int) -> None:
+        nonlocal number
+        version, asked = watched.champion(), watched.now - timedelta(days=3)  # before the window of the drift
+        rows = [
+            LoggedQuery(at=asked, pred="3", dist=0.1, unknown=False, id=f"id-{number + row}")
+            for row in range(correct + wrong)
+        ]
+        period = Period(version=version, since=asked, until=asked, queries=len(rows), unknown=0)
+        lines = "".join(f"{line.model_dump_json()}\n" for line in (period, *rows))
+        key = f"{asked:%Y%m%d}/{asked:%Y%m%dT%H%M%SZ}-{version}-host-1-0000000{number:03}.jsonl"
+        watched.store.put(f"queries/{key}", lines.encode())
+        labels = {row.id: "3" if position < correct else "5" for position, row in enumerate(rows)}
+        assert import_labels(watched.store, labels, watched.now).stored == len(rows)
+        number += len(rows)
+
+    promised = Registry(watched.store).get(watched.champion()).manifest.metrics["accuracy_low"]
+    assert "live_labels" not in watched.watcher().check().figures
+    label(100, 0)
+    report = watched.watcher().check()
+    assert report.action == "nothing"
+    assert report.figures["live_labels"] == 100
+    assert any("100 labeled live queries: 100.00%" in reason for reason in report.reasons)
+    label(0, 60)
+    report = watched.watcher().check()
+    assert report.action == "retrain"
+    assert f"at least {promised:.2%} was measured on the test split" in report.reasons[0]
+    assert report.reasons[1].startswith("But the source has nothing new to train on")
+    assert watched.watcher().check().proposal is None
+    (proposal,) = watched.proposals
+    assert proposal.causes == ("accuracy",)
+    RequestStore(watched.store).change(proposal, state="declined", answered=watched.now)
+    watched.wait(days=1)
+    assert watched.watcher().check().reasons[-1].startswith(f"Declined in proposal {proposal.id}")
+    label(0, 60)
+    assert watched.watcher().check().proposal is not None
 
 
 def test_drift_leads_to_a_training(watched: WatchedSystem) -> None:
