@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from evernear.evaluation.live_accuracy import LabeledQuery, accuracy_by_week, assess, labels_until_loss
-from evernear.evaluation.statistics import proportion
+from evernear.evaluation.live_accuracy import LabeledQuery, accuracy_by_week, assess, expected_accuracy, is_loss
+from evernear.evaluation.statistics import exact_proportion
 
 RNG_SEED = 7
 
@@ -25,48 +25,70 @@ def test_accuracy_is_counted_by_release_and_iso_week() -> None:
     assert weeks == [("2027-W01", "new", 3, 4), ("2026-W53", "old", 1, 1), ("2026-W53", "new", 0, 1)]
 
 
-@pytest.mark.parametrize("truth", [0.7, 0.85, 0.9, 0.95, 0.97])
+@pytest.mark.parametrize("truth", [0.7, 0.85, 0.9, 0.95, 0.97, 0.99])
 def test_interval_of_100_labels_covers_the_truth(truth: float) -> None:
     counts = np.random.default_rng(RNG_SEED).binomial(100, truth, 1000)
-    intervals = [proportion(int(count), 100, 0.95) for count in counts]
+    intervals = [exact_proportion(int(count), 100, 0.95) for count in counts]
     assert np.mean([each.low <= truth <= each.high for each in intervals]) >= 0.93
 
 
-@pytest.mark.parametrize(("promised", "power"), [(0.97, 0.95), (0.95, 0.9), (0.88, 0.75), (0.8, 0.6)])
-def test_loss_of_ten_points_is_found_within_150_labels(promised: float, power: float) -> None:
-    outcomes = np.random.default_rng(RNG_SEED).random((500, 150)) < promised - 0.1
-    assert np.mean([labels_until_loss(row, promised) is not None for row in outcomes]) >= power
+@pytest.mark.parametrize(("expected", "power"), [(0.97, 0.95), (0.95, 0.9), (0.88, 0.75), (0.8, 0.6)])
+@pytest.mark.parametrize("labels_before", [0, 3000])
+def test_loss_of_ten_points_is_found_within_150_labels(expected: float, power: float, labels_before: int) -> None:
+    rng = np.random.default_rng(RNG_SEED)
+    months = np.repeat([0, 12], [labels_before, 150])
+    accuracy = np.where(months == 0, expected, expected - 0.1) if labels_before else np.full(150, expected - 0.1)
+    found = [is_loss(rng.random(len(months)) < accuracy, months, expected)[labels_before:].any() for _ in range(500)]
+    assert np.mean(found) >= power - 0.1 * (labels_before > 0)
 
 
-@pytest.mark.parametrize("promised", [0.7, 0.9, 0.97, 0.995])
-def test_no_loss_is_seldom_called_one_at_any_of_2000_labels(promised: float) -> None:
-    outcomes = np.random.default_rng(RNG_SEED).random((1000, 2000)) < promised
-    alarms = sum(labels_until_loss(row, promised) is not None for row in outcomes)
-    assert alarms <= 30, "2% are 20 with a standard deviation of 4.4"
+@pytest.mark.parametrize("expected", [0.7, 0.9, 0.97, 0.995])
+def test_no_loss_is_seldom_called_one_in_any_month(expected: float) -> None:
+    rng = np.random.default_rng(RNG_SEED)
+    months = np.repeat(np.arange(12), 433)
+    lost = [is_loss(rng.random(len(months)) < expected, months, expected) for _ in range(500)]
+    monthly = np.array(lost).reshape(500, 12, 433).any(axis=2)
+    assert monthly.mean(axis=0).max() <= 0.04, "2% are 10 with a standard deviation of 3.1"
+    assert monthly.mean() <= 0.02
 
 
-def test_loss_is_said_with_its_interval_and_what_was_promised() -> None:
+def test_loss_is_said_with_its_interval_and_what_was_expected() -> None:
     now = datetime(2027, 1, 4, tzinfo=UTC)
     worse = [labeled(now, "v", correct=number % 4 > 0) for number in range(100)]
-    found = assess(worse, 0.931)
+    found = assess(worse, 0.931, now)
     assert found is not None
     assert found.loss == pytest.approx(0.181)
-    assert found.loss_after is not None
-    assert f"The loss is significant since label {found.loss_after}: at least 93.10% was measured" in str(found)
-    equal = assess(worse, 0.74)
+    assert "75.00% (65.34% to 83.12%). Since 2027-01-04, this is significantly less than the 93.1%" in str(found)
+    equal = assess(worse, 0.74, now)
     assert equal is not None
-    assert (equal.loss, equal.loss_after) == (0.0, None)
-    assert "75.00% (65.70% to 82.45%), not significantly less" in str(equal)
-    assert assess([], 0.9) is None
+    assert (equal.loss, equal.lost_at) == (0.0, None)
+    assert "75.00% (65.34% to 83.12%), not significantly less" in str(equal)
+    assert assess([], 0.9, now) is None
     for unknown in (None, 1.0):
-        unpromised = assess(worse, unknown)
-        assert unpromised is not None
-        assert unpromised.loss_after is None
+        unexpected = assess(worse, unknown, now)
+        assert unexpected is not None
+        assert unexpected.lost_at is None
 
 
-def test_few_errors_at_a_high_accuracy_are_no_loss_and_no_labels_are_none() -> None:
-    assert labels_until_loss([], 0.9) is None
-    assert labels_until_loss([False], 0.9) is None
-    assert labels_until_loss([False] * 20, 0.9) is not None
-    with pytest.raises(ValueError, match="accuracy of 1"):
-        labels_until_loss([False], 1.0)
+def test_assessment_is_of_this_month_and_the_one_before() -> None:
+    bad, good = datetime(2026, 11, 30, tzinfo=UTC), datetime(2027, 1, 4, tzinfo=UTC)
+    queries = [labeled(bad, "v", correct=False)] * 50 + [labeled(good, "v", correct=True)] * 10
+    assert assess(queries[:50], 0.9, good) is None
+    december, january = assess(queries, 0.9, datetime(2026, 12, 31, 23, tzinfo=UTC)), assess(queries, 0.9, good)
+    assert december is not None
+    assert january is not None
+    assert december.lost_at == bad
+    assert december.accuracy.total == 60
+    assert january.accuracy.total == 10
+
+
+def test_few_errors_are_no_loss() -> None:
+    month = np.zeros(20, np.int_)
+    assert not is_loss(np.array([False]), month[:1], 0.9).any()
+    assert is_loss(np.zeros(20, np.bool_), month, 0.9).any()
+    assert is_loss(np.zeros(20, np.bool_), month, 0.08).sum() == 0
+
+
+def test_expected_accuracy_is_between_the_value_and_the_lower_end() -> None:
+    assert expected_accuracy({"accuracy": 0.9, "accuracy_low": 0.8}) == pytest.approx(0.85)
+    assert expected_accuracy({"accuracy": 0.9}) is None

@@ -39,19 +39,23 @@ def status(
     if as_json:
         print_json(state)
     else:
-        weeks = ", ".join(map(str, state["live_accuracy"]))
-        state["live_accuracy"] = weeks or "no labels yet; see `evernear labels import --help`"
+        if state["live_accuracy"] == []:
+            state["live_accuracy"] = "no labels yet; see `evernear labels import --help`"
         for key, value in state.items():
             text = ", ".join(map(str, value)) if isinstance(value, list) else value
             print_line(f"{key.replace('_', ' '):<13} {'-' if text in (None, '') else text}")
 
 
-def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy]":
-    """The champion's accuracy on labeled live queries, by week, newest first."""
+def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":
+    """The champion's accuracy on labeled live queries, by week, newest first; None where SciPy is not installed."""
     from evernear.common.store import open_store
     from evernear.review.live_labels import live_accuracy
 
-    weeks, faults = live_accuracy(open_store(settings.store_uri), champion)
+    try:
+        weeks, faults = live_accuracy(open_store(settings.store_uri), champion)
+    except ModuleNotFoundError as error:  # a machine that only serves
+        print_line(f"The accuracy in life needs {error.name}; run `pip install evernear[triggers]`.", sys.stderr)
+        return None
     for sentence in faults:
         print_line(sentence, sys.stderr)
     return list(weeks)

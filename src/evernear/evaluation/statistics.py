@@ -20,7 +20,10 @@ BOOTSTRAP = 10_000
 
 
 class Proportion(Frozen):
-    """``count`` of ``total`` with the interval of Wilson (1927), which is valid near 0 and 1 and for small totals."""
+    """``count`` of ``total`` with an interval that is valid near 0 and 1 and for small totals.
+
+    It is Wilson's (1927), unless it comes from `exact_proportion`.
+    """
 
     count: int = Field(ge=0)
     total: int = Field(ge=1)
@@ -89,6 +92,22 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
         total=total,
         low=max(0.0, min(middle - half, share)),
         high=min(1.0, max(middle + half, share)),
+    )
+
+
+def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
+    """``count`` of ``total`` (at least 1) with the exact two-sided interval of Clopper and Pearson (1934).
+
+    It covers every true proportion with at least ``confidence``. Wilson's covers 99% with 92% at 100 draws.
+    """
+    from scipy.special import betaincinv
+
+    tail = (1 - confidence) / 2
+    return Proportion(
+        count=count,
+        total=total,
+        low=float(betaincinv(count, total - count + 1, tail)) if count else 0.0,
+        high=float(betaincinv(count + 1, total - count, 1 - tail)) if count < total else 1.0,
     )
 
 

@@ -122,7 +122,9 @@ def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueri
         except IntegrityError as error:
             damaged[key] = str(error)
         else:
-            newest |= {query.id: query for query in queries}
+            for query in queries:
+                newest.pop(query.id, None)  # its label arrived again
+                newest[query.id] = query
     return LabeledQueries(list(newest.values()), damaged)
 
 

@@ -292,7 +292,6 @@ def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(wa
         assert import_labels(watched.store, labels, watched.now).stored == len(rows)
         number += len(rows)
 
-    promised = Registry(watched.store).get(watched.champion()).manifest.metrics["accuracy_low"]
     assert "live_labels" not in watched.watcher().check().figures
     label(100, 0)
     report = watched.watcher().check()
@@ -302,7 +301,7 @@ def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(wa
     label(0, 60)
     report = watched.watcher().check()
     assert report.action == "retrain"
-    assert f"at least {promised:.2%} was measured on the test split" in report.reasons[0]
+    assert "significantly less than the 87.5% that the test split lets expect" in report.reasons[0]
     assert report.reasons[1].startswith("But the source has nothing new to train on")
     assert watched.watcher().check().proposal is None
     (proposal,) = watched.proposals

@@ -102,7 +102,7 @@ def _causes_to_train(observation: Observation, settings: Settings) -> tuple[Caus
         bounds = {shift.measure: shift.bound for shift in observation.drift.shifts if shift.detected}
         causes.append(Cause(DRIFT, (*reasons, *remedy), bounds, _DRIFT_RATIO))
         remedy = []
-    if observation.live and observation.live.loss_after is not None:
+    if observation.live and observation.live.lost_at:
         causes.append(Cause(ACCURACY, (str(observation.live), *remedy), {"live_loss": _LOSS_STEP}))
     return tuple(causes)
 
@@ -159,7 +159,7 @@ def _reasons_for_nothing(observation: Observation) -> list[str]:
 
 def _remarks(observation: Observation) -> list[str]:
     remarks = mix_remarks(observation.drift) if observation.drift else []
-    if observation.live and observation.live.loss_after is None:
+    if observation.live and observation.live.lost_at is None:
         remarks.append(str(observation.live))
     return remarks
 

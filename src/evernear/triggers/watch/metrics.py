@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from evernear.triggers.watch.schedule_state import CheckReport
 
 FIGURES = {
-    "live_labels": "Labeled live queries of the champion.",
-    "live_accuracy": "Accuracy of the champion on its labeled live queries.",
+    "live_labels": "Live queries of the champion that were labeled in this month and the one before.",
+    "live_accuracy": "Accuracy of the champion on these queries.",
     "live_accuracy_low": "Lower end of the 95% interval of evernear_live_accuracy.",
     "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
 }

@@ -23,7 +23,7 @@ from evernear.data.query_blocks import independent_queries
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
 from evernear.errors import EvernearError, StoreError
-from evernear.evaluation.live_accuracy import Assessment, assess
+from evernear.evaluation.live_accuracy import Assessment, assess, expected_accuracy
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE, ReleaseManifest
@@ -95,7 +95,7 @@ class Observation:
     changes: SourceChanges | None = None
     drift: Drift | None = None
     live: Assessment | None = None
-    """The champion's accuracy on labeled live queries; None without labels."""
+    """The champion's accuracy on labeled live queries; None without recent labels."""
     faults: tuple[str, ...] = ()
 
 
@@ -123,7 +123,7 @@ class Observer:
         data = _try(lambda: self._watched(champion), faults)
         changes = _try(lambda: self._changes(registry, champion, data), faults) if data else None
         drift = _try(lambda: self._drift(registry, champion, now, faults), faults) if champion else None
-        live = _try(lambda: self._live_accuracy(champion, faults), faults) if champion else None
+        live = _try(lambda: self._live_accuracy(champion, now, faults), faults) if champion else None
         return Observation(
             champion=pointer.version if pointer else None,
             source=data.source if data else "",
@@ -205,10 +205,10 @@ class Observer:
             mix=_class_mix(reference, live),
         )
 
-    def _live_accuracy(self, champion: ReleaseManifest, faults: list[str]) -> Assessment | None:
+    def _live_accuracy(self, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Assessment | None:
         labels = labels_of_release(self.store, champion.version)
         faults += labels.damaged.values()
-        return assess(labels.queries, champion.metrics.get("accuracy_low"))
+        return assess(labels.queries, expected_accuracy(champion.metrics), now)
 
     def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
         """The drift baseline of a release."""
