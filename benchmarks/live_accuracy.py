@@ -72,9 +72,10 @@ def main() -> None:
             for _ in range(repetitions):
                 early.append(losses(truth, test_images, LATE[-POWER_LABELS:], POWER_LABELS, rng).any())
                 late.append(losses(truth, test_images, LATE, POWER_LABELS, rng)[-POWER_LABELS:].any())
-                quiet = losses(truth, test_images, YEAR, 0, rng).reshape(MONTHS, MONTH_LABELS).any(axis=1)
-                first.append(quiet[0])
-                monthly.append(quiet.mean())
+                quiet = losses(truth, test_images, YEAR, 0, rng)
+                alarmed = np.array([quiet[YEAR == month].any() for month in range(MONTHS)])
+                first.append(alarmed[0])
+                monthly.append(alarmed.mean())
             shares = [covered, *(float(np.mean(each)) for each in (early, late, first, monthly))]
             names = ("coverage", "power", "power_after_a_year", "false_alarms_first_month", "false_alarms_a_month")
             results.append({"truth": truth, "test_images": test_images, **dict(zip(names, shares, strict=True))})

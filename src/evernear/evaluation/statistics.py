@@ -98,7 +98,7 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` of ``total`` (at least 1) with the exact two-sided interval of Clopper and Pearson (1934).
 
-    It covers every true proportion with at least ``confidence``. Wilson's covers 99% with 92% at 100 draws.
+    It covers every true proportion with at least ``confidence``. Wilson's covers 99% in 92% of samples of 100.
     """
     from scipy.special import betaincinv
 
