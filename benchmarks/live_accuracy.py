@@ -73,7 +73,7 @@ def main() -> None:
                 early.append(losses(truth, test_images, LATE[-POWER_LABELS:], POWER_LABELS, rng).any())
                 late.append(losses(truth, test_images, LATE, POWER_LABELS, rng)[-POWER_LABELS:].any())
                 quiet = losses(truth, test_images, YEAR, 0, rng)
-                alarmed = np.array([quiet[YEAR == month].any() for month in range(MONTHS)])
+                alarmed = np.array([quiet[month == YEAR].any() for month in range(MONTHS)])
                 first.append(alarmed[0])
                 monthly.append(alarmed.mean())
             shares = [covered, *(float(np.mean(each)) for each in (early, late, first, monthly))]

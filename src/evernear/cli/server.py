@@ -35,7 +35,7 @@ def status(
     state: dict[str, Any] = {"run": progress(settings.workdir)} | open_target(settings).status()
     if following := follow_state(home_of(settings.workdir)):
         state["follows"] = following.fault or f"the champion, release {following.version} since {following.since:%F %T}"
-    state["live_accuracy"] = _live_accuracy(settings, state["champion"]) if state["champion"] else []
+    state["live_accuracy"] = _live_accuracy(settings, state["champion"]) if state["champion"] else None
     if as_json:
         print_json(state)
     else:
