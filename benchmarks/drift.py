@@ -14,12 +14,14 @@ import argparse
 import gzip
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
@@ -39,6 +41,7 @@ from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.release.registry import Registry
 from evernear.serving.core import Predictor
+from evernear.serving.endpoints import Endpoints
 from evernear.serving.query_log import QUERIES, LoggedQuery, Period
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
@@ -204,7 +207,7 @@ def prepare(mnist: Path, release: str, directory: Path) -> None:
     command = [
         *(sys.executable, "-m", "evernear", "reindex" if release == "large" else "run", "--source", f"mnist:{source}"),
         *("--workdir", str(directory / "work"), "--set", "train.width=8", "--set", "train.min_steps=300"),
-        *(*options, *moved),
+        *(*options, *moved, *free_ports()),
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)
     stop = [sys.executable, "-m", "evernear", "stop", "--workdir", str(directory / "work")]
@@ -234,6 +237,14 @@ def prepare(mnist: Path, release: str, directory: Path) -> None:
         }
         print(f"{release}: {name} {unknown.mean():.1%} unknown, mean distance {distances.mean():.3f}", file=sys.stderr)
     np.savez(directory / "answers.npz", labels=labels[others].astype(str), **arrays)
+
+
+def free_ports() -> Iterator[str]:
+    """Options for a TorchServe on ports that no process uses at this moment."""
+    with ExitStack() as stack:
+        for name in (field for field in Endpoints.model_fields if field.endswith("_port")):
+            unused = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            yield from ("--set", f"serving.{name}={unused.getsockname()[1]}")
 
 
 def read_mnist(directory: Path) -> tuple[Images, Images]:

@@ -43,6 +43,7 @@ from evernear.data.preprocess import (
     to_array,
 )
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
+from evernear.data.reviewed import reviewed_by_name
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, name_of, open_source
 from evernear.data.sqlite import batched
@@ -152,6 +153,10 @@ def ingest_source(
         with closing(Ledger(ledger_path, settings.source, settings.moved_from)) as ledger:
             if not settings.dataset:
                 _require_one_source(ledger, snapshots.name, settings.source)
+            if stored is not None and stored.reviewed is None:  # of an earlier version
+                for generation in snapshots.generations(stored, Path(scratch)):
+                    ledger.reviewed.remember(reviewed_by_name(generation))
+            ledger.reviewed.refresh()  # before the listing, which has only the present names
             _list_source(source, ledger, settings.source)
             if settings.reread:
                 ledger.read_all_again()
@@ -182,6 +187,9 @@ def ingest_source(
                 warn(swap)
             for slot in slots:
                 writer.rewrite(slot, ledger.changes(slot))
+            ledger.reviewed.refresh()
+            for slot, digests in ledger.reviewed.measured().items():
+                ledger.reviewed.move(writer.move(slot, digests, "train"))
             _refresh_groups(settings, group, ledger)
             report("writing the manifest")
             problems, counts = ledger.problems(*form.shape[:2], form.resize)
@@ -496,5 +504,7 @@ def _manifest(
         shards=tuple(shard for split in SPLITS for shard in shards if shard.split == split),
         groups=ledger.groups.count(),
         groups_sha256=ledger.groups.sha256(),
+        reviewed=ledger.reviewed.count(),
+        reviewed_left_out=ledger.reviewed.left_out(),
         ledger_sha256="",
     )

@@ -17,6 +17,8 @@ from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
 from evernear.data.group_table import GroupTable
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.preprocess import Flaw, Resize, choose_resize
+from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
+from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
@@ -144,6 +146,7 @@ class Ledger:
             self._db.execute(_NOTED)
             self._db.execute("CREATE TEMP TABLE listed (name TEXT PRIMARY KEY) WITHOUT ROWID")
         self.groups = GroupTable(self._db, self._source)
+        self.reviewed = ReviewedImages(self._db)
 
     def save(self, path: Path) -> None:
         """Write a compact copy to ``path``."""
@@ -608,7 +611,7 @@ def decoders(ledger: Path) -> list[tuple[str, str]]:
 
 
 def save_compact(ledger: Path, path: Path) -> None:
-    """Write a ledger to ``path`` without the splits and groups of removed images, and without deleted rows.
+    """Write a ledger to ``path`` without the splits, groups and reviews of removed images, and without deleted rows.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -617,7 +620,8 @@ def save_compact(ledger: Path, path: Path) -> None:
         _without_journal(db)
         _add_missing_tables(db)
         db.execute("DELETE FROM removed")
-        db.execute("DELETE FROM groups WHERE digest NOT IN (SELECT digest FROM images)")
+        for table in ("groups", "reviewed"):
+            db.execute(f"DELETE FROM {table} WHERE digest NOT IN (SELECT digest FROM images)")  # noqa: S608 - our own words
         db.execute("VACUUM INTO ?", (str(path),))
 
 
@@ -633,6 +637,7 @@ def _add_missing_tables(db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
     db.execute(GROUPS_SCHEMA)
+    db.execute(REVIEWED_SCHEMA)
     # A row without a name counts the names that are not listed.
     columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
     db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")

@@ -11,6 +11,7 @@ _TABLES = {
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
     "removed": (("digest",), ("split",)),
     "groups": (("digest",), ("name",)),
+    "reviewed": (("digest",), ("split",)),
     "labels": (("id",), ("name",)),
     "shards": (("slot",), ("shard",)),
     "decoders": (("source",), ("decoder",)),

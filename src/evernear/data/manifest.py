@@ -73,6 +73,10 @@ class Manifest(Frozen):
     """Which image belongs to which group, `evernear.data.group_table.GroupTable.sha256`; empty without groups."""
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
+    reviewed: int | None = None
+    """Images that came by review, which are in train and gallery only; None in snapshots of earlier versions."""
+    reviewed_left_out: dict[Split, dict[str, int]] = {}
+    """Those of them that were in test or query, by that split and by label."""
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":

@@ -157,9 +157,11 @@ class Snapshots:
         with suppress(IntegrityError):  # a damaged manifest is written again
             known = Manifest.from_store(stored[0], self.store, key) if stored else None
             if known is not None:
-                if self._ledger == _ledger_of(known) and not ledger.has_changed() and self._is_head(known.digest):
+                is_same = self._ledger == _ledger_of(known) and not ledger.has_changed()
+                if is_same and known.reviewed is not None and self._is_head(known.digest):
                     return known
-                manifest = known.model_copy(update={"source": manifest.source})
+                current = ("source", "reviewed", "reviewed_left_out")
+                manifest = known.model_copy(update={name: getattr(manifest, name) for name in current})
         manifest = self._with_ledger(manifest, ledger, scratch)
         try:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)

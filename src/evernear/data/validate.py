@@ -214,6 +214,7 @@ def validate_dataset(
         *_vanished(totals, champion_labels, classes),
         *_unknown(champion_labels, classes),
         *_splits(manifest, counts, totals),
+        *_reviewed(manifest, counts),
         *_near_duplicates(near_duplicates),
         *(_pretrained(manifest) if from_scratch else ()),
     ]
@@ -377,6 +378,22 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
         )
     if sentences:
         yield _finding("missing_in_split", " ".join(sentences), missing + filled, len(missing) + len(filled))
+
+
+def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
+    """Images that came by review, and the classes that cannot be measured without them."""
+    left_out = manifest.reviewed_left_out
+    totals = [f"{sum(labels.values()):,} of the {split} split" for split, labels in left_out.items()]
+    if not totals:
+        return
+    message = (
+        f"Images that came by review are used for training only, because the recognizer was unsure about them:"
+        f" {' and '.join(totals)} left the measurement."
+    )
+    unmeasured = [label for label in left_out.get("test", {}) if not counts["test"][label]]
+    if unmeasured:
+        message += f" No test image remains of {_listed(unmeasured)}; add images that were chosen at random."
+    yield _finding("reviewed", message, unmeasured, sum(sum(labels.values()) for labels in left_out.values()))
 
 
 def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:

@@ -115,6 +115,22 @@ class ShardWriter:
             rewritten.write(rows[[label is not None for label in wanted]])
         self._publish(rewritten, shard.split)
 
+    def move(self, slot: int, digests: Collection[bytes], split: Split) -> list[tuple[bytes, int]]:
+        """Move images of a slot to another split, and return the slot of each; call this only while no shard is open.
+
+        The moved images, at most one shard of them, are in memory.
+        """
+        moved = [
+            rows[[digest.tobytes() in digests for digest in rows["digest"]]]
+            for rows in self._rows_of(self._shards[slot])
+        ]
+        rows = np.concatenate(moved)
+        moved_digests = [digest.tobytes() for digest in rows["digest"]]
+        slots = self.append(split, rows["image"], rows["label"].tolist(), moved_digests)
+        self.close()
+        self.rewrite(slot, dict.fromkeys(digests))
+        return list(zip(moved_digests, slots, strict=True))
+
     def _begin(self, split: Split) -> "_OpenShard":
         last = max((slot for slot, shard in self._shards.items() if shard.split == split), default=None)
         if last is None or self._is_closed(self._shards[last]):

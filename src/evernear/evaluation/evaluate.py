@@ -88,7 +88,12 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     champion_leakage: dict[str, int] | None
     """The same for the champion; None without a champion or if its dataset is unavailable."""
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``."""
+    """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``. Images
+    that came by review do not count."""
+    champion_tests: int = 0
+    """Number of the champion's test images that are in the test split."""
+    reviewed_left_out: dict[str, int] = {}
+    """Images that came by review and left a measured split, by that split."""
     unreadable: dict[Literal["training", "champion"], str] = {}
     """Why the snapshot that the candidate's network was trained on, or the champion's snapshot, cannot be read."""
     classes: ClassSettings = NO_CHANGES
@@ -116,6 +121,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             "test_images": self.candidate.accuracy.total,
             "test_images_seen": sum(self.leakage.values()),
         }
+        if self.reviewed_left_out:
+            metrics["reviewed_left_out"] = sum(self.reviewed_left_out.values())
         if self.baselines:
             metrics["baseline_accuracy"] = max(baseline.accuracy.value for baseline in self.baselines)
         if self.open_set.auroc and self.open_set.false_accepts and self.open_set.false_accepts_at_95:
@@ -185,6 +192,7 @@ class _Leakage(NamedTuple):
     leakage: dict[str, int]
     champion_leakage: dict[str, int] | None
     champion_test_overlap: float | None
+    champion_tests: int
     unreadable: dict[Literal["training", "champion"], str]
 
 
@@ -233,6 +241,7 @@ def evaluate_systems(
         baselines=measure_baselines(outcomes["candidate"], dataset, settings.confidence, settings.batch_size),
         classes=classes,
         outcomes=outcomes,
+        reviewed_left_out={split: sum(labels.values()) for split, labels in dataset.manifest.reviewed_left_out.items()},
         **_measure_leakage(dataset, trained_on or dataset, champion)._asdict(),
     )
 
@@ -255,7 +264,7 @@ def _measure_anchor(
         fault = anchor.fault or "The dataset that it was built from is not in the store."
         return AnchorEvaluation(name=recognizer.name, fault=fault)
     try:
-        overlap = _test_overlap(dataset, anchor.dataset, anchor.classes)
+        overlap, _ = _test_overlap(dataset, anchor.dataset, anchor.classes)
     except IntegrityError as error:
         return AnchorEvaluation(name=recognizer.name, fault=str(error))
     measurement, outcomes["anchor"] = measure(recognizer, dataset, settings, classes=anchor.classes, groups=groups)
@@ -276,23 +285,29 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
             leakage |= count_leakage(dataset, trained_on, ("train",))
         except IntegrityError as error:
             leakage, unreadable["training"] = {}, str(error)
-    of_champion, overlap = None, None
+    of_champion, overlap, common = None, None, 0
     if champion and champion.dataset:
         try:
             of_champion = count_leakage(dataset, champion.dataset)
-            overlap = _test_overlap(dataset, champion.dataset, champion.classes)
+            overlap, common = _test_overlap(dataset, champion.dataset, champion.classes)
         except IntegrityError as error:
             of_champion, unreadable["champion"] = None, str(error)
     elif champion and champion.fault:
         unreadable["champion"] = champion.fault
-    return _Leakage(leakage, of_champion, overlap, unreadable)
+    return _Leakage(leakage, of_champion, overlap, common, unreadable)
 
 
-def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:
-    """Proportion of the champion's test images, without retired classes, that are in the test split of ``dataset``."""
+def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> tuple[float, int]:
+    """Proportion and number of the champion's test images that are in the test split of ``dataset``.
+
+    Images of retired classes, and those that left the test split because they came by review, do not count.
+    """
     common = count_leakage(dataset, champion_dataset, ("test",))["test"]
     counts = champion_dataset.manifest.label_counts("test")
-    return common / max(1, sum(count for label, count in counts.items() if classes.current(label)))
+    total = sum(count for label, count in counts.items() if classes.current(label))
+    if dataset.manifest.reviewed_left_out:
+        total -= count_leakage(champion_dataset, dataset, ("train",))["train"]
+    return common / max(1, total), common
 
 
 def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:

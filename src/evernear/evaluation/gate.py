@@ -290,6 +290,8 @@ def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: Gate
         reason = f"The dataset of {champion.name} is not in the store, so its test images are unknown."
     elif passed:
         reason = f"The test split contains {overlap:.1%} of the images that {champion.name} was tested on."
+        if evaluation.reviewed_left_out.get("test"):
+            reason += " Images that came by review do not count."
     else:
         reason = (
             f"The test split contains only {overlap:.1%} of the images that {champion.name} was tested on, below "

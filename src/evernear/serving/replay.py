@@ -115,17 +115,8 @@ def _unexpected_errors(champion: ReleasedSystem, evaluation: Evaluation, store: 
         return 0.0
     accuracy = evaluation.champion.accuracy
     accuracy_before = Registry(store).get(champion.recognizer.name).manifest.metrics.get("accuracy", 0.0)
-    tested_before = _tested_before(champion, evaluation)
-    return unexpected_errors(accuracy.total - accuracy.count, accuracy.total, tested_before, accuracy_before)
-
-
-def _tested_before(champion: ReleasedSystem, evaluation: Evaluation) -> int:
-    """Number of test images that the champion was tested on; 0 if its dataset is unavailable."""
-    if champion.dataset is None or evaluation.champion_test_overlap is None:
-        return 0
-    counts = champion.dataset.manifest.label_counts("test")
-    total = sum(count for label, count in counts.items() if champion.classes.current(label))
-    return round(evaluation.champion_test_overlap * total)
+    errors = accuracy.total - accuracy.count
+    return unexpected_errors(errors, accuracy.total, evaluation.champion_tests, accuracy_before)
 
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:

@@ -50,6 +50,10 @@ class ValidationSettings(Section):
         description="A class has no image in train or the gallery, so the class cannot be recognized.",
     )
     missing_in_split: Severity = Field(default="warn", description="Another split has no image of a class.")
+    reviewed: Severity = Field(
+        default="info",
+        description="Images that came by review were in test or query; they are used for training only.",
+    )
     vanished_class: Severity = Field(
         default="error", description="A class of the champion has no image, unless ``classes`` retires or renames it."
     )
