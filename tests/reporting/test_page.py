@@ -186,6 +186,22 @@ def test_held_page_begins_with_the_failed_rules(
     assert f"evernear inspect run {CANDIDATE} --image IMAGE --workdir &#39;my work&#39;" in words
 
 
+def test_page_says_what_a_promotion_leaves_unknown_and_what_is_not_measured(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    changed = measured[0].model_copy(update={"reviewed_left_out": {"test": 12, "query": 1}})
+    verdict = decide(changed, GateSettings(accuracy_floor=0.5, beat_baseline=False, max_undetected_loss=0.001))
+    assert verdict.promote
+    assert "is detected with 90% probability" in verdict.caution
+    save(record, system, (changed, measured[1]), verdict=verdict.model_dump(mode="json"))
+    html = run_page(record)
+    check(html)
+    top = html[html.index("<h1>") : html.index("<nav>")]
+    assert f'<p class="warning">{verdict.caution}</p>' in top
+    assert "12 images of the test split came by review and are not measured." in html
+    assert "1 image of the query split came by review and is not measured." in html
+
+
 def test_many_failed_rules_do_not_push_the_next_command_down(
     record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
 ) -> None:

@@ -50,7 +50,7 @@ class Placer:
                 continue
             known.add(digest)
             members = placed[group] if group else Counter()
-            candidates = self._candidates
+            candidates: tuple[Split, ...] = self._candidates
             split = explicit_splits[row] or earlier.get(digest) or former_splits.get(name)
             if digest in reviewed or is_reviewed(name):
                 candidates = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]

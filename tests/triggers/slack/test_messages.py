@@ -48,7 +48,7 @@ def run(state: State, url: str = f"https://kfp.example/{HOSTILE}") -> Run:
 
 def outcome(state: str) -> RunOutcome:
     texts = {"run": HOSTILE, "release": HOSTILE, "candidate": HOSTILE, "reasons": (HOSTILE,)}
-    return RunOutcome(state=state, metrics={"accuracy": 0.5}, **texts)
+    return RunOutcome(state=state, metrics={"accuracy": 0.5}, caution=HOSTILE, **texts)
 
 
 def champion() -> Champion:
@@ -133,3 +133,12 @@ def test_all_messages_are_tested() -> None:
 def test_help_lists_every_command() -> None:
     (block,) = commands.help_message().blocks
     assert all(f"`{name}" in block["text"]["text"] for name in routes.COMMANDS)
+
+
+def test_promotion_says_which_loss_it_would_not_have_detected() -> None:
+    caution = "Only a loss of 15 points is detected with 90% probability, and gate.max_undetected_loss allows 10 points."
+    for warned, expected in ((caution, [f":warning: {caution}"]), ("", [])):
+        result = outcome("promoted").model_copy(update={"caution": warned})
+        message = runs.verdict(request(), run(State.SUCCEEDED), result, [RULE], champion(), [])
+        texts = [block.get("text", {}).get("text", "") for block in message.blocks]
+        assert [text for text in texts if text.startswith(":warning:")] == expected

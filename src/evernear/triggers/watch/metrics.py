@@ -1,4 +1,4 @@
-"""Prometheus metrics of the watcher: the champion's accuracy in life, as of the last check."""
+"""Prometheus metrics of the watcher, as of the last check: the champion's accuracy in life, and the class mix."""
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -9,6 +9,7 @@ FIGURES = {
     "live_accuracy": "Accuracy of the champion on these queries.",
     "live_accuracy_low": "Lower end of the 95% interval of evernear_live_accuracy.",
     "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
+    "class_mix_difference": "Share of live queries that would need another predicted class for the reference's mix.",
 }
 """Figures of a `CheckReport` that are exported as ``evernear_<figure>``, by ``version``."""
 
