@@ -305,7 +305,13 @@ def test_metrics_are_those_of_the_last_check() -> None:
         return {f"{s.name} {s.labels['version']}": s.value for family in families for s in family.samples}
 
     assert values(None) == {}
-    figures = {"live_labels": 100, "live_accuracy": 0.91, "live_accuracy_low": 0.84, "class_mix_difference": 0.2, "new_files": 3}
+    figures = {
+        "live_labels": 100,
+        "live_accuracy": 0.91,
+        "live_accuracy_low": 0.84,
+        "class_mix_difference": 0.2,
+        "new_files": 3,
+    }
     report = CheckReport(
         at=datetime(2027, 3, 1, tzinfo=UTC), champion="v", action="nothing", reasons=(), figures=figures
     )
