@@ -28,11 +28,13 @@ from evernear.embedding.train import train_network
 from evernear.errors import ConflictError, StoreError
 from evernear.evaluation.verdict import Verdict
 from evernear.index.build import build_index
+from evernear.index.search import Gallery
 from evernear.maintenance.forget import find, forget_images
 from evernear.release.archive import Candidate, make_archive
 from evernear.release.registry import Registry
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving import HANDLER
+from evernear.serving.gallery_images import GalleryImages
 from evernear.serving.query_log import LoggedQuery, Period, parse_file
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
 
@@ -185,6 +187,19 @@ def content(prepared: Prepared) -> bytes:
     return b"".join(str(path).encode() + path.read_bytes() for path in files)
 
 
+def test_rows_lead_to_images_through_a_removal_and_a_reindex(prepared: Prepared) -> None:
+    """The first gallery is in Milvus, whose collection later tests delete."""
+    images = GalleryImages(prepared.store)
+    for number, version in enumerate((prepared.trained, prepared.reindexed, prepared.retrained)):
+        embeddings = Embeddings.open(prepared.root / f"work{number}" / "embeddings")
+        gallery = Gallery.open(prepared.root / f"work{number}" / "index", embeddings.network_sha256)
+        for block in embeddings.blocks("gallery"):
+            for digest, answer in zip(block.digests, gallery.recognize(block.embeddings), strict=True):
+                rows = [neighbor.row for neighbor in answer.neighbors if neighbor.dist < 1e-3]
+                shown = [image.digest for row in rows if (image := images.find(version, row))]
+                assert digest.tobytes().hex() in shown
+
+
 def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri: str):
     from pymilvus import MilvusClient
 
@@ -240,6 +255,19 @@ def test_objects_without_removed_images_remain(prepared: Prepared):
     _, queries = parse_file(prepared.store.get(LOG), LOG)
     assert [(query.pred, bool(query.image)) for query in queries] == [("a", True), ("c", False)]
     assert len(pixels_by_hash(prepared.store.uri, prepared.after)) == 110
+
+
+def test_no_row_leads_to_a_forgotten_image(prepared: Prepared) -> None:
+    images = GalleryImages(prepared.store)
+    assert images.find(prepared.trained, 0)
+    promote(prepared, prepared.trained, prepared.retrained)
+
+    forget_images(prepared.store)
+    # The same object, which has the snapshots open.
+    for forgetful in (images, GalleryImages(prepared.store)):
+        assert forgetful.find(prepared.trained, 0) is None
+        assert forgetful.names(prepared.trained, next(iter(prepared.removed)).hex()) == ()
+        assert forgetful.find(prepared.retrained, 0)
 
 
 @pytest.fixture

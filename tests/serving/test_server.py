@@ -45,7 +45,7 @@ def test_response_has_exactly_the_documented_fields(served: Served) -> None:
     assert set(prediction) == {"pred", "dist", "unknown", "neighbors", "version", "id"}
     assert prediction["id"] == response.headers["x-request-id"]
     assert prediction["pred"] == query.pred
-    assert set(prediction["neighbors"][0]) == {"label", "dist"}
+    assert set(prediction["neighbors"][0]) == {"label", "dist", "row"}
     assert prediction["version"] == served.manifest.version
 
 

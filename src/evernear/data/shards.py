@@ -125,6 +125,11 @@ class Dataset:
             for start in range(0, shard.count, block_size):
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
+    def image(self, shard: Shard, row: int) -> Block:
+        """One image of a shard, as a block of one."""
+        with self._files.open(shard, row) as file:
+            return _block(self._read(file, shard, 1))
+
     def shards(self, split: Split) -> list[Shard]:
         """The shards of a split in order."""
         return [shard for shard in self.manifest.shards if shard.split == split]
@@ -385,3 +390,8 @@ def _open_existing(path: Path) -> FileIO | None:
 def default_cache() -> Path:
     """The directory of local copies of remote shards."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "shards"
+
+
+def remove_cached(sha256: str) -> None:
+    """Remove this machine's copy of a remote shard, if there is one."""
+    (default_cache() / f"{sha256}.npy").unlink(missing_ok=True)

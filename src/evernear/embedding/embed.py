@@ -1,8 +1,7 @@
 """Embed the images of a dataset in batches, in bounded memory."""
 
 import io
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.common.store import Store
-from evernear.data.gallery import joining_gallery
+from evernear.data.gallery import image_blocks, joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.embedding_cache import EmbeddingCache, Rows, Vectors
@@ -108,37 +107,6 @@ def embed_dataset(
     )
     description.save(out_dir / DESCRIPTION_FILE)
     return description
-
-
-def image_blocks(
-    dataset: Dataset, split: Split, batch_size: int, joining: Mapping[str, int]
-) -> Iterator[tuple[Iterator[Block], int]]:
-    """Yield the blocks and image count of each shard to embed for ``split``, in the order of the embeddings.
-
-    The gallery ends with train images: the first ``joining`` of each label, as far as there are so many.
-    """
-    for shard in dataset.shards(split):
-        yield dataset.shard_blocks(shard, batch_size), shard.count
-    if split == "gallery":
-        missing = Counter(joining)
-        for shard in dataset.shards("train"):
-            taken = Counter(shard.label_counts) & missing
-            missing -= taken
-            if taken:
-                numbers = Counter({dataset.labels.index(label): count for label, count in taken.items()})
-                yield _first(dataset.shard_blocks(shard, batch_size), numbers), taken.total()
-
-
-def _first(blocks: Iterator[Block], counts: Counter[int]) -> Iterator[Block]:
-    """The first ``counts`` images of each label number."""
-    for block in blocks:
-        rows: list[int] = []
-        for row, number in enumerate(block.labels.tolist()):
-            if counts[number]:
-                counts[number] -= 1
-                rows.append(row)
-        if rows:
-            yield Block(block.images[rows], block.labels[rows], block.digests[rows])
 
 
 def _rows(block: Block, vectors: Vectors, dtype: np.dtype[np.void]) -> Rows:

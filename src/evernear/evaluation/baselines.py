@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.frozen import Frozen
-from evernear.data.gallery import joining_gallery
+from evernear.data.gallery import image_blocks, joining_gallery
 from evernear.data.shards import Block, Dataset
 from evernear.evaluation.compare import PairedCounts, paired_counts
 from evernear.evaluation.measure import Outcomes
@@ -43,8 +43,6 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
     queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`. Of a class without an image in
     the gallery split, it has the train images that the candidate's index has.
     """
-    from evernear.embedding.embed import image_blocks
-
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, confidence)]
     if dataset.count("gallery"):

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from evernear.common.frozen import Frozen
+from evernear.data.gallery import image_blocks
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Block, Dataset
@@ -248,8 +249,6 @@ class ExampleCollector:
 
     def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
         """The images behind ``rows`` of the index, which has the order of the embed step."""
-        from evernear.embedding.embed import image_blocks
-
         if not rows:
             return
         numbers, first = self._recognizer.gallery.label_indices, 0

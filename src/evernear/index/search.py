@@ -30,10 +30,11 @@ Embedded = NDArray[np.float32]
 
 
 class Neighbor(NamedTuple):
-    """A gallery vector near a query; ``dist`` is L2, not squared."""
+    """A gallery vector near a query; ``dist`` is L2, not squared, and ``row`` its row in the index."""
 
     label: str
     dist: float
+    row: int
 
 
 class Recognition(NamedTuple):
@@ -123,14 +124,15 @@ class Gallery:
                 names[label],
                 distance,
                 unknown,
-                tuple(Neighbor(names[n], d) for n, d in zip(nearest, neighbor_distances, strict=True) if n != NO_LABEL),
+                tuple(Neighbor(names[n], d, row) for n, d, row in zip(*nearest, strict=True) if n != NO_LABEL),
             )
-            for label, distance, unknown, nearest, neighbor_distances in zip(
+            for label, distance, unknown, *nearest in zip(
                 answers.labels.tolist(),
                 answers.distances.tolist(),
                 answers.unknown.tolist(),
                 neighbors.labels[:, :listed].tolist(),
                 neighbors.distances[:, :listed].tolist(),
+                neighbors.rows[:, :listed].tolist(),
                 strict=True,
             )
         ]

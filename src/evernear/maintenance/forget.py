@@ -29,7 +29,7 @@ from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.store import Store
 from evernear.common.store.lease import Lease
 from evernear.data.manifest import Manifest, Shard, manifest_key
-from evernear.data.shards import Dataset, default_cache
+from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.data.writer import shard_key
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX, cached_digests
@@ -167,7 +167,7 @@ class _Forgetting:
         dataset.snapshots.compact_ledgers(dataset.clean)
         for sha256 in sorted(dataset.shards):
             self._store.delete(shard_key(name, sha256))
-            (default_cache() / f"{sha256}.npy").unlink(missing_ok=True)
+            remove_cached(sha256)
         for manifest in dataset.affected:
             self._store.delete(manifest_key(name, manifest.digest))
         dataset.snapshots.interrupt_ingests()

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -188,6 +188,7 @@ def _describe(
         max_pixels=settings.max_pixels,
         embedding_dim=network.embedding_dim,
         collection=gallery.description.collection,
+        joined_gallery=_joined(candidate.dataset, gallery),
         threshold=gallery.description.threshold,
         metrics=dict(candidate.metrics),
         verdict_sha256=described[VERDICT_FILE].sha256,
@@ -195,6 +196,12 @@ def _describe(
         evernear_version=__version__,
         git_commit=git_commit(),
     )
+
+
+def _joined(dataset: Dataset, gallery: Gallery) -> dict[str, int]:
+    """The images of each class that follow the gallery split in the index, as `evernear.data.gallery` orders them."""
+    numbers = Counter(gallery.label_indices[dataset.count("gallery") :].tolist())
+    return {dataset.labels[number]: count for number, count in sorted(numbers.items())}
 
 
 def _embedded(dataset: Dataset, split: Split, network_dir: Path, store: Store | None) -> EmbeddedBlocks:

@@ -60,7 +60,8 @@ class ReleaseManifest(Frozen):
     against, and ``metrics`` are its result. ``source`` and ``training`` are the settings ``data.source``
     and ``train.*`` behind the dataset and the network. ``pretrained_sha256`` is the hash of the file of weights with
     which the backbone was initialized. ``network_identity`` is the key of its cached embeddings. ``collection`` has the
-    vectors of the index; None if they are in the archive.
+    vectors of the index; None if they are in the archive. ``joined_gallery`` are the train images of each class that
+    follow the gallery split in the index; None if an earlier version archived the release.
     """
 
     format: Literal[1] = 1
@@ -80,6 +81,7 @@ class ReleaseManifest(Frozen):
     max_pixels: int = Field(gt=0)
     embedding_dim: int = Field(gt=0)
     collection: Collection | None = None
+    joined_gallery: dict[str, int] | None = None
     threshold: float
     metrics: dict[str, float]
     verdict_sha256: Sha256

@@ -242,6 +242,14 @@ class Registry:
             fault += ", although it is the champion; promote another one with `evernear registry promote VERSION`"
         raise StoreError(f"Release {version} {fault}.")
 
+    def find(self, version: str) -> Record | None:
+        """The record of a release, also of a pruned one; None if the store has neither.
+
+        Raises:
+            IntegrityError: the record is damaged.
+        """
+        return self._record(MANIFESTS, version) or self._record(PRUNED, version)
+
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
         """The records of all releases by version, in the order of `list`, and the faults of those that are damaged."""
         records: dict[str, Record] = {}

@@ -121,7 +121,7 @@ class Predictor:
                 pred=result.pred,
                 dist=result.dist,
                 unknown=result.unknown,
-                neighbors=tuple(Neighbor(label=neighbor.label, dist=neighbor.dist) for neighbor in result.neighbors),
+                neighbors=tuple(Neighbor(label=near.label, dist=near.dist, row=near.row) for near in result.neighbors),
                 version=self.manifest.version,
             )
             for result in self._gallery.recognize(embeddings)

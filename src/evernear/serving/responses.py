@@ -12,11 +12,19 @@ if TYPE_CHECKING:
     from evernear.release.manifest import ReleaseManifest
 
 
+NO_ROW = -1
+
+
 class Neighbor(Frozen, extra="ignore"):
-    """A gallery image near the query."""
+    """A gallery image near the query.
+
+    ``row`` is its row in the release's gallery, which leads to the image (`evernear.serving.gallery_images`). It is
+    absent, and -1 here, in the answers of servers of an earlier version.
+    """
 
     label: str
     dist: float
+    row: int = Field(default=NO_ROW, exclude_if=lambda row: row == NO_ROW)
 
 
 class Prediction(Frozen, extra="ignore"):

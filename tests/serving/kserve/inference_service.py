@@ -157,8 +157,8 @@ def predictions_of(response: Any) -> list[dict[str, Any]]:
         columns = {output.name: _contents(output) for output in response.outputs}
     k = len(columns["neighbor_dists"]) // max(1, len(columns["pred"]))
     neighbors = [
-        {"label": label, "dist": dist}
-        for label, dist in zip(columns["neighbor_labels"], columns["neighbor_dists"], strict=True)
+        {"label": label, "dist": dist, "row": row}
+        for label, dist, row in zip(*(columns[f"neighbor_{name}s"] for name in ("label", "dist", "row")), strict=True)
     ]
     return [
         {

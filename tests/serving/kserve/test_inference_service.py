@@ -79,7 +79,8 @@ def assert_same(answers: list[dict[str, Any]], stored: list[dict[str, Any]]) -> 
             expected["version"],
         )
         assert answer["dist"] == pytest.approx(expected["dist"], abs=1e-4)
-        assert [n["label"] for n in answer["neighbors"]] == [n["label"] for n in expected["neighbors"]]
+        for name in ("label", "row"):
+            assert [n[name] for n in answer["neighbors"]] == [n[name] for n in expected["neighbors"]]
         assert [n["dist"] for n in answer["neighbors"]] == pytest.approx(
             [n["dist"] for n in expected["neighbors"]], abs=1e-4
         )

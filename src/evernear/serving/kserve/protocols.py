@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.serving.request_parsing import compression, decode_base64
-from evernear.serving.responses import Neighbor, Prediction, Rejection
+from evernear.serving.responses import NO_ROW, Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
 """Image files, with a `Rejection` in place of an unreadable one; or pixels (N, H, W, C) of uint8."""
@@ -39,12 +39,13 @@ OUTPUTS = (
     ("neighbor_labels", "BYTES", 2),
     ("neighbor_dists", "FP32", 2),
     ("version", "BYTES", 1),
+    ("neighbor_rows", "INT64", 2),
 )
-"""Name, datatype and rank of the output tensors."""
+"""Name, datatype and rank of the output tensors. New ones come last, for clients that read them by position."""
 MAX_TENSORS = 64
-"""Inputs or outputs that a v2 request may name; it needs one input and six outputs."""
+"""Inputs or outputs that a v2 request may name; it needs one input and seven outputs."""
 _PADDING = Neighbor(label="", dist=-1.0)
-"""Fills the rows of ``neighbor_labels`` and ``neighbor_dists`` if an approximate index finds fewer neighbors."""
+"""Fills the rows of ``neighbor_labels``, ``_dists`` and ``_rows`` if an approximate index finds fewer neighbors."""
 
 
 class _Input(msgspec.Struct):
@@ -172,20 +173,24 @@ def parse_response(response: InferResponse) -> list[Prediction]:
         ValueError: another model sent it.
     """
     columns = {name: _column(response, name) for name in ("pred", "dist", "unknown", "version")}
-    neighbor_columns = zip(_column(response, "neighbor_labels"), _column(response, "neighbor_dists"), strict=True)
+    near = [_column(response, name) for name in ("neighbor_labels", "neighbor_dists")]
+    if response.get_output_by_name("neighbor_rows") is None:  # a predictor of an earlier version
+        near.append([[NO_ROW] * len(labels) for labels in near[0]])
+    else:
+        near.append(_column(response, "neighbor_rows"))
     return [
         Prediction(
             pred=pred,
             dist=dist,
             unknown=unknown,
             neighbors=tuple(
-                Neighbor(label=label, dist=distance)
-                for label, distance in zip(labels, distances, strict=True)
+                Neighbor(label=label, dist=distance, row=row)
+                for label, distance, row in zip(*neighbors, strict=True)
                 if distance != _PADDING.dist
             ),
             version=version,
         )
-        for pred, dist, unknown, version, (labels, distances) in zip(*columns.values(), neighbor_columns, strict=True)
+        for pred, dist, unknown, version, *neighbors in zip(*columns.values(), *near, strict=True)
     ]
 
 
@@ -289,7 +294,7 @@ def _outputs(predictions: list[Prediction]) -> list[InferOutput]:
     width = max((len(p.neighbors) for p in predictions), default=0)
     neighbors = [n for p in predictions for n in (*p.neighbors, *[_PADDING] * (width - len(p.neighbors)))]
     data = {name: [getattr(p, name) for p in predictions] for name in ("pred", "dist", "unknown", "version")}
-    data |= {"neighbor_labels": [n.label for n in neighbors], "neighbor_dists": [n.dist for n in neighbors]}
+    data |= {f"neighbor_{name}s": [getattr(n, name) for n in neighbors] for name in ("label", "dist", "row")}
     return [InferOutput(name, [count, width][:rank], datatype, data[name]) for name, datatype, rank in OUTPUTS]
 
 

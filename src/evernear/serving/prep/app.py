@@ -37,7 +37,7 @@ EXAMPLE_PREDICTION = {
     "pred": "7",
     "dist": 0.399,
     "unknown": False,
-    "neighbors": [{"label": "7", "dist": 0.399}, {"label": "7", "dist": 0.441}],
+    "neighbors": [{"label": "7", "dist": 0.399, "row": 212}, {"label": "7", "dist": 0.441, "row": 31}],
     "version": EXAMPLE_VERSION,
     "id": "7f7c4f0e-7b1c-4c8e-9d8e-0a3c8f0d9f1a",
 }
