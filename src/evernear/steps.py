@@ -425,7 +425,7 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 
 def _countdown(running: Step) -> "Callable[[Steps], None]":
     """A training callback that reports the progress within an epoch and the time left."""
-    countdown = Countdown(running.report)
+    countdown = Countdown(running.report, running.progressed)
 
     def report(steps: "Steps") -> None:
         epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
@@ -437,7 +437,7 @@ def _countdown(running: Step) -> "Callable[[Steps], None]":
 
 def _image_countdown(running: Step, total: int) -> Callable[[int], None]:
     """A callback that is called with the number of images that are done since the last call."""
-    countdown, done = Countdown(running.report), 0
+    countdown, done = Countdown(running.report, running.progressed), 0
 
     def report(images: int) -> None:
         nonlocal done

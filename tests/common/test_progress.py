@@ -1,8 +1,10 @@
 """The estimate of the time left."""
 
+import numpy as np
 import pytest
 
 from evernear.common.progress import Countdown, duration
+from evernear.common.run_record import StepProgress
 
 
 def test_time_left_follows_the_mean_duration_of_the_units() -> None:
@@ -34,6 +36,24 @@ def test_long_step_reports_about_fifty_times() -> None:
         now_s += 0.1
         countdown(completed, 100_000, "")
     assert 45 <= len(reports) <= 51
+
+
+def test_numbers_are_recorded_every_five_seconds_of_a_long_step() -> None:
+    now_s = 0.0
+    reports: list[str] = []
+    records: list[tuple[float, StepProgress]] = []
+    countdown = Countdown(reports.append, lambda progress: records.append((now_s, progress)), clock=lambda: now_s)
+    for completed in range(1, 100_001):
+        now_s += 0.1
+        countdown(completed, 100_000, f"{completed} of 100000")
+    times_s = np.array([at_s for at_s, _ in records])
+    assert 5 <= np.diff(times_s).min() <= np.diff(times_s).max() < 5.2
+    assert len(reports) <= 51, "the log has fewer lines"
+    _, last = records[-1]
+    assert last.total == 100_000
+    assert last.done is not None
+    assert last.left_s == pytest.approx((100_000 - last.done) * 0.1)
+    assert last.message == f"{last.done} of 100000"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,20 @@
 """The run's record of a step that runs, finishes or fails."""
 
 import errno
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from evernear.common import progress
 from evernear.common.progress import step
-from evernear.common.run_record import RunRecord
-from evernear.common.store import Store, open_store
+from evernear.common.run_record import RunRecord, StepProgress, StepRecord, runs_in_progress
+from evernear.common.store import FileStore, Store, open_store
 from evernear.errors import DataError
 
 
@@ -66,3 +72,106 @@ def test_unwritable_store_does_not_fail_a_step(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     with step("export", "run", (tmp_path / "store").as_uri()) as running:
         running.summary = "done"
+
+
+def progress_in(store: Store) -> StepProgress | None:
+    (recorded,) = RunRecord(store, "run").steps()
+    return recorded.progress
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_progress_of_a_running_step_is_in_the_store(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 0.05)
+    at = datetime.now(UTC)
+    with step("embed", "run", store.uri) as running:
+        running.report("reading")
+        wait_for(lambda: progress_in(store) is not None)
+        first = progress_in(store)
+        assert first
+        assert (first.message, first.done) == ("reading", None)
+        counted = StepProgress(at=at, message="5 of 9 images", done=5, total=9, left_s=4.0)
+        running.progressed(counted)
+        wait_for(lambda: progress_in(store) == counted)
+        running.report("5 of 9 images, about 4 s left")
+        wait_for(lambda: "about" in str(progress_in(store)))
+        last = progress_in(store)
+        assert last
+        assert (last.done, last.total, last.left_s) == (5, 9, 4.0), "a line of the log keeps the numbers"
+        (recorded,) = RunRecord(store, "run").steps()
+        assert recorded.state == "running"
+    assert progress_in(store) is None, "a finished step has a summary instead"
+
+
+def test_progress_is_written_at_most_once_in_an_interval(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REPORT_INTERVAL_S", 3600)
+    written: list[str] = []
+    save = RunRecord.save_step
+
+    def count(record: RunRecord, step: StepRecord) -> None:
+        if step.progress:
+            written.append(step.progress.message)
+        save(record, step)
+
+    monkeypatch.setattr(RunRecord, "save_step", count)
+    with step("embed", "run", store.uri) as running:
+        running.report("first")
+        wait_for(lambda: bool(written))
+        for number in range(1000):
+            running.report(f"image {number}")
+    assert written == ["first"]
+
+
+def test_slow_store_neither_delays_a_step_nor_replaces_its_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, writing, may_write = RunRecord.save_step, threading.Event(), threading.Event()
+
+    def slow(record: RunRecord, step: StepRecord) -> None:
+        if step.progress:
+            writing.set()
+            assert may_write.wait(30)
+        save(record, step)
+
+    monkeypatch.setattr(RunRecord, "save_step", slow)
+    with step("embed", "run", store.uri) as running:
+        running.report("first")
+        assert writing.wait(30)
+        running.report("second")  # returns, although the store does not answer
+        may_write.set()
+        running.summary = "done"
+    (recorded,) = RunRecord(store, "run").steps()
+    assert (recorded.state, recorded.message) == ("finished", "done")
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
+
+
+def test_runs_in_progress_are_those_that_may_still_go_on(store: Store) -> None:
+    assert isinstance(store, FileStore)
+    now = datetime.now(UTC)
+    ended_process = subprocess.Popen(["true"])
+    ended_process.wait()
+    here = StepRecord.of_this_process("train", now)
+    elsewhere = here.model_copy(update={"host": "another-pod"})
+    for run, record in {
+        "here": here,
+        "killed": here.model_copy(update={"process": ended_process.pid}),
+        "in-a-pod": elsewhere,
+        "abandoned": elsewhere,
+        "ended": elsewhere,
+        "damaged": elsewhere,
+    }.items():
+        RunRecord(store, run).save_step(record)
+    RunRecord(store, "ended").save(outcome={})
+    store.put("runs/damaged/steps/train.json", b"{")
+    store.put("runs/starting/0123", b"")
+    long_ago_s = (now - timedelta(days=8)).timestamp()
+    os.utime(store.path("runs/abandoned/steps/train.json"), (long_ago_s, long_ago_s))
+    an_hour_ago_s = (now - timedelta(hours=1)).timestamp()
+    os.utime(store.path("runs/in-a-pod/steps/train.json"), (an_hour_ago_s, an_hour_ago_s))
+    found = runs_in_progress(store, now)
+    assert [run.run for run in found] == ["here", "in-a-pod"], "the one that was heard of last comes first"
+    assert found[0].steps == (here,)
+    assert found[1].heard.timestamp() == pytest.approx(an_hour_ago_s, abs=1)

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
@@ -23,7 +24,7 @@ from evernear.common.endings import shadowed_modules
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line, printable
-from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store import open_store
 from evernear.common.store.lease import wait_for_release
 from evernear.errors import EvernearError, StoreError, disk_full_message
@@ -62,12 +63,21 @@ class Step:
         self._store_uri = store_uri
         self._record: RunRecord | None = None
         self._opened = False
+        self._progress: StepProgress | None = None
+        self._writer = _Writer(self._save_progress)
         self._started = datetime.now(UTC)
         self._started_s = time.monotonic()
 
     def report(self, message: str) -> None:
         """Report progress in a few words."""
         self.emit("progress", message)
+        counted = self._progress or StepProgress(at=self._started, message="")
+        self.progressed(counted.model_copy(update={"at": datetime.now(UTC), "message": printable(message)}))
+
+    def progressed(self, progress: StepProgress) -> None:
+        """Record progress in the store, where others see it, at most once in `REPORT_INTERVAL_S`. Never waits."""
+        self._progress = progress
+        self._writer.write_soon()
 
     def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
         """Write one event to the event file, to the log and, except for progress, to the run's record."""
@@ -92,6 +102,7 @@ class Step:
         """Record the state of the step. Store errors are ignored: the step may not need the store otherwise."""
         if event.kind == "progress":
             return
+        self._writer.stop()  # a record of progress must not replace the record of the end
         step = StepRecord.of_this_process(event.step, self._started)
         if event.kind != "started":
             ending = {"state": event.kind, "message": event.message, "exit_code": event.exit_code, "ended": event.at}
@@ -104,6 +115,48 @@ class Step:
                 self._record.save_step(step)
                 if event.kind == "started":  # the event is recorded first, so that either sees the other
                     wait_for_release(self._record.store, self.report)
+
+    def _save_progress(self) -> None:
+        if self._record is not None:
+            step = StepRecord.of_this_process(self.name, self._started)
+            self._record.save_step(step.model_copy(update={"progress": self._progress}))
+
+
+class _Writer:
+    """Calls ``write`` in a thread, at most once in `REPORT_INTERVAL_S`: a slow store must not slow a step down."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._wanted = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def write_soon(self) -> None:
+        """Have ``write`` called now, or as soon as the interval has passed."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+            self._thread.start()
+        self._wanted.set()
+
+    def stop(self) -> None:
+        """Wait for a write in progress, and forget what is not written."""
+        self._stopped.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._stopped.clear()
+        self._wanted.clear()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            if self._stopped.is_set():
+                return
+            with suppress(EvernearError):  # the step may not need the store otherwise
+                self._write()
+            self._stopped.wait(REPORT_INTERVAL_S)
 
 
 @contextmanager
@@ -177,27 +230,39 @@ class Countdown:
     """Reports the progress of work in equal units, and estimates the time left.
 
     The estimate is the mean duration of the units so far times the units left. The first unit is not timed, because it
-    also warms up libraries and caches, nor are units done before the first call, as after a resume.
+    also warms up libraries and caches, nor are units done before the first call, as after a resume. ``report`` gets a
+    line for the log, and ``record`` the same with its numbers, more often.
     """
 
-    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        record: Callable[[StepProgress], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._report = report
+        self._record = record
         self._clock = clock
         self._first: tuple[int, float] | None = None
         self._next_report_s = 0.0
+        self._next_record_s = 0.0
 
     def __call__(self, completed: int, total: int, message: str) -> None:
         """Report ``message`` and the time left, if a report is due. Call this after each unit, or every few units."""
         now_s = self._clock()
         if self._first is None:
             self._first = (completed, now_s)
-            self._next_report_s = now_s + REPORT_INTERVAL_S
+            self._next_report_s = self._next_record_s = now_s + REPORT_INTERVAL_S
         first, started_s = self._first
-        if now_s < self._next_report_s or completed <= first:
+        if now_s < self._next_record_s or completed <= first:
             return
         left_s = (now_s - started_s) / (completed - first) * (total - completed)
-        self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
-        self._report(f"{message}, about {duration(left_s)} left")
+        if now_s >= self._next_report_s:
+            self._next_report_s = now_s + max(REPORT_INTERVAL_S, (now_s - started_s + left_s) / REPORTS)
+            self._report(f"{message}, about {duration(left_s)} left")
+        self._next_record_s = now_s + REPORT_INTERVAL_S
+        at = datetime.now(UTC)
+        self._record(StepProgress(at=at, message=message, done=completed, total=total, left_s=left_s))
 
 
 class RunCommand(Frozen):

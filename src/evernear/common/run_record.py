@@ -3,7 +3,7 @@
 Kubeflow Pipelines keeps no error message of a failed task, does not report who stopped a run, and passes no artifacts
 to the exit step. Each step therefore records its own state::
 
-    runs/<run>/steps/<step>.json    the last state of a step, with its error
+    runs/<run>/steps/<step>.json    the last state of a step, with its progress or its error
     runs/<run>/stop.json            who requested the run to stop, and when
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
     runs/<run>/run.html             the run page; see `evernear.reporting.page`
@@ -12,26 +12,43 @@ to the exit step. Each step therefore records its own state::
 import json
 import os
 import socket
-from collections.abc import Mapping
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AwareDatetime
 
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask
 from evernear.common.store import Store
-from evernear.errors import IntegrityError
+from evernear.errors import IntegrityError, MissingObjectError
 
 RUNS = "runs/"
 STARTING = "starting"
 """The folder of `RUNS` that has the locks of runs that are being started, and no run."""
 EXIT_STEP = "notify"
 """The last step of every run, even of one that failed."""
+OUTCOME = "outcome"
+"""The name of the document with which a run ends; see `evernear.reporting.notify`."""
+ABANDONED_AFTER = timedelta(days=7)
+"""Age of the last sign of a run on another machine that recorded no end, from which it counts as killed."""
 RUNNER_VARIABLE = "_EVERNEAR_RUNNER"
 """The ID of the process that runs the steps of a local run; steps in a cluster do not have it."""
 Document = TypeVar("Document", bound=Frozen)
+
+
+class StepProgress(Frozen):
+    """How far a running step is."""
+
+    at: AwareDatetime
+    message: str
+    done: int | None = None
+    """Units of work that are done, such as images; None if the step does not count them."""
+    total: int | None = None
+    left_s: float | None = None
+    """Estimated time left; None if it is unknown."""
 
 
 class StepRecord(Frozen):
@@ -60,6 +77,8 @@ class StepRecord(Frozen):
     """The ID of the step's process on its host."""
     runner: int | None = None
     """The ID of the process that runs the steps of a local run, on the same host."""
+    progress: StepProgress | None = None
+    """The last progress while the step runs, a few seconds old; None before the first, and at the end."""
 
     @classmethod
     def of_this_process(cls, step: str, started: datetime) -> "StepRecord":
@@ -75,6 +94,16 @@ class StepRecord(Frozen):
         )
 
 
+class RunInProgress(NamedTuple):
+    """A run that has not ended, as far as the store shows."""
+
+    run: str
+    steps: tuple[StepRecord, ...]
+    """In the order in which they started."""
+    heard: datetime
+    """When a step last wrote to the store, by the store's clock."""
+
+
 class StopRecord(Frozen):
     """A request to stop a run."""
 
@@ -88,6 +117,56 @@ def this_host() -> str:
         return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def runs_in_progress(store: Store, now: datetime) -> list[RunInProgress]:
+    """The runs that have not ended, the one heard of last first. Lists all runs, and reads only those in progress.
+
+    A local run whose process has died is not in progress. A run on another machine counts as in progress until it has
+    an outcome, or was not heard of for `ABANDONED_AFTER`.
+
+    Raises:
+        StoreError: the store fails.
+    """
+    heard: dict[str, datetime] = {}
+    ended = {STARTING}
+    for info in store.list(RUNS):
+        run, _, name = info.key.removeprefix(RUNS).partition("/")
+        if name.startswith("steps/"):
+            heard[run] = max(info.modified, heard.get(run, info.modified))
+        elif name == f"{OUTCOME}.json":
+            ended.add(run)
+    found: list[RunInProgress] = []
+    for run, at in heard.items():
+        if run not in ended and now - at < ABANDONED_AFTER:
+            with suppress(IntegrityError, MissingObjectError):  # damaged, or pruned in the meantime
+                steps = RunRecord(store, run).steps()
+                if may_be_active(steps, is_recent=True):
+                    found.append(RunInProgress(run, steps, at))
+    return sorted(found, key=lambda run: run.heard, reverse=True)
+
+
+def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
+    """Whether a run with these steps is in progress, or may be.
+
+    ``is_recent`` decides about steps on another machine.
+    """
+    if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
+        return False  # earlier steps that are "running" were killed
+    if any(step.host != this_host() for step in steps):
+        return is_recent
+    return any(
+        _is_alive(step.runner, step) or (step.state == "running" and _is_alive(step.process, step)) for step in steps
+    )
+
+
+def _is_alive(process: int | None, step: StepRecord) -> bool:
+    """Whether the process of this machine runs; one that started after ``step`` has reused the ID."""
+    import psutil  # steps do not need it
+
+    with suppress(psutil.NoSuchProcess):
+        return process is not None and psutil.Process(process).create_time() < step.started.timestamp() + 1
+    return False
 
 
 class RunRecord:

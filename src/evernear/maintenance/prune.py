@@ -26,10 +26,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
-import psutil
-
 from evernear.common.frozen import Frozen
-from evernear.common.run_record import EXIT_STEP, RUNS, STARTING, RunRecord, StepRecord, this_host
+from evernear.common.run_record import ABANDONED_AFTER, EXIT_STEP, RUNS, STARTING, RunRecord, may_be_active, this_host
 from evernear.common.store import ObjectInfo, Store
 from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
@@ -40,8 +38,6 @@ from evernear.maintenance.references import Unreadable, datasets, references
 from evernear.release.registry import ARCHIVES, MANIFESTS, RELEASES, Registry
 from evernear.settings.weight_packages import WEIGHTS
 
-ABANDONED_AFTER = timedelta(days=7)
-"""Age of the last sign of a run on another machine that recorded no end, from which it counts as killed."""
 RESUMABLE = timedelta(days=7)
 """Age up to which the checkpoint of an interrupted training is kept."""
 PUBLISHING = timedelta(hours=1)
@@ -146,23 +142,9 @@ def active_runs(store: Store, ended: Collection[str] = ()) -> dict[str, datetime
 
 def _is_active(record: RunRecord, is_recent: bool) -> bool:
     try:
-        steps = record.steps()
+        return may_be_active(record.steps(), is_recent=is_recent)
     except IntegrityError:
         return is_recent
-    if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
-        return False  # earlier steps that are "running" were killed
-    if any(step.host != this_host() for step in steps):
-        return is_recent
-    return any(
-        _is_alive(step.runner, step) or (step.state == "running" and _is_alive(step.process, step)) for step in steps
-    )
-
-
-def _is_alive(process: int | None, step: StepRecord) -> bool:
-    """Whether the process of this machine runs; one that started after ``step`` has reused the ID."""
-    with suppress(psutil.NoSuchProcess):
-        return process is not None and psutil.Process(process).create_time() < step.started.timestamp() + 1
-    return False
 
 
 def _explain(active: dict[str, datetime]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from evernear.common.frozen import Frozen
-from evernear.common.run_record import RunRecord, StepRecord, StopRecord
+from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
 from evernear.evaluation.verdict import Rule
 from evernear.release.registry import CHAMPION_ALONE
@@ -135,7 +135,7 @@ class RunOutcome(Frozen):
 
 def load_outcome(store: Store, run: str) -> RunOutcome | None:
     """The outcome of ``run``; None before `finalize`."""
-    return RunRecord(store, run).find("outcome", RunOutcome)
+    return RunRecord(store, run).find(OUTCOME, RunOutcome)
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
@@ -189,7 +189,7 @@ def finalize(
     url = deployed.get("url")
     served_here = bool(url and command) and record.load("settings").get("target") == "local"
     outcome = outcome.model_copy(update={**fields, "url": url, "served_here": served_here})
-    record.save(outcome=outcome.model_dump(mode="json"))
+    record.save(**{OUTCOME: outcome.model_dump(mode="json")})
     return outcome
 
 
