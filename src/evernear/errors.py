@@ -21,6 +21,7 @@
     ├── ClusterError                12   Kubernetes is unreachable or rejects a request, or a rollout failed
     ├── PipelineServerError         13   Kubeflow Pipelines is unreachable or rejects a request
     ├── SlackError                  14   Slack is unreachable or rejects a request
+    ├── PartError                   15   a process or a pod that ran a part of a step ended without a result
     └── UserInterruptError         130   Ctrl-C; the shell's convention is 128 + SIGINT
 """
 
@@ -130,6 +131,12 @@ class SlackError(EvernearError):
     """Slack is unreachable or rejects a request."""
 
     exit_code = 14
+
+
+class PartError(EvernearError):
+    """A process or a pod that ran a part of a step ended without a result."""
+
+    exit_code = 15
 
 
 class UserInterruptError(EvernearError):

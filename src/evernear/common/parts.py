@@ -1,0 +1,305 @@
+"""A step in parts: values in a store that any process may run, any number of times.
+
+::
+
+    <folder>/plan.json                    the plan, written last and once
+    <folder>/<plan>/parts/000000.json     one part: what to do
+    <folder>/<plan>/results/000000.json   the result of a part; a part that has one is skipped
+    <folder>/<plan>/failed/000000.json    why a part failed, if the same error would only occur again
+
+Parts follow from a listing and a fixed size, never from the number of processes, so that results are the same for any
+number. An `Executor` runs parts, follows them and returns: `Processes` on this machine, or an Indexed Job
+(`evernear.kubeflow.indexed_job`). Both run `run_part`.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, Protocol
+from uuid import uuid4
+
+from pydantic import AwareDatetime, Field
+
+from evernear.common.frozen import Frozen
+from evernear.common.masking import mask
+from evernear.common.store import Store, open_store
+from evernear.common.threads import divide_between
+from evernear.errors import (
+    BusyError,
+    ClusterError,
+    ConflictError,
+    EvernearError,
+    MissingObjectError,
+    PartError,
+    StoreError,
+)
+
+Worker = Callable[[int, bytes], bytes]
+"""Runs a part, by its number and its value, and returns its result. The same part gives the same result."""
+OpenWorker = Callable[["Plan"], Worker]
+"""Opens what the parts of a plan share, such as a network. A function of a module, so that a process can import it."""
+
+
+class Plan(Frozen):
+    """The parts of a step, and what they share."""
+
+    id: str
+    kind: str
+    """The worker that runs the parts (`evernear.part`)."""
+    shared: dict[str, Any]
+    """What all parts share, such as the source and the release. Another plan needs another folder."""
+    parts: int = Field(ge=0)
+    units: int = Field(ge=0)
+    """Images in all parts, or another unit of work."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what the listing left out."""
+    planned: AwareDatetime
+
+
+class Part(Frozen):
+    """Base of the values of parts. ``units`` is the size of the part, for rate and time left."""
+
+    units: int = Field(ge=0)
+
+
+class PartFailure(Frozen):
+    """Why a part failed for good."""
+
+    part: int = Field(ge=0)
+    message: str
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a step in ``folder`` of ``store``."""
+
+    store: Store
+    folder: str
+    plan: Plan
+
+    @staticmethod
+    def find(store: Store, folder: str) -> "Parts | None":
+        """The parts that were planned in ``folder``; None before that."""
+        stored = store.find(f"{folder}/plan.json")
+        if stored is None:
+            return None
+        return Parts(store, folder, Plan.from_json(stored[0], f"{folder}/plan.json in {store.uri}"))
+
+    @staticmethod
+    def make(
+        store: Store,
+        folder: str,
+        kind: str,
+        shared: dict[str, Any],
+        parts: Iterable[Part],
+        notes: Callable[[], tuple[str, ...]] = tuple,
+    ) -> "Parts":
+        """Write ``parts`` one by one, then the plan; ``notes`` is called once the parts are exhausted.
+
+        If another process was first, its plan is returned and these parts are deleted.
+        """
+        plan_id, count, units = uuid4().hex[:12], 0, 0
+        for part in parts:
+            store.put(_key(folder, plan_id, "parts", count), part.model_dump_json().encode())
+            count, units = count + 1, units + part.units
+        plan = Plan(
+            id=plan_id, kind=kind, shared=shared, parts=count, units=units, notes=notes(), planned=datetime.now(UTC)
+        )
+        try:
+            store.put_if(f"{folder}/plan.json", plan.to_json(), None)
+        except ConflictError:
+            for number in range(count):
+                store.delete(_key(folder, plan_id, "parts", number))
+            first = Parts.find(store, folder)
+            if first is None:
+                raise
+            return first
+        return Parts(store, folder, plan)
+
+    def missing(self) -> list[int]:
+        """The numbers of the parts without a result."""
+        done = set(self._numbers("results"))
+        return [number for number in range(self.plan.parts) if number not in done]
+
+    def part(self, number: int) -> bytes:
+        """The value of a part."""
+        return self.store.get(self._key("parts", number))
+
+    def result(self, number: int) -> bytes | None:
+        """The result of a part; None if it has none."""
+        stored = self.store.find(self._key("results", number))
+        return stored[0] if stored else None
+
+    def results(self) -> Iterator[bytes]:
+        """The results of all parts, in order.
+
+        Raises:
+            MissingObjectError: a part has no result.
+        """
+        return (self.store.get(self._key("results", number)) for number in range(self.plan.parts))
+
+    def save_result(self, number: int, result: bytes) -> None:
+        """Write the result of a part, unless another process was first."""
+        try:
+            self.store.put_if(self._key("results", number), result, None)
+        except ConflictError:
+            return
+
+    def failure(self) -> PartFailure | None:
+        """The first part that failed for good."""
+        for number in self._numbers("failed"):
+            key = self._key("failed", number)
+            return PartFailure.from_json(self.store.get(key), key)
+        return None
+
+    def save_failure(self, number: int, error: EvernearError) -> None:
+        """Record that a part failed for good."""
+        failure = PartFailure(part=number, message=mask(str(error)))
+        self.store.put(self._key("failed", number), failure.to_json())
+
+    def forget_failures(self) -> None:
+        """Let parts that failed run again."""
+        for number in [*self._numbers("failed")]:
+            self.store.delete(self._key("failed", number))
+
+    def _numbers(self, kind: str) -> Iterator[int]:
+        for info in self.store.list(f"{self.folder}/{self.plan.id}/{kind}/"):
+            yield int(PurePosixPath(info.key).stem)
+
+    def _key(self, kind: str, number: int) -> str:
+        return _key(self.folder, self.plan.id, kind, number)
+
+
+def _key(folder: str, plan_id: str, kind: str, number: int) -> str:
+    return f"{folder}/{plan_id}/{kind}/{number:06}.json"
+
+
+def is_final(error: EvernearError) -> bool:
+    """Whether the same error would only occur again. A store, a server or a cluster may work later."""
+    if isinstance(error, MissingObjectError):
+        return True
+    return not isinstance(error, (StoreError, BusyError, ClusterError))
+
+
+def run_part(parts: Parts, number: int, worker: Worker) -> None:
+    """Run a part with ``worker`` unless it has a result.
+
+    Raises:
+        EvernearError: the part failed; an error that would only occur again is recorded.
+    """
+    if parts.result(number) is not None:
+        return
+    try:
+        parts.save_result(number, worker(number, parts.part(number)))
+    except EvernearError as error:
+        if is_final(error):
+            parts.save_failure(number, error)
+        raise
+
+
+class Executor(Protocol):
+    """Runs parts, follows them and returns when all have a result."""
+
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """Run the parts ``numbers``; call ``on_done`` with the number of parts that ended since the last call.
+
+        Raises:
+            EvernearError: a part failed, with its own sentence.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Runs parts in processes on this machine. With one, it is this process."""
+
+    count: int
+    open_worker: OpenWorker
+
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """Run the parts ``numbers``, as `Executor.run`. Each process opens its worker once."""
+        count = min(self.count, len(numbers))
+        if count > 1:
+            with divide_between(count):
+                self._run_in_pool(count, parts, numbers, on_done)
+        elif numbers:
+            worker = self.open_worker(parts.plan)
+            for number in numbers:
+                run_part(parts, number, worker)
+                on_done(1)
+
+    def _run_in_pool(self, count: int, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+        start = partial(_start_process, parts.store.uri, parts.folder, self.open_worker)
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(count, mp_context=context, initializer=start)
+        try:
+            waiting: set[Future[None]] = {pool.submit(_run_in_process, number) for number in numbers}
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                on_done(len(done))
+        except BrokenProcessPool:
+            raise PartError(
+                f"One of {count} processes was killed, perhaps because memory ran out. Run again with fewer processes; "
+                "finished parts stay."
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_run_in_this_process: Callable[[int], None] | None = None
+
+
+def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
+    """Open the worker of a process of the pool; the process ends with its parent, and at once on Ctrl-C."""
+    global _run_in_this_process
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    parts = Parts.find(open_store(uri), folder)
+    if parts is None:
+        raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
+    opened: Worker | None = None
+
+    # Opened with the first part: an error of an initializer would reach the parent without its sentence.
+    def run(number: int) -> None:
+        nonlocal opened
+        opened = opened or open_worker(parts.plan)
+        run_part(parts, number, opened)
+
+    _run_in_this_process = run
+
+
+def _run_in_process(number: int) -> None:
+    if _run_in_this_process is None:
+        raise RuntimeError("The process has not been started by Processes.")
+    _run_in_this_process(number)
+
+
+def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> None:
+    """Run every part that has no result; ``report`` receives the parts done and the number of all parts.
+
+    Raises:
+        EvernearError: a part failed. Finished parts are skipped when this is called again.
+    """
+    missing, total = parts.missing(), parts.plan.parts
+    parts.forget_failures()
+    done = total - len(missing)
+    report(done, total)
+
+    def on_done(count: int) -> None:
+        nonlocal done
+        done += count
+        report(done, total)
+
+    executor.run(parts, missing, on_done)
