@@ -10,6 +10,7 @@ from rich.text import Text
 
 from evernear import __version__, plugins
 from evernear.cli import (
+    batch_predict,
     cluster,
     doctor,
     forget,
@@ -45,6 +46,7 @@ for command in (
     run.demo,
     report.report,
     predict.predict,
+    batch_predict.batch_predict,
     server.prep,
     labels.review,
     forget.forget,

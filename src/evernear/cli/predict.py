@@ -19,7 +19,6 @@ from evernear.errors import (
     ServerUnreachableError,
     ServingError,
     SettingsError,
-    StoreError,
 )
 from evernear.settings import Settings
 
@@ -76,7 +75,7 @@ def predict(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Recognize images with the live release."""
+    """Recognize images with the live release. `evernear batch-predict` does it without a server."""
     from evernear.serving.client import Client, Target
 
     settings = local_settings(config, overrides, workdir)
@@ -152,39 +151,13 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The images below ``folder``, by the rule for sources, and what is left out; both sorted.
-
-    A folder or a file that cannot be read counts as an image, so that its error is shown.
-    """
-    from evernear.data.image_file import is_image_file
-    from evernear.data.sources.names import is_skipped
+    """The images below ``folder``, by the rule for sources, and what is left out; both sorted."""
+    from evernear.data.image_tree import walk_images
 
     images: list[Path] = []
     skipped: list[Path] = []
-    seen: set[tuple[int, int]] = set()
-    pending = [folder]
-    while pending:
-        directory = pending.pop()
-        try:
-            status = directory.stat()
-            entries = list(directory.iterdir())
-        except OSError:
-            images.append(directory)
-            continue
-        if (status.st_dev, status.st_ino) in seen:  # a loop of links
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        for path in entries:
-            try:
-                if is_skipped(path.name):
-                    skipped.append(path)
-                elif path.is_dir():
-                    pending.append(path)
-                else:
-                    is_image = is_image_file(path) if path.is_file() else path.is_symlink()  # a link to nothing
-                    (images if is_image else skipped).append(path)
-            except (StoreError, OSError):
-                images.append(path)
+    for path, is_image in walk_images(folder):
+        (images if is_image else skipped).append(path)
     return sorted(images), sorted(skipped)
 
 

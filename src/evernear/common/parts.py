@@ -44,8 +44,8 @@ from evernear.errors import (
 
 Worker = Callable[[int, bytes], bytes]
 """Runs a part, by its number and its value, and returns its result. The same part gives the same result."""
-OpenWorker = Callable[["Plan"], Worker]
-"""Opens what the parts of a plan share, such as a network. A function of a module, so that a process can import it."""
+OpenWorker = Callable[["Parts"], Worker]
+"""Opens what all parts share, such as a network. A function of a module, so that a process can import it."""
 
 
 class Plan(Frozen):
@@ -231,7 +231,7 @@ class Processes:
             with divide_between(count):
                 self._run_in_pool(count, parts, numbers, on_done)
         elif numbers:
-            worker = self.open_worker(parts.plan)
+            worker = self.open_worker(parts)
             for number in numbers:
                 run_part(parts, number, worker)
                 on_done(1)
@@ -274,7 +274,7 @@ def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
     # Opened with the first part: an error of an initializer would reach the parent without its sentence.
     def run(number: int) -> None:
         nonlocal opened
-        opened = opened or open_worker(parts.plan)
+        opened = opened or open_worker(parts)
         run_part(parts, number, opened)
 
     _run_in_this_process = run

@@ -59,7 +59,7 @@ class Decoder:
 
     def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
         self._source, self._form, self._max_pixels = source, form, max_pixels
-        self._file_budget_bytes = _Budget(_MAX_CONCURRENT_LARGEST * _max_file_size_bytes(max_pixels))
+        self._file_budget_bytes = _Budget(_MAX_CONCURRENT_LARGEST * max_file_size_bytes(max_pixels))
         self._pixel_budget = _Budget(_MAX_CONCURRENT_LARGEST * max_pixels)
 
     def decode_all(
@@ -81,7 +81,7 @@ class Decoder:
 
     def _read(self, entry: FileEntry, decoders: ThreadPoolExecutor) -> Future[DecodedImage | DecodeFailure]:
         # A file that is too large is rejected before it is read, so its listed size does not count.
-        size_bytes = min(entry.size_bytes, _max_file_size_bytes(self._max_pixels))
+        size_bytes = min(entry.size_bytes, max_file_size_bytes(self._max_pixels))
         with ExitStack() as stack:
             stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
             try:
@@ -121,19 +121,19 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int) -> Encoded
         NotAnImageError: the name does not promise an image, and the content is none.
         DataError: the image is too large or broken.
     """
-    is_too_large = entry.size_bytes > _max_file_size_bytes(max_pixels)
+    is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)
     data = b"" if is_too_large else source.read(entry.name)
     if not (has_image_suffix(entry.name) or has_image_signature(data)):
         raise NotAnImageError(f"{entry.name} is not an image.")
     if is_too_large:
-        limit_bytes = _max_file_size_bytes(max_pixels)
+        limit_bytes = max_file_size_bytes(max_pixels)
         raise DataError(
             f"{entry.name} is too large: {entry.size_bytes} bytes, {limit_bytes} are allowed by {PIXEL_SETTING}."
         )
     return inspect(data, max_pixels, entry.name, PIXEL_SETTING)
 
 
-def _max_file_size_bytes(max_pixels: int) -> int:
+def max_file_size_bytes(max_pixels: int) -> int:
     """The size of uncompressed pixels: 4 channels of 16 bits."""
     return 8 * max_pixels
 

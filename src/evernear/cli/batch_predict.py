@@ -1,0 +1,119 @@
+"""``evernear batch-predict``: the images of a whole source through a release, without a server, into Parquet."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from evernear.cli.interrupts import message_on_interrupt
+from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.releases import StoreOption, registry_settings
+from evernear.common.output import print_json, print_line, quantity
+from evernear.errors import DataError, SettingsError, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from evernear.release.registry import Registry
+
+INTERRUPTED = "Interrupted. Finished parts stay; run the command again to continue."
+MAX_PROCESSES = 8
+CPUS_PER_PROCESS = 4
+
+
+def batch_predict(
+    source: Annotated[
+        str, typer.Option("--source", help="folder:DIR | s3://bucket/prefix; images at any depth, without classes.")
+    ],
+    out: Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="Where the Parquet files go.")],
+    release: Annotated[
+        str | None, typer.Option("--release", metavar="VERSION", help="A release. [the champion]")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Each loads the release. [one for 4 CPUs, at most 8]")
+    ] = None,
+    part_images: Annotated[
+        int | None,
+        typer.Option("--part-images", min=1, help="Images of one Parquet file; a killed part is repeated. [5000]"),
+    ] = None,
+    as_json: JsonOption = False,
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Recognize all images of a folder or bucket with a release, without a server.
+
+    Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance, unknown, neighbors,
+    version and error. Run the same command again to continue.
+    """
+    from evernear.common.parts import Processes, run_parts
+    from evernear.common.store import open_store
+    from evernear.common.threads import available_cpus
+    from evernear.release.registry import Registry
+    from evernear.serving.batch import PART_IMAGES, Shared, open_worker, plan_predictions, summarize
+
+    settings = registry_settings(store, config, overrides, workdir)
+    registry = Registry(open_store(settings.store_uri))
+    shared = Shared(
+        source=_absolute(source),
+        store_uri=settings.store_uri,
+        version=registry.get(release).manifest.version if release else _champion(registry),
+        part_images=part_images or PART_IMAGES,
+    )
+    output = open_store(_output_uri(out))
+    with message_on_interrupt(INTERRUPTED):
+        parts = plan_predictions(shared, output)
+        for note in parts.plan.notes:
+            print_line(note, sys.stderr)
+        images = quantity(parts.plan.units, "image")
+        print_line(f"{images} in {shared.source}, listed {parts.plan.planned:%Y-%m-%d %H:%M} UTC.", sys.stderr)
+        count = processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS))
+        run_parts(parts, Processes(count, open_worker), _progress())
+    summary = summarize(parts)
+    if as_json:
+        print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
+    else:
+        print_line(f"{quantity(summary.images - summary.errors, 'prediction')} by {shared.version} in {output.uri}.")
+    if summary.errors:
+        more = " and more" if summary.errors > len(summary.failed) else ""
+        count_text = quantity(summary.errors, "image has no prediction", "images have no prediction")
+        print_line(f"{count_text}; see the column error: {', '.join(summary.failed)}{more}.", sys.stderr)
+        if summary.errors == summary.images:
+            raise DataError(f"No image of {shared.source} has a prediction; the column error says why.")
+
+
+def _champion(registry: "Registry") -> str:
+    champion = registry.champion()
+    if champion is None:
+        raise StoreError(registry.explain_no_champion())
+    return champion.version
+
+
+def _absolute(source: str) -> str:
+    """A source with an absolute path, so that the command continues from any directory."""
+    kind, _, path = source.partition(":")
+    if kind == "folder" and path:
+        return f"folder:{Path(path).expanduser().resolve()}"
+    if not source:
+        raise SettingsError("--source is empty; name folder:DIRECTORY or s3://bucket/prefix.")
+    return source
+
+
+def _output_uri(out: str) -> str:
+    if not out:
+        raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
+    return out if out.startswith(("s3://", "file://")) else Path(out).expanduser().resolve().as_uri()
+
+
+def _progress() -> "Callable[[int, int], None]":
+    """Print parts done, and the time left, to stderr."""
+    from evernear.common.progress import Countdown
+
+    countdown = Countdown(lambda text: print_line(text, sys.stderr))
+
+    def report(done: int, total: int) -> None:
+        countdown(done, total, f"{done:,} of {quantity(total, 'part')} done")
+
+    return report

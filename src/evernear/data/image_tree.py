@@ -1,0 +1,169 @@
+"""The image files of a folder or a bucket at any depth, whatever their classes: what predictions are made for."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from evernear.common.store import open_store
+from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
+from evernear.data.sources import FileSource, NameSample, open_source
+from evernear.data.sources.names import is_skipped, names_other_kind, skipped_path
+from evernear.errors import DataError, MissingObjectError, SettingsError, StoreError
+
+
+class ImageFile(NamedTuple):
+    """A file to recognize: its name in the tree, and its listed size in bytes."""
+
+    name: str
+    size_bytes: int
+
+
+class ImageTree(Protocol):
+    """Image files by name. ``skipped`` is complete once `files` is exhausted."""
+
+    skipped: NameSample
+
+    def files(self) -> Iterator[ImageFile]:
+        """List the files in a stable order, without reading them."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """The content of a file; called from many threads.
+
+        Raises:
+            DataError: this file cannot be read. Another error concerns all files.
+        """
+        ...
+
+
+def open_tree(source: str) -> ImageTree:
+    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or another source of files (`open_source`).
+
+    Raises:
+        DataError: the directory does not exist.
+        SettingsError: the source is unknown, or has no files.
+    """
+    kind, _, location = source.partition(":")
+    if kind == "folder" and location:
+        return FolderTree(Path(location))
+    if kind == "s3":
+        return BucketTree(source)
+    opened = open_source(source)
+    if not isinstance(opened, FileSource):
+        raise SettingsError(f"The source {source} has no image files; name folder:DIRECTORY or s3://bucket/prefix.")
+    return LabeledTree(opened)
+
+
+def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the files below ``folder`` and whether each is an image, by the rule for sources.
+
+    Folders that are left out, such as hidden ones, are yielded as no image. Links are followed, loops are not. A folder
+    or a file that cannot be read counts as an image, so that its error is shown. One folder is in memory at a time.
+    """
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        directory = pending.pop()
+        try:
+            status = directory.stat()
+            entries = sorted(directory.iterdir())
+        except OSError:
+            yield directory, True
+            continue
+        if (status.st_dev, status.st_ino) in seen:  # a loop of links
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders: list[Path] = []
+        for path in entries:
+            try:
+                if is_skipped(path.name):
+                    yield path, False
+                elif path.is_dir():
+                    folders.append(path)
+                else:
+                    yield path, is_image_file(path) if path.is_file() else path.is_symlink()  # a link to nothing
+            except (StoreError, OSError):
+                yield path, True
+        pending += reversed(folders)
+
+
+class FolderTree(ImageTree):
+    """The image files below a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.skipped = NameSample()
+        self._directory = directory
+        if not directory.is_dir():
+            raise DataError(f"The image directory {directory} does not exist.")
+
+    def files(self) -> Iterator[ImageFile]:
+        """List the files, folder by folder."""
+        for path, is_image in walk_images(self._directory):
+            name = str(path.relative_to(self._directory))
+            if not is_image:
+                self.skipped.add(os.fsencode(name).decode(errors="backslashreplace"))
+                continue
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise DataError(f"The name of {os.fsencode(name)!r} is not UTF-8; rename it.") from None
+            try:
+                size_bytes = path.stat().st_size
+            except OSError:
+                size_bytes = 0
+            yield ImageFile(name, size_bytes)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        try:
+            return (self._directory / name).read_bytes()
+        except OSError as error:
+            raise DataError(f"{name} cannot be read: {error.strerror}.") from None
+
+
+class BucketTree(ImageTree):
+    """The image files under a prefix of an S3 bucket."""
+
+    def __init__(self, uri: str) -> None:
+        self.skipped = NameSample()
+        self._store = open_store(uri)
+        self._get = self._store.reader()
+
+    def files(self) -> Iterator[ImageFile]:
+        """List the objects whose name or size leaves open that they are images."""
+        for info in self._store.list(""):
+            if not info.key or info.key.endswith("/"):
+                continue  # it marks a folder
+            may_be_image = info.size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(info.key)
+            if skipped_path(info.key) or not (has_image_suffix(info.key) or may_be_image):
+                self.skipped.add(info.key)
+            else:
+                yield ImageFile(info.key, info.size_bytes)
+
+    def read(self, name: str) -> bytes:
+        """The content of an object."""
+        return _read_object(self._get, name)
+
+
+class LabeledTree(ImageTree):
+    """The images of a source of labeled files; the labels are not used."""
+
+    def __init__(self, source: FileSource) -> None:
+        self.skipped = NameSample()
+        self._source = source
+
+    def files(self) -> Iterator[ImageFile]:
+        """List the images in the order of the source."""
+        return (ImageFile(entry.name, entry.size_bytes) for entry in self._source.entries())
+
+    def read(self, name: str) -> bytes:
+        """The content of an image."""
+        return _read_object(self._source.read, name)
+
+
+def _read_object(read: Callable[[str], bytes], name: str) -> bytes:
+    try:
+        return read(name)
+    except MissingObjectError:
+        raise DataError(f"{name} was deleted after it was listed.") from None

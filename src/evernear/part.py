@@ -1,0 +1,55 @@
+"""Run parts of a step in a process of its own: ``python -m evernear.part STORE FOLDER``, the command of an Indexed Job.
+
+The number of the part is the index that Kubernetes sets in ``JOB_COMPLETION_INDEX``. An error that would only occur
+again ends the process with `FINAL_EXIT_CODE`, so that the Job does not repeat the part.
+"""
+
+import os
+import sys
+
+from evernear.common.masking import mask_streams
+from evernear.common.output import print_line
+from evernear.common.parts import OpenWorker, Parts, is_final, run_part
+from evernear.common.store import open_store
+from evernear.errors import EvernearError, MissingObjectError, SettingsError
+
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+FINAL_EXIT_CODE = 42
+"""The exit code in ``podFailurePolicy``; no error class and no signal has it."""
+
+
+def worker_of(kind: str) -> OpenWorker:
+    """What runs the parts of a kind of plan.
+
+    Raises:
+        SettingsError: another version of evernear made the plan.
+    """
+    if kind == "predict":
+        from evernear.serving.batch import open_worker
+
+        return open_worker
+    raise SettingsError(f"This version of evernear runs no parts of the kind {kind!r}; use the version that planned.")
+
+
+def main(uri: str, folder: str, number: int) -> int:
+    """Run the part ``number`` and return the exit code."""
+    mask_streams()
+    try:
+        parts = Parts.find(open_store(uri), folder)
+        if parts is None:
+            raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
+        try:
+            worker = worker_of(parts.plan.kind)(parts)
+        except EvernearError as error:
+            if is_final(error):
+                parts.save_failure(number, error)
+            raise
+        run_part(parts, number, worker)
+    except EvernearError as error:
+        print_line(f"evernear: {error}", sys.stderr)
+        return FINAL_EXIT_CODE if is_final(error) else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], int(os.environ[INDEX_VARIABLE])))

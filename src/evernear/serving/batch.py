@@ -1,0 +1,239 @@
+"""Batch prediction: the images of a whole source through a release, without a server, into Parquet files.
+
+The source is listed once and divided into parts (`evernear.common.parts`). Each part becomes one Parquet file beside
+the folder of the plan, which readers of Parquet ignore because its name begins with an underscore::
+
+    <out>/part-000000.parquet
+    <out>/_evernear/plan.json, ...
+"""
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import Field
+
+from evernear.common.disk import sha256_bytes
+from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
+from evernear.common.parts import Part, Parts, Worker
+from evernear.common.store import Store
+from evernear.data.decoding import max_file_size_bytes
+from evernear.data.image_tree import ImageFile, ImageTree, open_tree
+from evernear.data.sources import NameSample
+from evernear.errors import ConflictError, DataError, IntegrityError, TransientStoreError
+from evernear.serving.core import Predictor
+from evernear.serving.release_source import ReleaseSource
+from evernear.serving.responses import Prediction, Rejection
+
+KIND = "predict"
+FOLDER = "_evernear"
+"""The folder of the plan in the output."""
+PART_IMAGES = 5000
+"""Default number of images in a part: a second to some minutes of work, by the size of the network."""
+PART_BYTES = 2**31
+"""A part ends before its files are larger than this."""
+BATCH_IMAGES = 64
+BATCH_BYTES = 2**26
+"""A batch ends before its files are larger than this. Two batches are in memory."""
+READERS = 16
+"""Files that are read at a time."""
+_SHOWN = 10
+_SERVER_ERROR = 500
+T = TypeVar("T")
+SCHEMA = pa.schema(
+    [
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("digest", pa.string()),
+        pa.field("label", pa.string()),
+        pa.field("distance", pa.float32()),
+        pa.field("unknown", pa.bool_()),
+        pa.field("neighbors", pa.list_(pa.struct([("label", pa.string()), ("distance", pa.float32())]))),
+        pa.field("version", pa.string(), nullable=False),
+        pa.field("error", pa.string()),
+    ]
+)
+"""``digest`` is the sha256 of the file. An image without a prediction has an ``error``, and null for the others."""
+
+
+class PredictPart(Part):
+    """The files of a part: names and sizes in bytes."""
+
+    files: tuple[tuple[str, int], ...]
+
+
+class PartResult(Frozen):
+    """What a part wrote. ``failed`` are the names of some images without a prediction."""
+
+    images: int = Field(ge=0)
+    errors: int = Field(ge=0)
+    failed: tuple[str, ...] = ()
+
+
+class Shared(Frozen):
+    """What all parts share."""
+
+    source: str
+    store_uri: str
+    version: str
+    part_images: int = Field(ge=1)
+
+
+class BatchSummary(Frozen):
+    """The result of a batch prediction."""
+
+    images: int
+    errors: int
+    failed: tuple[str, ...]
+    """The first images without a prediction."""
+
+
+def plan_predictions(shared: Shared, out: Store) -> Parts:
+    """List the source and plan its parts in ``out``, or return the parts that were planned there before.
+
+    Raises:
+        ConflictError: ``out`` has predictions of another source or release.
+        DataError: the source has no image, or does not exist.
+    """
+    parts = Parts.find(out, FOLDER)
+    if parts is None:
+        if next(iter(out.children("")), None) is not None:
+            raise ConflictError(f"{out.uri} is not empty, and has no predictions to continue; choose another --out.")
+        tree = open_tree(shared.source)
+        parts = Parts.make(
+            out, FOLDER, KIND, shared.model_dump(), _parts(tree, shared), lambda: _notes(tree.skipped, shared.source)
+        )
+    planned = Shared.model_validate(parts.plan.shared)
+    # The size of the parts stays as it was planned; another store may have the same release.
+    if (planned.source, planned.version) != (shared.source, shared.version):
+        raise ConflictError(
+            f"{out.uri} has predictions of {planned.source} by release {planned.version}; choose another --out."
+        )
+    return parts
+
+
+def summarize(parts: Parts) -> BatchSummary:
+    """Combine the results of all parts."""
+    images = errors = 0
+    failed: list[str] = []
+    for data in parts.results():
+        result = PartResult.from_json(data, f"a result in {parts.store.uri}")
+        images, errors = images + result.images, errors + result.errors
+        failed += result.failed[: _SHOWN - len(failed)]
+    return BatchSummary(images=images, errors=errors, failed=tuple(failed))
+
+
+def open_worker(parts: Parts) -> Worker:
+    """Load the release, and return what predicts a part and writes its Parquet file."""
+    shared = Shared.model_validate(parts.plan.shared)
+    tree = open_tree(shared.source)
+    with ReleaseSource(shared.store_uri, shared.version).unpacked() as release:
+        predictor = Predictor.open(release)
+
+    def predict_part(number: int, value: bytes) -> bytes:
+        part = PredictPart.from_json(value, f"part {number} in {parts.store.uri}")
+        failed = NameSample()
+        with tempfile.TemporaryDirectory(prefix="evernear-") as directory:
+            path = Path(directory) / "part.parquet"
+            with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+                for rows in _predict(predictor, tree, part):
+                    writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+                    for row in rows:
+                        if row["error"]:
+                            failed.add(row["path"])
+            parts.store.put(f"part-{number:06}.parquet", path)
+        result = PartResult(images=len(part.files), errors=failed.count, failed=tuple(failed.names[:_SHOWN]))
+        return result.to_json()
+
+    return predict_part
+
+
+Row = dict[str, Any]
+
+
+def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterator[list[Row]]:
+    """The rows of each batch of a part. The next batch is read while one is predicted."""
+    max_pixels, version = predictor.manifest.max_pixels, predictor.manifest.version
+    files = [ImageFile(*file) for file in part.files]
+
+    def read(file: ImageFile) -> bytes | Rejection:
+        limit_bytes = max_file_size_bytes(max_pixels)
+        if file.size_bytes > limit_bytes:
+            return Rejection(message=f"The file is too large: {file.size_bytes:,} bytes, the limit is {limit_bytes:,}.")
+        try:
+            return tree.read(file.name)
+        except (DataError, IntegrityError) as error:
+            return Rejection(message=str(error))
+
+    with ThreadPoolExecutor(READERS, "read") as readers:
+        for batch, contents in _ahead(_bounded(files, BATCH_IMAGES, BATCH_BYTES), lambda b: readers.map(read, b)):
+            images = list(contents)
+            answers = predictor.predict(images)
+            yield [_row(*row, version) for row in zip(batch, images, answers, strict=True)]
+
+
+def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejection, version: str) -> Row:
+    row: Row = dict.fromkeys(SCHEMA.names) | {"path": file.name, "version": version}
+    if isinstance(image, bytes):
+        row["digest"] = sha256_bytes(image)
+    if isinstance(answer, Prediction):
+        neighbors = [{"label": neighbor.label, "distance": neighbor.dist} for neighbor in answer.neighbors]
+        return row | {
+            "label": answer.pred, "distance": answer.dist, "unknown": answer.unknown, "neighbors": neighbors
+        }  # fmt: skip
+    if answer.code >= _SERVER_ERROR:  # not this image's fault, as when the vectors' server is down
+        raise TransientStoreError(answer.message)
+    return row | {"error": answer.message}
+
+
+def _ahead(
+    batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
+) -> Iterator[tuple[list[ImageFile], T]]:
+    """Each batch with what ``start`` made of it, one batch ahead of the consumer."""
+    waiting: tuple[list[ImageFile], T] | None = None
+    for batch in batches:
+        current, waiting = waiting, (batch, start(batch))
+        if current is not None:
+            yield current
+    if waiting is not None:
+        yield waiting
+
+
+def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iterator[list[ImageFile]]:
+    """Divide ``files`` in order into groups of at most ``max_files`` and, unless one file is larger, ``max_bytes``."""
+    group: list[ImageFile] = []
+    size_bytes = 0
+    for file in files:
+        if group and (len(group) == max_files or size_bytes + file.size_bytes > max_bytes):
+            yield group
+            group, size_bytes = [], 0
+        group.append(file)
+        size_bytes += file.size_bytes
+    if group:
+        yield group
+
+
+def _parts(tree: ImageTree, shared: Shared) -> Iterator[PredictPart]:
+    """The parts of a listing.
+
+    Raises:
+        DataError: the listing is empty.
+    """
+    empty = True
+    for group in _bounded(tree.files(), shared.part_images, PART_BYTES):
+        empty = False
+        yield PredictPart(units=len(group), files=tuple((file.name, file.size_bytes) for file in group))
+    if empty:
+        raise DataError(f"The source {shared.source} contains no image.")
+
+
+def _notes(skipped: NameSample, source: str) -> tuple[str, ...]:
+    if not skipped.count:
+        return ()
+    count = quantity(skipped.count, "file or folder that is no image", "files or folders that are no images")
+    more = " and more" if skipped.count > _SHOWN else ""
+    return (f"Skipped {count} in {source}: {', '.join(skipped.names[:_SHOWN])}{more}.",)

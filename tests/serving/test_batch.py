@@ -1,0 +1,180 @@
+"""Batch prediction: a whole source through a release into Parquet, in parts that are written once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from releases import MakeRelease
+
+from evernear.common.disk import sha256_file
+from evernear.common.parts import Parts, Processes, run_part, run_parts
+from evernear.common.store import FileStore, open_store
+from evernear.data.image_tree import FolderTree
+from evernear.errors import ConflictError, DataError, StoreError
+from evernear.release.registry import Registry
+from evernear.serving import batch
+from evernear.serving.batch import FOLDER, Shared, open_worker, plan_predictions, summarize
+from evernear.serving.core import Predictor
+from evernear.serving.release_source import ReleaseSource
+from evernear.serving.responses import Rejection
+
+IMAGES = 23
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images at several depths, without classes, with a broken one and two files that are no images."""
+    folder = tmp_path_factory.mktemp("photos")
+    random = np.random.default_rng(0)
+    for number in range(IMAGES):
+        path = folder / ("a" if number % 3 else "b/c") / f"{number:03}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (8, 8), np.uint8)).save(path)
+    (folder / "a" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
+    (folder / "notes.txt").write_text("no image")
+    (folder / ".hidden.png").write_bytes(b"")
+    (folder / "b" / "loop").symlink_to(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(photos: Path, make_release: MakeRelease, tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    store = open_store(tmp_path_factory.mktemp("store").as_uri())
+    release = make_release()
+    Registry(store).publish(release.archive)
+    Registry(store).set_champion(release.version, None)
+    return Shared(source=f"folder:{photos}", store_uri=store.uri, version=release.version, part_images=7)
+
+
+def predict(shared: Shared, out: Path, processes: int = 1) -> Parts:
+    parts = plan_predictions(shared, FileStore(out))
+    run_parts(parts, Processes(processes, open_worker), lambda done, total: None)
+    return parts
+
+
+def files(out: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in sorted(out.glob("*.parquet"))}
+
+
+def test_every_image_has_the_answer_of_a_server(shared: Shared, photos: Path, tmp_path: Path) -> None:
+    parts = predict(shared, tmp_path / "out")
+    rows = pq.read_table(tmp_path / "out").to_pylist()  # readers ignore the folder of the plan
+    assert [row["path"] for row in rows] == [file.name for file in FolderTree(photos).files()]
+    assert len(rows) == IMAGES + 1
+    with ReleaseSource(shared.store_uri, shared.version).unpacked() as release:
+        answers = Predictor.open(release).predict([(photos / row["path"]).read_bytes() for row in rows])
+    for row, answer in zip(rows, answers, strict=True):
+        assert row["digest"] == sha256_file(photos / row["path"])
+        assert row["version"] == shared.version
+        if isinstance(answer, Rejection):
+            assert (row["path"], row["error"]) == ("a/broken.png", answer.message)
+            assert row["label"] is row["distance"] is row["unknown"] is row["neighbors"] is None
+        else:
+            assert (row["label"], row["unknown"], row["error"]) == (answer.pred, answer.unknown, None)
+            assert row["distance"] == pytest.approx(answer.dist, abs=1e-5)
+            assert [n["label"] for n in row["neighbors"]] == [n.label for n in answer.neighbors]
+    summary = summarize(parts)
+    assert (summary.images, summary.errors, summary.failed) == (IMAGES + 1, 1, ("a/broken.png",))
+    assert "Skipped 2 files or folders that are no images" in parts.plan.notes[0]
+
+
+def test_two_processes_write_the_same_files_as_one(shared: Shared, tmp_path: Path) -> None:
+    predict(shared, tmp_path / "one")
+    predict(shared, tmp_path / "two", processes=2)
+    assert len(files(tmp_path / "one")) == 4
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_killed_run_continues_with_the_parts_that_are_missing(
+    shared: Shared, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = FileStore(tmp_path / "out")
+    parts = plan_predictions(shared, out)
+    run_part(parts, 2, open_worker(parts))
+    written = (out.root / "part-000002.parquet").stat().st_mtime_ns
+    monkeypatch.setattr(batch, "open_tree", lambda source: pytest.fail("The source is listed once."))
+    again = plan_predictions(shared, out)
+    assert again.missing() == [0, 1, 3]
+    monkeypatch.undo()
+    seen: list[tuple[int, int]] = []
+    run_parts(again, Processes(1, open_worker), lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert (out.root / "part-000002.parquet").stat().st_mtime_ns == written
+    assert files(out.root) == files(predict(shared, tmp_path / "other").store.root)  # pyright: ignore
+
+
+def test_output_of_another_release_source_or_program_is_not_mixed(shared: Shared, tmp_path: Path) -> None:
+    plan_predictions(shared, FileStore(tmp_path / "out"))
+    for change in ({"version": "other"}, {"source": "folder:/elsewhere"}):
+        with pytest.raises(ConflictError, match=r"has predictions of folder:.* by release .*; choose another --out"):
+            plan_predictions(shared.model_copy(update=change), FileStore(tmp_path / "out"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(ConflictError, match="is not empty"):
+        plan_predictions(shared, FileStore(tmp_path / "mine"))
+
+
+def test_source_without_an_image_writes_no_plan(shared: Shared, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    empty = shared.model_copy(update={"source": f"folder:{tmp_path / 'empty'}"})
+    with pytest.raises(DataError, match="contains no image"):
+        plan_predictions(empty, FileStore(tmp_path / "out"))
+    assert not [*FileStore(tmp_path / "out").list("")]
+
+
+def test_file_that_was_deleted_after_the_listing_has_an_error(shared: Shared, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("keep", "gone"):
+        (tmp_path / "in" / f"{name}.png").write_bytes((photos / "a" / "001.png").read_bytes())
+    out = FileStore(tmp_path / "out")
+    parts = plan_predictions(shared.model_copy(update={"source": f"folder:{tmp_path / 'in'}"}), out)
+    (tmp_path / "in" / "gone.png").unlink()
+    run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+    rows = {row["path"]: row["error"] for row in pq.read_table(out.root).to_pylist()}
+    assert rows == {"gone.png": "gone.png cannot be read: No such file or directory.", "keep.png": None}
+
+
+def test_vectors_that_cannot_be_searched_are_no_fault_of_an_image(
+    shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = Rejection(code=503, message="The gallery cannot be searched at the moment.")
+    monkeypatch.setattr(Predictor, "predict", lambda self, images: [down] * len(images))
+    parts = plan_predictions(shared, FileStore(tmp_path / "out"))
+    with pytest.raises(StoreError, match="cannot be searched"):
+        run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+    assert parts.missing() == [0, 1, 2, 3]
+    assert parts.failure() is None
+    assert not files(tmp_path / "out")
+
+
+def test_bucket_gives_the_rows_of_a_folder(shared: Shared, photos: Path, bucket: str, tmp_path: Path) -> None:
+    source, out = open_store(f"{bucket}/photos"), open_store(f"{bucket}/out")
+    for file in FolderTree(photos).files():
+        source.put(file.name, (photos / file.name).read_bytes())
+    source.put("notes.txt", b"x" * 100)
+    parts = plan_predictions(shared.model_copy(update={"source": source.uri}), out)
+    run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+    assert parts.plan.notes == (f"Skipped 1 file or folder that is no image in {source.uri}: notes.txt.",)
+    rows = []
+    for number in range(parts.plan.parts):
+        rows += pq.read_table(out.fetch(f"part-{number:06}.parquet", tmp_path / f"{number}.parquet")).to_pylist()
+    predict(shared, tmp_path / "local")
+    assert sorted(rows, key=str) == sorted(pq.read_table(tmp_path / "local").to_pylist(), key=str)
+
+
+def test_command_names_what_has_no_prediction(shared: Shared, photos: Path, tmp_path: Path) -> None:
+    arguments = ["--source", f"folder:{photos}", "--out", str(tmp_path / "out"), "--store", shared.store_uri, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "evernear", "batch-predict", *arguments, "--part-images", "10"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["images"] == IMAGES + 1
+    assert "24 images in folder:" in done.stderr
+    assert "1 image has no prediction; see the column error: a/broken.png." in done.stderr
+    assert len(files(tmp_path / "out")) == 3
+    assert (tmp_path / "out" / FOLDER / "plan.json").exists()
