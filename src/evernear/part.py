@@ -9,13 +9,11 @@ import sys
 
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line
-from evernear.common.parts import OpenWorker, Parts, is_final, run_part
+from evernear.common.parts import FINAL_EXIT_CODE, OpenWorker, Parts, is_final, run_part
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, MissingObjectError, SettingsError
 
 INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
-FINAL_EXIT_CODE = 42
-"""The exit code in ``podFailurePolicy``; no error class and no signal has it."""
 
 
 def worker_of(kind: str) -> OpenWorker:

@@ -27,6 +27,7 @@ from evernear.embedding.node import NodeLog
 from evernear.embedding.train import train_network
 from evernear.errors import ClusterError, SettingsError, TrainingError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
+from evernear.kubeflow import job as job_module
 from evernear.kubeflow.train_job import run_train_job
 from evernear.settings import DataSettings, RunSettings, TrainSettings, parse
 
@@ -336,11 +337,11 @@ def test_namespace_is_that_of_the_pod(
     settings: RunSettings, digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"namespace": ""})})
-    monkeypatch.setattr(train_job, "NAMESPACE_FILE", tmp_path / "namespace")
+    monkeypatch.setattr(job_module, "NAMESPACE_FILE", tmp_path / "namespace")
     with pytest.raises(SettingsError, match=r"does not run in a pod; set train_job\.namespace"):
         follow(digits, outside)
     (tmp_path / "namespace").write_text("mine\n")
-    assert train_job._namespace(outside.train_job) == "mine"
+    assert job_module.namespace_of("", "train_job.namespace", "TrainJob") == "mine"
 
 
 def test_weights_on_this_machine_cannot_start_several_nodes() -> None:

@@ -1,13 +1,12 @@
 """Batch prediction: a whole source through a release into Parquet, in parts that are written once."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from command_line import evernear
 from PIL import Image
 from releases import MakeRelease
 
@@ -153,7 +152,7 @@ def test_vectors_that_cannot_be_searched_are_no_fault_of_an_image(
 
 
 def test_bucket_gives_the_rows_of_a_folder(shared: Shared, photos: Path, bucket: str, tmp_path: Path) -> None:
-    source, out = open_store(f"{bucket}/photos"), open_store(f"{bucket}/out")
+    source, out = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/out")
     for file in FolderTree(photos).files():
         source.put(file.name, (photos / file.name).read_bytes())
     source.put("notes.txt", b"x" * 100)
@@ -169,10 +168,8 @@ def test_bucket_gives_the_rows_of_a_folder(shared: Shared, photos: Path, bucket:
 
 def test_command_names_what_has_no_prediction(shared: Shared, photos: Path, tmp_path: Path) -> None:
     arguments = ["--source", f"folder:{photos}", "--out", str(tmp_path / "out"), "--store", shared.store_uri, "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "evernear", "batch-predict", *arguments, "--part-images", "10"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = evernear("batch-predict", *arguments, "--part-images", "10")
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["images"] == IMAGES + 1
     assert "24 images in folder:" in done.stderr
     assert "1 image has no prediction; see the column error: a/broken.png." in done.stderr

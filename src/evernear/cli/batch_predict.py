@@ -11,10 +11,12 @@ from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOpt
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import DataError, SettingsError, StoreError
+from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from evernear.common.parts import Executor
     from evernear.release.registry import Registry
 
 INTERRUPTED = "Interrupted. Finished parts stay; run the command again to continue."
@@ -33,6 +35,10 @@ def batch_predict(
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Each loads the release. [one for 4 CPUs, at most 8]")
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", min=1, help="Pods of an Indexed Job instead of processes here; see parts_job.*."),
+    ] = None,
     part_images: Annotated[
         int | None,
         typer.Option("--part-images", min=1, help="Images of one Parquet file; a killed part is repeated. [5000]"),
@@ -48,11 +54,10 @@ def batch_predict(
     Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance, unknown, neighbors,
     version and error. Run the same command again to continue.
     """
-    from evernear.common.parts import Processes, run_parts
+    from evernear.common.parts import run_parts
     from evernear.common.store import open_store
-    from evernear.common.threads import available_cpus
     from evernear.release.registry import Registry
-    from evernear.serving.batch import PART_IMAGES, Shared, open_worker, plan_predictions, summarize
+    from evernear.serving.batch import PART_IMAGES, Shared, plan_predictions, summarize
 
     settings = registry_settings(store, config, overrides, workdir)
     registry = Registry(open_store(settings.store_uri))
@@ -63,14 +68,14 @@ def batch_predict(
         part_images=part_images or PART_IMAGES,
     )
     output = open_store(_output_uri(out))
+    executor = _executor(settings, processes, nodes, shared.source, settings.store_uri, output.uri)
     with message_on_interrupt(INTERRUPTED):
         parts = plan_predictions(shared, output)
         for note in parts.plan.notes:
             print_line(note, sys.stderr)
         images = quantity(parts.plan.units, "image")
         print_line(f"{images} in {shared.source}, listed {parts.plan.planned:%Y-%m-%d %H:%M} UTC.", sys.stderr)
-        count = processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS))
-        run_parts(parts, Processes(count, open_worker), _progress())
+        run_parts(parts, executor, _progress())
     summary = summarize(parts)
     if as_json:
         print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
@@ -82,6 +87,23 @@ def batch_predict(
         print_line(f"{count_text}; see the column error: {', '.join(summary.failed)}{more}.", sys.stderr)
         if summary.errors == summary.images:
             raise DataError(f"No image of {shared.source} has a prediction; the column error says why.")
+
+
+def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
+    """Processes on this machine, or with ``nodes`` an Indexed Job whose pods can read all ``uris``."""
+    if nodes is None:
+        from evernear.common.parts import Processes
+        from evernear.common.threads import available_cpus
+        from evernear.serving.batch import open_worker
+
+        return Processes(processes or min(MAX_PROCESSES, max(1, available_cpus() // CPUS_PER_PROCESS)), open_worker)
+    from evernear.kubeflow.indexed_job import IndexedJob, require_shared
+
+    if processes:
+        raise SettingsError("--processes and --nodes exclude each other: a pod of --nodes runs one process.")
+    for uri, what in zip(uris, ("the source", "the store of the release", "the output"), strict=True):
+        require_shared(uri, what)
+    return IndexedJob(nodes, settings.parts_job, settings.kubernetes, lambda text: print_line(text, sys.stderr))
 
 
 def _champion(registry: "Registry") -> str:

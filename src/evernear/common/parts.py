@@ -42,6 +42,8 @@ from evernear.errors import (
     StoreError,
 )
 
+FINAL_EXIT_CODE = 42
+"""Exit code of a process whose part failed for good; no error class and no signal has it."""
 Worker = Callable[[int, bytes], bytes]
 """Runs a part, by its number and its value, and returns its result. The same part gives the same result."""
 OpenWorker = Callable[["Parts"], Worker]

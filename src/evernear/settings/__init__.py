@@ -24,6 +24,7 @@ from evernear.settings.gate import GateSettings
 from evernear.settings.index import IndexSettings
 from evernear.settings.kubernetes import KubernetesSettings
 from evernear.settings.layers import DEFAULT_WORKDIR, PRESET, Layers, read_layers
+from evernear.settings.parts_job import PartsJobSettings
 from evernear.settings.pipeline import PipelineSettings
 from evernear.settings.prep import PrepSettings
 from evernear.settings.section import LocalPath, Section
@@ -57,6 +58,7 @@ class RunSettings(Section):
     validation: ValidationSettings = ValidationSettings()
     train: TrainSettings = TrainSettings()
     train_job: TrainJobSettings = TrainJobSettings()
+    parts_job: PartsJobSettings = PartsJobSettings()
     index: IndexSettings = IndexSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()

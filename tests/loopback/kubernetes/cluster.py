@@ -114,6 +114,10 @@ class LoopbackCluster:
         """Kill the last node of a running TrainJob, as if its machine were lost."""
         self._controllers.train_jobs.processes(train_job)[-1].kill()
 
+    def drain(self, job: str, index: int) -> None:
+        """Evict the running pod of an index of a Job, as the drain of its node does."""
+        self._controllers.jobs.evict(job, index)
+
     def drop_watches(self) -> None:
         """Drop the connections of all open watches."""
         with self.api.store.changed:

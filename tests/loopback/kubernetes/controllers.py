@@ -9,6 +9,7 @@ from loopback.kubernetes.api import Api
 from loopback.kubernetes.controller_base import Controller, is_ready, share
 from loopback.kubernetes.deployments import Deployments
 from loopback.kubernetes.endpoints import Endpoints
+from loopback.kubernetes.jobs import Jobs
 from loopback.kubernetes.kinds import (
     AUTOSCALER,
     BUDGET,
@@ -37,7 +38,7 @@ class Controllers:
         self._api, self._node = api, node
         self._deployments, self._replica_sets = Deployments(api, second_s), ReplicaSets(api)
         self._endpoints = Endpoints(api)
-        self.train_jobs = TrainJobs(api)
+        self.train_jobs, self.jobs = TrainJobs(api), Jobs(api)
         self._autoscaling = Controller(api, "horizontal-pod-autoscaler")
         self._disruption = Controller(api, "controllermanager")
         self._seen = 0
@@ -61,6 +62,7 @@ class Controllers:
         self.wake()
         self._thread.join()
         self.train_jobs.stop()
+        self.jobs.stop()
         if self.failure:
             raise self.failure
 
@@ -74,6 +76,7 @@ class Controllers:
             self._budgets,
             self._endpoints.step,
             self.train_jobs.step,
+            self.jobs.step,
             self._collect_garbage,
         )
         changed = self._api.store.changed
@@ -91,7 +94,7 @@ class Controllers:
         return self._stopping or self._api.store.version != self._seen
 
     def _due_in_s(self) -> float | None:
-        waits = (self._node.due_in_s(), self._deployments.due_in_s(), self.train_jobs.due_in_s())
+        waits = (self._node.due_in_s(), self._deployments.due_in_s(), self.train_jobs.due_in_s(), self.jobs.due_in_s())
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _namespaces(self) -> bool:

@@ -9,9 +9,11 @@ from loopback.kubernetes.kinds import (
     BUDGET,
     CLAIM,
     DEPLOYMENT,
+    JOB,
     NAMESPACE,
     NETWORK_POLICY,
     POD,
+    POD_TEMPLATE,
     REPLICA_SET,
     ROLE_BINDING,
     SECRET,
@@ -45,6 +47,28 @@ def _replica_set(subject: Object) -> None:
     _set(subject["spec"], replicas=1)
     _pod_spec(subject["spec"]["template"]["spec"])
     subject.setdefault("status", {"replicas": 0})
+
+
+def _job(subject: Object) -> None:
+    spec = subject["spec"]
+    _set(
+        spec,
+        completionMode="NonIndexed",
+        suspend=False,
+        manualSelector=False,
+        podReplacementPolicy="TerminatingOrFailed",
+    )
+    if "parallelism" not in spec and "completions" not in spec:
+        _set(spec, parallelism=1, completions=1)
+    _set(spec, parallelism=1, backoffLimit=2**31 - 1 if "backoffLimitPerIndex" in spec else 6)
+    if "podFailurePolicy" in spec:
+        spec["podReplacementPolicy"] = "Failed"
+    _pod_spec(spec["template"]["spec"])
+    subject.setdefault("status", {})
+
+
+def _pod_template(subject: Object) -> None:
+    _pod_spec(subject["template"]["spec"])
 
 
 def _budget(subject: Object) -> None:
@@ -186,9 +210,11 @@ _FILLERS = {
     BUDGET: _budget,
     CLAIM: _claim,
     DEPLOYMENT: _deployment,
+    JOB: _job,
     NAMESPACE: _namespace,
     NETWORK_POLICY: _network_policy,
     POD: _pod,
+    POD_TEMPLATE: _pod_template,
     REPLICA_SET: _replica_set,
     ROLE_BINDING: _role_binding,
     SECRET: _secret,

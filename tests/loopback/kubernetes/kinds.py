@@ -59,6 +59,8 @@ AUTOSCALER = Kind("autoscaling", "v2", "HorizontalPodAutoscaler", "horizontalpod
 NETWORK_POLICY = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies", counts_generations=True)
 LEASE = Kind("coordination.k8s.io", "v1", "Lease", "leases", unconditional_update=False)
 ENDPOINT_SLICE = Kind("discovery.k8s.io", "v1", "EndpointSlice", "endpointslices", counts_generations=True)
+JOB = Kind("batch", "v1", "Job", "jobs", has_status=True, counts_generations=True)
+POD_TEMPLATE = Kind("", "v1", "PodTemplate", "podtemplates")
 ROLE = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
 TRAIN_JOB = Kind(
@@ -85,6 +87,8 @@ KINDS = (
     NETWORK_POLICY,
     LEASE,
     ENDPOINT_SLICE,
+    JOB,
+    POD_TEMPLATE,
     ROLE,
     ROLE_BINDING,
     TRAIN_JOB,

@@ -11,9 +11,11 @@ from loopback.kubernetes.kinds import (
     BUDGET,
     CONFIG_MAP,
     DEPLOYMENT,
+    JOB,
     LEASE,
     NAMESPACE,
     POD,
+    POD_TEMPLATE,
     REPLICA_SET,
     ROLE,
     ROLE_BINDING,
@@ -120,6 +122,72 @@ def _deployment(subject: Object) -> Iterator[Cause]:
     if spec["progressDeadlineSeconds"] <= spec.get("minReadySeconds", 0):
         reason = "must be greater than minReadySeconds"
         yield invalid("spec.progressDeadlineSeconds", spec["progressDeadlineSeconds"], reason)
+
+
+def _job(subject: Object) -> Iterator[Cause]:
+    """``pkg/apis/batch/validation/validation.go`` of Kubernetes 1.34."""
+    spec, template = subject["spec"], subject["spec"]["template"]["spec"]
+    yield from _labels("spec.template.metadata.labels", spec["template"].get("metadata", {}).get("labels") or {})
+    yield from _pod_spec("spec.template.spec", template)
+    if template["restartPolicy"] not in ("Never", "OnFailure"):
+        yield invalid("spec.template.spec.restartPolicy", template["restartPolicy"], "must be OnFailure or Never")
+    for name in ("parallelism", "completions", "backoffLimitPerIndex", "maxFailedIndexes", "activeDeadlineSeconds"):
+        if spec.get(name, 0) < 0:
+            yield invalid(f"spec.{name}", spec[name], "must be greater than or equal to 0")
+    is_indexed, completions = spec["completionMode"] == "Indexed", spec.get("completions")
+    if is_indexed and completions is None:
+        reason = "when completion mode is Indexed"
+        yield Cause("spec.completions", f"Required value: {reason}", "FieldValueRequired")
+    if is_indexed and completions is not None:
+        if spec["parallelism"] > 100_000:
+            yield invalid("spec.parallelism", spec["parallelism"], "must be less than or equal to 100000")
+        longest = f"{subject['metadata']['name']}-{max(completions - 1, 0)}"
+        if not _fits(_LABEL, longest, 63):
+            yield invalid("metadata.name", subject["metadata"]["name"], f"will not able to create pod: {longest}")
+        if "backoffLimitPerIndex" in spec and completions > 100_000 and spec["parallelism"] > 10_000:
+            yield invalid("spec.parallelism", spec["parallelism"], "must be less than or equal to 10000")
+    if "backoffLimitPerIndex" in spec and not is_indexed:
+        yield invalid("spec.backoffLimitPerIndex", spec["backoffLimitPerIndex"], "requires indexed completion mode")
+    if "maxFailedIndexes" in spec:
+        if "backoffLimitPerIndex" not in spec:
+            reason = "when maxFailedIndexes is specified"
+            yield Cause("spec.backoffLimitPerIndex", f"Required value: {reason}", "FieldValueRequired")
+        elif completions is not None and spec["maxFailedIndexes"] > completions:
+            yield invalid(
+                "spec.maxFailedIndexes", spec["maxFailedIndexes"], "must be less than or equal to completions"
+            )
+    yield from _pod_failure_policy(spec, template)
+
+
+def _pod_failure_policy(spec: Object, template: Object) -> Iterator[Cause]:
+    rules = spec.get("podFailurePolicy", {}).get("rules", [])
+    path = "spec.podFailurePolicy.rules"
+    if rules and template["restartPolicy"] != "Never":
+        yield invalid(
+            "spec.template.spec.restartPolicy", template["restartPolicy"],
+            'only "Never" is supported when podFailurePolicy is specified',
+        )  # fmt: skip
+    for position, rule in enumerate(rules):
+        where = f"{path}[{position}]"
+        if rule["action"] == "FailIndex" and "backoffLimitPerIndex" not in spec:
+            yield invalid(f"{where}.action", "FailIndex", "requires the backoffLimitPerIndex to be set")
+        codes = rule.get("onExitCodes")
+        if (codes is None) == (not rule.get("onPodConditions")):
+            yield invalid(where, rule, "specifying one of OnExitCodes and OnPodConditions is required")
+        if codes is None:
+            continue
+        names = [container["name"] for container in template["containers"]]
+        if "containerName" in codes and codes["containerName"] not in names:
+            yield invalid(
+                f"{where}.onExitCodes.containerName", codes["containerName"], "must be one of the container names"
+            )
+        values = codes["values"]
+        if not values or values != sorted(set(values)) or (codes["operator"] == "In" and 0 in values):
+            yield invalid(f"{where}.onExitCodes.values", values, "must be ordered, without duplicates and without 0")
+
+
+def _pod_template(subject: Object) -> Iterator[Cause]:
+    yield from _pod_spec("template.spec", subject["template"]["spec"])
 
 
 def _pod(subject: Object) -> Iterator[Cause]:
@@ -250,6 +318,7 @@ def _immutable(kind: Kind, new: Object, old: Object) -> Iterator[Cause]:
 
 _IMMUTABLE = {
     DEPLOYMENT: ("spec.selector",),
+    JOB: ("spec.completions", "spec.template", "spec.completionMode", "spec.podFailurePolicy"),
     REPLICA_SET: ("spec.selector",),
     SERVICE: ("spec.clusterIP",),
     ROLE_BINDING: ("roleRef",),
@@ -292,8 +361,10 @@ _CHECKS = {
     BUDGET: _budget,
     CONFIG_MAP: _data,
     DEPLOYMENT: _deployment,
+    JOB: _job,
     LEASE: _lease,
     POD: _pod,
+    POD_TEMPLATE: _pod_template,
     REPLICA_SET: _workload,
     SECRET: _data,
     SERVICE: _service,

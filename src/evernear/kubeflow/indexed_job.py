@@ -1,0 +1,204 @@
+"""Run the parts of a step on several nodes: an Indexed Job of Kubernetes, whose index is the number of the part.
+
+The pods come from a PodTemplate (``deploy/components/many-machines``), which a cluster's owner patches. This module
+adds image and command. Parts and results pass through the store, so this process needs no access to pods.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from evernear.common.disk import sha256_bytes
+from evernear.common.parts import FINAL_EXIT_CODE, Parts
+from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
+from evernear.errors import PartError, SettingsError
+from evernear.kubeflow.job import (
+    CREATION_TIMEOUT_S,
+    START_GRACE_S,
+    condition,
+    image_of,
+    namespace_of,
+    owned,
+    reasons_for_no_pods,
+)
+from evernear.settings import KubernetesSettings, PartsJobSettings
+
+Tree = dict[str, Any]
+
+POLL_S = 10.0
+CONTAINER = "part"
+"""The container of the PodTemplate that runs the part."""
+KEEP_FINISHED_S = 3600
+"""Time after which Kubernetes deletes a finished Job whose step was killed."""
+MAX_PARTS = 100_000
+"""Kubernetes' limit of ``completions`` with a parallelism above 10,000, and far beyond a sensible number of parts."""
+
+
+@dataclass(frozen=True)
+class IndexedJob:
+    """Runs parts in the pods of an Indexed Job, at most ``nodes`` at a time. An `Executor`."""
+
+    nodes: int
+    settings: PartsJobSettings
+    kubernetes: KubernetesSettings
+    report: Callable[[str], None]
+
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+        """Run the parts ``numbers``, as `Executor.run`.
+
+        A Job that an earlier attempt left behind is adopted while it runs. A pod whose part has a result ends at once.
+
+        Raises:
+            PartError: a part failed for good, or the Job failed, disappeared, or exceeded its deadline.
+            ClusterError: the cluster is unreachable or rejects the Job.
+            SettingsError: the store is a directory, no namespace or no image is known, or the PodTemplate is missing.
+        """
+        if not numbers:
+            return
+        require_shared(parts.store.uri, "the parts")
+        namespace = namespace_of(self.settings.namespace, "parts_job.namespace", "Job")
+        cluster = Cluster.of(self.kubernetes.model_copy(update={"namespace": namespace}))
+        template = cluster.get("PodTemplate", self.settings.template)
+        if template is None:
+            raise SettingsError(
+                f"The PodTemplate {self.settings.template} does not exist in the namespace {namespace}; apply "
+                "deploy/components/many-machines, or set parts_job.template."
+            )
+        manifest = indexed_job(parts, self.nodes, self.settings, template)
+        with owned(cluster, manifest, _has_ended, POLL_S) as name:
+            self.report(f"Job {name}: {len(numbers)} of {parts.plan.parts} parts on up to {self.nodes} nodes")
+            self._follow(cluster, name, parts, frozenset(numbers), on_done)
+
+    def _follow(
+        self, cluster: Cluster, name: str, parts: Parts, numbers: frozenset[int], on_done: Callable[[int], None]
+    ) -> None:
+        deadline_s = time.monotonic() + self.settings.timeout_s + START_GRACE_S
+        done, state, has_started, waiting_since_s = 0, "", False, time.monotonic()
+        while True:
+            try:
+                resource = cluster.get("Job", name)
+            except ApiUnavailableError as error:
+                self.report(str(error))
+                waiting_since_s = time.monotonic()  # the controller may not reach it either
+            else:
+                if resource is None:
+                    raise PartError(f"The Job {name} was deleted by someone else; run again to continue.")
+                status = resource.get("status", {})
+                completed = len(numbers & indexes(status.get("completedIndexes", "")))
+                if completed > done:
+                    on_done(completed - done)
+                    done = completed
+                if (current := _state(status)) != state:
+                    self.report(current)
+                    state = current
+                if condition(resource, "Complete"):
+                    return
+                if failed := condition(resource, "FailureTarget") or condition(resource, "Failed"):
+                    raise PartError(_cause(name, failed, parts, self.settings.template))
+                has_started = has_started or _has_pods(resource)
+                if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
+                    raise PartError(
+                        f"The pods of the Job {name} were not created within {CREATION_TIMEOUT_S} s: "
+                        f"{reasons_for_no_pods(cluster, resource)}. Correct the PodTemplate {self.settings.template} "
+                        "or its quota, and run again."
+                    )
+            if time.monotonic() > deadline_s:
+                raise PartError(f"The Job {name} has not ended after its deadline; see its events.")
+            time.sleep(POLL_S)
+
+
+def require_shared(uri: str, what: str) -> None:
+    """Check that other nodes can read ``what`` at ``uri``.
+
+    Raises:
+        SettingsError: it is on this machine.
+    """
+    if not uri.startswith("s3://"):
+        raise SettingsError(f"Other nodes cannot reach {what}, {uri}; use s3://bucket/prefix, or one node.")
+
+
+def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: Tree) -> Tree:
+    """The manifest of the Job that runs ``parts``, with the pods of the PodTemplate ``template``.
+
+    Its name contains the kind of the parts and a hash of their plan, so that steps that overlap do not adopt each
+    other's Jobs.
+
+    Raises:
+        SettingsError: no image is known, the template has no container ``part``, or the parts are too many.
+    """
+    if parts.plan.parts > MAX_PARTS:
+        raise SettingsError(f"{parts.plan.parts:,} parts are more than {MAX_PARTS:,}; choose larger parts.")
+    pod = deepcopy(template["template"])
+    container = next((item for item in pod["spec"]["containers"] if item["name"] == CONTAINER), None)
+    if container is None:
+        raise SettingsError(f"The PodTemplate {settings.template} has no container {CONTAINER!r}; add one.")
+    container["image"] = image_of(settings.image, "parts_job.image")
+    container["command"] = ["python", "-m", "evernear.part"]
+    container["args"] = [parts.store.uri, parts.folder]
+    pod["spec"]["restartPolicy"] = "Never"
+    digest = sha256_bytes(f"{parts.store.uri} {parts.folder} {parts.plan.id}".encode())
+    labels = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": parts.plan.kind}
+    if settings.queue:
+        labels["kueue.x-k8s.io/queue-name"] = settings.queue
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": f"evernear-{parts.plan.kind}-{digest[:16]}", "labels": labels},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": parts.plan.parts,
+            "parallelism": min(nodes, parts.plan.parts),
+            "backoffLimitPerIndex": settings.retries,
+            "maxFailedIndexes": 0,  # the first part that failed for good ends the step
+            "podFailurePolicy": {
+                "rules": [
+                    # A drained or lost node is no failure of its part.
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {
+                        "action": "FailIndex",
+                        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [FINAL_EXIT_CODE]},
+                    },
+                ]
+            },
+            "activeDeadlineSeconds": settings.timeout_s,
+            "ttlSecondsAfterFinished": KEEP_FINISHED_S,
+            "template": pod,
+        },
+    }
+
+
+def indexes(text: str) -> frozenset[int]:
+    """The numbers in ``completedIndexes`` of a Job, such as ``0-3,7``."""
+    numbers: set[int] = set()
+    for interval in filter(None, text.split(",")):
+        first, _, last = interval.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def _has_ended(resource: Tree) -> bool:
+    return condition(resource, "Complete") is not None or condition(resource, "Failed") is not None
+
+
+def _has_pods(resource: Tree) -> bool:
+    """Whether the Job has or had pods, or is suspended, as a queue does."""
+    status = resource.get("status", {})
+    return condition(resource, "Suspended") is not None or any(status.get(n) for n in ("active", "succeeded", "failed"))
+
+
+def _state(status: Tree) -> str:
+    """Pods in words. ``failed`` counts pods that were or will be retried."""
+    state = f"{status.get('ready') or 0} nodes run"
+    return f"{state}, {status['failed']} pods failed" if status.get("failed") else state
+
+
+def _cause(name: str, failed: Tree, parts: Parts, template: str) -> str:
+    """The sentence of the part that failed for good, or Kubernetes' reason."""
+    if failure := parts.failure():
+        return failure.message
+    reason = f"The Job {name} failed: {failed['reason']}: {failed.get('message', '').rstrip('.')}."
+    if failed["reason"] in ("MaxFailedIndexesExceeded", "FailedIndexes"):
+        return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {template}."
+    return reason

@@ -1,0 +1,117 @@
+"""Own a TrainJob or a Job: create it, adopt what an earlier attempt left, and delete it at the end and on SIGTERM."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError
+from evernear.deployment.kubernetes.rollout_diagnosis import event_time
+from evernear.errors import ClusterError, SettingsError
+from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE
+
+Tree = dict[str, Any]
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+START_GRACE_S = 600
+"""Time beyond the deadline of a job in which its controller must report the end."""
+CREATION_TIMEOUT_S = 60
+"""Time in which the controllers must create the pods of a job."""
+MAX_EVENTS = 3
+
+
+@contextmanager
+def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> Generator[str]:
+    """Create ``manifest`` for the body, and delete it at the end. Yields its name.
+
+    An object that an earlier attempt left behind is adopted, unless it `is_stale`; then it is replaced.
+
+    Raises:
+        ClusterError: the cluster is unreachable or rejects the object.
+        SystemExit: SIGTERM, which Kubeflow Pipelines sends when someone stops the run.
+    """
+    kind, name = manifest["kind"], manifest["metadata"]["name"]
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        _create(cluster, manifest, is_stale, poll_s)
+        yield name
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        with suppress(ClusterError):  # it must not hide an earlier error, and the object has a deadline
+            cluster.delete(kind, name)
+
+
+def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> None:
+    kind, name = manifest["kind"], manifest["metadata"]["name"]
+    try:
+        cluster.create(manifest)
+    except ObjectConflictError:
+        earlier = cluster.get(kind, name)
+        if earlier is not None and not is_stale(earlier):
+            return
+        cluster.delete(kind, name)
+        while cluster.get(kind, name) is not None:
+            time.sleep(poll_s)
+        cluster.create(manifest)
+
+
+def condition(resource: Tree, kind: str) -> Tree | None:
+    """A condition that is true."""
+    conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
+    return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
+
+
+def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
+    """The conditions of a job without pods, and the newest warnings about its objects, in one line."""
+    name, created = resource["metadata"]["name"], resource["metadata"]["creationTimestamp"]
+    conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
+    reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]
+    try:
+        events = cluster.list("Event", fieldSelector="type=Warning")
+    except ClusterError as error:
+        reasons.append(f"its events cannot be read: {str(error).rstrip('.')}")
+    else:
+        events = [item for item in events if _is_about(item["involvedObject"].get("name", ""), name)]
+        events = [item for item in events if item["metadata"]["creationTimestamp"] >= created]  # no earlier attempt
+        texts = dict.fromkeys(map(_text, sorted(events, key=event_time)))  # a warning may repeat
+        reasons += [f"event {text}" for text in [*texts][-MAX_EVENTS:]]
+    return "; ".join(reasons) or "it has neither a condition nor an event"
+
+
+def _is_about(subject: str, name: str) -> bool:
+    """Whether ``subject`` is the job or one of its JobSet, Jobs and pods."""
+    return subject == name or subject.startswith(f"{name}-")
+
+
+def _text(item: Tree) -> str:
+    """Reason and message of a condition or an event, in one line."""
+    return " ".join(f"{item.get('reason')}: {item.get('message', '')}".split()).rstrip(".: ")
+
+
+def image_of(configured: str, setting: str) -> str:
+    """The image of the nodes: as ``setting`` says, or the pipeline's.
+
+    Raises:
+        SettingsError: neither is known.
+    """
+    image = configured or os.environ.get(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
+    if image == PLACEHOLDER_IMAGE:
+        raise SettingsError(f"The image of the nodes is unknown outside of a cluster's pipeline; set {setting}.")
+    return image
+
+
+def namespace_of(configured: str, setting: str, kind: str) -> str:
+    """The namespace of the job: as ``setting`` says, or this pod's.
+
+    Raises:
+        SettingsError: neither is known.
+    """
+    if configured:
+        return configured
+    if not NAMESPACE_FILE.is_file():
+        raise SettingsError(f"This process does not run in a pod; set {setting} to the namespace of the {kind}.")
+    return NAMESPACE_FILE.read_text().strip()

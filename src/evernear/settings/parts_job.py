@@ -1,0 +1,30 @@
+"""The settings of the section ``parts_job``."""
+
+from pydantic import Field
+
+from evernear.settings.section import Section
+
+
+class PartsJobSettings(Section):
+    """The Indexed Job that runs the parts of a step on several nodes."""
+
+    template: str = Field(
+        default="evernear-parts",
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
+        description="PodTemplate that defines the resources, volumes and Secrets of the pods.",
+    )
+    namespace: str = Field(
+        default="",
+        pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
+        description="Namespace of the Job and the PodTemplate; if empty, that of the pod that runs the step.",
+    )
+    image: str = Field(default="", description="Image of the pods; if empty, that of the pipeline.")
+    queue: str = Field(
+        default="",
+        pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
+        description="LocalQueue of Kueue, as the label kueue.x-k8s.io/queue-name; if empty, no queue.",
+    )
+    timeout_s: int = Field(default=24 * 3600, ge=60, description="`activeDeadlineSeconds` of the Job.")
+    retries: int = Field(
+        default=3, ge=0, le=100, description="`backoffLimitPerIndex`: retries of a part that failed, lost nodes apart."
+    )
