@@ -17,6 +17,7 @@ from pydantic import Field
 from evernear.errors import SettingsError
 from evernear.settings import sources
 from evernear.settings.classes import ClassSettings
+from evernear.settings.console import ConsoleSettings
 from evernear.settings.cost import CostSettings
 from evernear.settings.data import DataSettings
 from evernear.settings.evaluation import EvaluationSettings
@@ -87,6 +88,7 @@ class Settings(RunSettings):
         description="Newest local runs whose directories, with the artifacts of all steps, stay in ``WORKDIR/runs``. "
         "Releases, run pages and run records stay in the store.",
     )
+    console: ConsoleSettings = ConsoleSettings()
     pipeline: PipelineSettings = PipelineSettings()
     slack: SlackSettings = SlackSettings()
     watch: WatchSettings = WatchSettings()

@@ -99,6 +99,10 @@ class PrepService:
 
         return await self._in_time(self._predict(inspect_body, body))
 
+    async def predict_image(self, image: bytes) -> Prediction:
+        """Recognize an image file. Raises as `predict`, except for `RequestError`."""
+        return await self._in_time(self._predict(inspect_image, image))
+
     async def test(self) -> Prediction:
         """Recognize a stored image of the live release. Raises as `predict`."""
 

@@ -1,0 +1,181 @@
+"""Who may use the console, and protection against other sites: a token or a trusted proxy, CSRF, response headers."""
+
+import hmac
+import secrets
+from collections.abc import Iterable
+from ipaddress import ip_address, ip_network
+from typing import Literal
+from urllib.parse import urlencode, urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from evernear.common.frozen import Frozen
+from evernear.settings.console import ConsoleSettings
+
+Right = Literal["label", "start", "promote"]
+CSRF_HEADER = "x-evernear-csrf"
+_TOKEN_COOKIE = "evernear-token"  # noqa: S105 - its name
+_CSRF_COOKIE = "evernear-csrf"
+_OPEN_PATHS = ("/health",)
+"""Paths that need no identity: probes of an orchestrator."""
+_SAFE_METHODS = ("GET", "HEAD")
+_NAME_MAX_CHARACTERS = 200
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self';"
+    " form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+REPORT_SECURITY_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+)
+"""Of run pages, which are self-contained and have no scripts."""
+_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class Person(Frozen):
+    """Who makes a request, and what they may do."""
+
+    name: str
+    may: frozenset[Right]
+
+
+class Access:
+    """Identifies people: by the token, as ``owner``, or by the header of a trusted proxy."""
+
+    def __init__(self, settings: ConsoleSettings, token: str, owner: str) -> None:
+        self._settings = settings
+        self._token = token
+        self._owner = Person(name=owner, may=frozenset(("label", "start", "promote")))
+        self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
+
+    @property
+    def by_token(self) -> bool:
+        """Whether people need the token."""
+        return not self._settings.identity_header
+
+    def identify(self, request: Request) -> Person | None:
+        """The person; None if the request has no valid identity."""
+        if self.by_token:
+            return self._owner if self._is_token(request.cookies.get(_TOKEN_COOKIE, "")) else None
+        names = request.headers.getlist(self._settings.identity_header)
+        if len(names) != 1 or not self._is_proxy(request) or not 0 < len(names[0]) <= _NAME_MAX_CHARACTERS:
+            return None
+        lists: dict[Right, tuple[str, ...]] = {
+            "label": self._settings.may_label,
+            "start": self._settings.may_start,
+            "promote": self._settings.may_promote,
+        }
+        return Person(name=names[0], may=frozenset(right for right, may in lists.items() if _is_in(names[0], may)))
+
+    def sign_in(self, request: Request) -> Response | None:
+        """The response to the URL that `evernear console` printed: a cookie, and the URL without the token."""
+        if not self.by_token or not self._is_token(request.query_params.get("token", "")):
+            return None
+        rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
+        response = RedirectResponse(f"{request.url.path}{f'?{rest}' if rest else ''}", 303)
+        response.set_cookie(_TOKEN_COOKIE, self._token, **_cookie(request))
+        return response
+
+    def _is_token(self, presented: str) -> bool:
+        return hmac.compare_digest(presented.encode(), self._token.encode())
+
+    def _is_proxy(self, request: Request) -> bool:
+        try:
+            address = ip_address(request.client.host if request.client else "")
+        except ValueError:
+            return False
+        mapped = getattr(address, "ipv4_mapped", None)
+        return any((mapped or address) in network for network in self._proxies)
+
+
+class Guard:
+    """ASGI middleware in front of every page.
+
+    It identifies the person, as ``request.state.person``. A request that changes something must come from a page of
+    the console: it repeats, in `CSRF_HEADER`, the random value of a cookie that no other site can read, and browsers
+    send a header of that name to another site only with its permission, which is never given.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application, or reject the request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        csrf = request.cookies.get(_CSRF_COOKIE, "")
+        is_new = not csrf
+        csrf = csrf or secrets.token_urlsafe(24)
+
+        async def send_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                if is_new and request.method in _SAFE_METHODS:
+                    cookie = Response()
+                    cookie.set_cookie(_CSRF_COOKIE, csrf, **_cookie(request))
+                    headers.append("set-cookie", cookie.headers["set-cookie"])
+            await send(message)
+
+        if request.url.path in _OPEN_PATHS:
+            await self._app(scope, receive, send_headers)
+            return
+        response = self._access.sign_in(request) if request.method in _SAFE_METHODS else None
+        person = self._access.identify(request)
+        if response is None and person is None:
+            response = PlainTextResponse(
+                "Open the URL that `evernear console` printed; its token is missing or invalid."
+                if self._access.by_token
+                else "The proxy in front of the console sent no name; sign in there.",
+                403,
+            )
+        if response is None and request.method not in _SAFE_METHODS and (is_new or not _is_ours(request, csrf)):
+            response = PlainTextResponse("The request does not come from this console; reload the page.", 403)
+        if response is None:
+            scope.setdefault("state", {}).update(person=person, csrf=csrf)
+            response = self._app
+        await response(scope, receive, send_headers)
+
+
+def require(request: Request, right: Right) -> Person:
+    """The person of ``request``, who must have the ``right``.
+
+    Raises:
+        HTTPException: they have not.
+    """
+    person: Person = request.state.person
+    if right not in person.may:
+        raise HTTPException(403, f"{person.name} may not do this; console.may_{right} lists who may.")
+    return person
+
+
+def _is_in(name: str, may: Iterable[str]) -> bool:
+    return any(each in ("*", name) for each in may)
+
+
+def _is_ours(request: Request, csrf: str) -> bool:
+    if request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        return False
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host", ""):
+        return False
+    return hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), csrf.encode())
+
+
+def _cookie(request: Request) -> dict[str, object]:
+    secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
+    return {"httponly": True, "samesite": "strict", "secure": secure, "path": "/"}
