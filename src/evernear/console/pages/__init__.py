@@ -1,0 +1,1 @@
+"""The pages. Each module has a function that returns its routes."""

@@ -1,0 +1,60 @@
+"""Try: recognize an image, and send it to review."""
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from evernear.console.access import require
+from evernear.console.services import Services
+from evernear.console.web import page
+from evernear.release.registry import Record
+from evernear.serving.prep.service import PrepService
+from evernear.serving.responses import Prediction
+
+SHOWN_NEIGHBORS = 6
+
+
+def routes(services: Services) -> list[Route]:
+    """The routes of the page. The application's state has the `PrepService` that recognizes."""
+
+    def show(request: Request) -> Response:
+        champion = services.registry.champion()
+        return page(request, "try.html.j2", champion=champion)
+
+    def record_of(version: str) -> Record:
+        return services.registry.get(version, include_pruned=True)
+
+    async def recognize(request: Request) -> Response:
+        prediction = await _predict(request, await _image(request))
+        record = await run_in_threadpool(record_of, prediction.version)
+        return page(
+            request,
+            "answer.html.j2",
+            prediction=prediction,
+            neighbors=prediction.neighbors[:SHOWN_NEIGHBORS],
+            threshold=record.manifest.threshold,
+        )
+
+    async def send(request: Request) -> Response:
+        person = require(request, "label")
+        image = await _image(request)
+        prediction = await _predict(request, image)
+        await run_in_threadpool(services.submissions.add, image, prediction, person.name, services.now())
+        return page(request, "sent.html.j2")
+
+    return [
+        Route("/try", show),
+        Route("/try", recognize, methods=["POST"]),
+        Route("/try/review", send, methods=["POST"]),
+    ]
+
+
+async def _image(request: Request) -> bytes:
+    """The body: an image file. `Request.body` would keep it in memory until the response."""
+    return b"".join([part async for part in request.stream()])
+
+
+async def _predict(request: Request, image: bytes) -> Prediction:
+    service: PrepService = request.app.state.service
+    return await service.predict_image(image)

@@ -1,0 +1,158 @@
+"""Review: name groups of images, correct suspect labels, undo, reindex, and ask the named images again."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from evernear.console.access import require
+from evernear.console.groups import group
+from evernear.console.services import Services
+from evernear.console.web import Form, action, field, page, png, thumbnail
+from evernear.errors import DataError, EvernearError, ServingError
+from evernear.review.answers import Answer
+from evernear.review.suspects import Suspect, picture
+from evernear.serving.prep.service import PrepService
+
+RECENT_ANSWERS = 24
+SHOWN_SUSPECTS = 24
+ASKED_AGAIN = 100
+"""Named images, the newest first, that are asked again after a reindex."""
+
+
+def routes(services: Services) -> list[Route]:
+    """The routes of the page."""
+
+    def content(request: Request, template: str, notice: str = "") -> Response:
+        latest = services.answers.latest() if services.answers else {}
+        suspects = [suspect for suspect in services.suspects() if suspect.image not in latest]
+        return page(
+            request,
+            template,
+            groups=group(services.pending(latest.keys())),
+            labels=services.target.labels if services.target else [],
+            suspects=suspects[:SHOWN_SUSPECTS],
+            recent=list(islice(reversed(latest.values()), RECENT_ANSWERS)),
+            new=sum(answer.action == "label" for answer in _since_release(services)),
+            fault=services.fault,
+            set_aside=list(services.answers.set_aside.values()) if services.answers else [],
+            notice=notice,
+        )
+
+    def show(request: Request) -> Response:
+        return content(request, "review.html.j2")
+
+    def answer(request: Request, form: Form) -> Response:
+        person = require(request, "label")
+        answers, target = services.require_answers()
+        kind, label = field(form, "action"), field(form, "label")
+        images = form.get("image") or []
+        if not images:
+            raise DataError("No image is selected.")
+        if kind == "label" and not label:
+            raise DataError("Type the name of the class first.")
+        suspects = {suspect.image: suspect for suspect in services.suspects()}
+        done = 0
+        with services.lock:
+            for image in dict.fromkeys(images):
+                each = _answer(image, kind, label, person.name, services, suspects.get(image))
+                if kind == "undo":
+                    answers.undo(each)
+                else:
+                    answers.label(b"" if each.files or kind != "label" else _original(services, image), each)
+                done += 1
+        count = f"{done} image{'s' if done != 1 else ''}"
+        did = {"label": f"{count} named {label}.", "skip": f"{count} skipped.", "keep": f"{count} kept."}
+        return content(request, "review_content.html.j2", did.get(kind, f"{count} back in review."))
+
+    def image(request: Request) -> Response:
+        item = services.find(request.path_params["image"])
+        if item is None:
+            raise DataError("The image is no longer in the queue.")
+        return png(thumbnail(item.image))
+
+    def suspect_image(request: Request) -> Response:
+        _, target = services.require_answers()
+        suspect = next((each for each in services.suspects() if each.image == request.path_params["image"]), None)
+        name = suspect and (suspect.duplicate if "duplicate" in request.query_params else suspect.files[0])
+        found = picture(target.read, name) if name else None
+        if found is None:
+            raise DataError("The image is no longer in the source.")
+        return png(found)
+
+    async def again(request: Request) -> Response:
+        service: PrepService = request.app.state.service
+        named = await run_in_threadpool(_named, services)
+        recognized: list[tuple[Answer, bool]] = []
+        for each, original in named[:ASKED_AGAIN]:
+            try:
+                prediction = await service.predict_image(original)
+            except DataError:
+                continue
+            recognized.append((each, not prediction.unknown and prediction.pred == each.label))
+        return page(request, "again.html.j2", asked=recognized)
+
+    return [
+        Route("/review", show),
+        Route("/review", action(answer), methods=["POST"]),
+        Route("/review/again", again),
+        Route("/review/image/{image}", image),
+        Route("/review/suspect/{image}", suspect_image),
+    ]
+
+
+def _answer(
+    image: str, kind: str, label: str, who: str, services: Services, suspect: Suspect | None
+) -> Answer:
+    try:
+        answer = Answer.model_validate(
+            {
+                "image": image,
+                "action": kind,
+                "label": label if kind == "label" else "",
+                "who": who,
+                "at": services.now(),
+                "files": suspect.files if suspect and kind != "undo" else (),
+            }
+        )
+    except ValueError:
+        raise DataError("The form is invalid; reload the page.") from None
+    if suspect and kind == "label" and label == suspect.label:
+        raise DataError(f"The image already has the label {label}; choose another, or keep it.")
+    return answer
+
+
+def _original(services: Services, image: str) -> bytes:
+    item = services.find(image)
+    if item is None:
+        raise ServingError("The image is no longer in the queue; its log file was removed.")
+    return item.image
+
+
+def _since_release(services: Services) -> list[Answer]:
+    """The answers since the champion became live, oldest first."""
+    if services.answers is None:
+        return []
+    champion = services.registry.champion()
+    latest = list(services.answers.latest().values())
+    return [answer for answer in latest if champion is None or answer.at > champion.promotion.since]
+
+
+def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
+    """The images with a name, newest answer first, as far as their files are still there."""
+    named: list[tuple[Answer, bytes]] = []
+    latest = services.answers.latest() if services.answers else {}
+    for answer in reversed(latest.values()):
+        if answer.action == "label" and not answer.files:
+            try:
+                item = services.find(answer.image)
+            except EvernearError:
+                continue
+            if item is not None:
+                named.append((answer, item.image))
+        if len(named) == ASKED_AGAIN:
+            break
+    return named

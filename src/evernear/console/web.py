@@ -1,0 +1,112 @@
+"""Responses of the console: rendered templates, forms, images, errors."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
+from http import HTTPStatus
+from io import BytesIO
+from typing import Any
+from urllib.parse import parse_qs
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from evernear.common.output import printable
+from evernear.common.progress import duration
+from evernear.data.image_file import inspect
+from evernear.data.preprocess import bit_depth_of, decode_inspected
+from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
+from evernear.serving.decoding import OverloadedError
+from evernear.settings.section import MAX_PIXELS
+
+MAX_FORM_BYTES = 256 * 2**10
+Form = Mapping[str, list[str]]
+
+
+def page(request: Request, template: str, **values: Any) -> HTMLResponse:
+    """A page or a part of one. Templates escape every value."""
+    return HTMLResponse(render(template, request=request, **values))
+
+
+def render(template: str, **values: Any) -> str:
+    """The text of a template."""
+    return _environment().get_template(template).render(**values)
+
+
+def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint for a form, which ``handle`` gets in a thread."""
+
+    async def endpoint(request: Request) -> Response:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_FORM_BYTES:
+                raise HTTPException(413, "The form is too large.")
+        fields = parse_qs(body.decode(errors="replace"))
+        return await run_in_threadpool(handle, request, fields)
+
+    return endpoint
+
+
+def field(form: Form, name: str) -> str:
+    """The last value of a field, without spaces around it; empty if it is missing."""
+    return (form.get(name) or [""])[-1].strip()
+
+
+def thumbnail(image: bytes, size_px: int = 192) -> bytes:
+    """A small PNG file of an image file.
+
+    Raises:
+        DataError: it is broken.
+    """
+    file = inspect(image, MAX_PIXELS)
+    picture = decode_inspected(file, bit_depth_of(file) or 16).image
+    picture.thumbnail((size_px, size_px))
+    buffer = BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def png(image: bytes) -> Response:
+    """An image whose URL names its content, so that browsers may keep it."""
+    return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})
+
+
+async def error_response(request: Request, error: Exception) -> Response:
+    """One sentence: for a script as text, for a person as a page."""
+    match error:
+        case HTTPException():
+            status, sentence = error.status_code, str(error.detail)
+        case ConflictError() | BusyError():
+            status, sentence = 409, str(error)
+        case OverloadedError():
+            status, sentence = 503, str(error)
+        case DataError() | SettingsError():
+            status, sentence = 400, str(error)
+        case EvernearError():
+            status, sentence = 503, str(error)
+        case _:
+            raise error
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if request.method != "GET" or "hx-request" in request.headers:
+        return Response(printable(sentence), status, headers, "text/plain")
+    title = HTTPStatus(status).phrase
+    content = render("error.html.j2", request=request, title=title, sentence=sentence)
+    return HTMLResponse(content, status, headers)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("evernear.console"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(seconds=duration, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
+    return environment
