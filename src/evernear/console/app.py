@@ -1,0 +1,61 @@
+"""The application: pages, guard and limits."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from importlib import resources
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from evernear.console.access import Access, Guard
+from evernear.console.pages import data, home, recognize, releases, review
+from evernear.console.services import Services
+from evernear.console.web import error_response
+from evernear.errors import EvernearError
+from evernear.serving.http_limits import BodyLimits
+from evernear.serving.prep.service import PrepService
+
+
+def create_console_app(services: Services, access: Access) -> Starlette:
+    """The console as an ASGI application. Images are recognized with the preprocessing server's `PrepService`."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        app.state.service = PrepService(services.settings)
+        try:
+            yield
+        finally:
+            await app.state.service.close()
+
+    limits = services.settings.console
+    return Starlette(
+        routes=[
+            Route("/health", _health),
+            *home.routes(services),
+            *recognize.routes(services),
+            *review.routes(services),
+            *data.routes(services),
+            *releases.routes(services),
+            Mount("/static", StaticFiles(directory=str(resources.files("evernear.console") / "static"))),
+        ],
+        middleware=[
+            Middleware(Guard, access=access),
+            Middleware(
+                BodyLimits,
+                max_size_bytes=limits.max_request_size_bytes,
+                max_total_size_bytes=limits.max_bodies_size_bytes,
+                timeout_s=limits.upload_timeout_s,
+            ),
+        ],
+        exception_handlers={EvernearError: error_response, HTTPException: error_response},
+        lifespan=lifespan,
+    )
+
+
+async def _health(_: Request) -> Response:
+    return PlainTextResponse("ok")

@@ -1,0 +1,129 @@
+"""Data: classes with counts and sample images, news since the release, and images that ingest left out."""
+
+from functools import lru_cache
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from evernear.console.services import Services
+from evernear.console.web import page, png
+from evernear.data.ingest import dataset_name
+from evernear.data.manifest import SPLITS, Manifest, find_manifest
+from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import open_source
+from evernear.errors import DataError, EvernearError
+
+PAGE_CLASSES = 24
+SAMPLES = 3
+_CACHED = 512
+_SIDE_PX = 96
+
+
+def routes(services: Services) -> list[Route]:
+    """The routes of the page."""
+
+    def snapshot() -> Manifest | None:
+        try:
+            name = dataset_name(services.settings.data, open_source(services.settings.data.source))
+        except EvernearError:
+            name = ""
+        manifest = Snapshots(services.store, name).head() if name else None
+        if manifest is not None:
+            return manifest
+        champion = services.registry.champion()  # a console in a cluster may not see the source
+        if champion is None:
+            return None
+        trained = services.registry.get(champion.version, include_pruned=True).manifest
+        return Snapshots(services.store, trained.dataset_name).head()
+
+    def content(request: Request, template: str) -> Response:
+        manifest = snapshot()
+        released: dict[str, int] = {}
+        champion = services.registry.champion()
+        if champion is not None:
+            trained = services.registry.get(champion.version, include_pruned=True).manifest
+            former = find_manifest(services.store, trained.dataset_name, trained.dataset_digest)
+            released = _counts(former) if former else {}
+        counts = _counts(manifest) if manifest else {}
+        query = request.query_params.get("class", "").strip()
+        wanted = [label for label in counts if query.casefold() in label.casefold()]
+        number = request.query_params.get("page", "1")
+        first = PAGE_CLASSES * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
+        return page(
+            request,
+            template,
+            manifest=manifest,
+            counts={label: counts[label] for label in wanted[first : first + PAGE_CLASSES]},
+            released=released,
+            classes=len(wanted),
+            images=sum(counts.values()),
+            new=max(0, sum(counts.values()) - sum(released.values())) if released else 0,
+            number=first // PAGE_CLASSES + 1,
+            more=len(wanted) > first + PAGE_CLASSES,
+            query=query,
+            samples=range(SAMPLES),
+            source=services.settings.data.source,
+            fault=services.fault,
+        )
+
+    def show(request: Request) -> Response:
+        return content(request, "data.html.j2")
+
+    def listing(request: Request) -> Response:
+        return content(request, "class_list.html.j2")
+
+    @lru_cache(_CACHED)
+    def samples(name: str, digest: str, label: str) -> tuple[bytes, ...]:
+        dataset = Dataset.find(services.store, name, digest)
+        return _samples(dataset, label) if dataset else ()
+
+    def sample(request: Request) -> Response:
+        manifest = snapshot()
+        label, number = request.query_params.get("class", ""), request.path_params["number"]
+        found = samples(manifest.name, manifest.digest, label) if manifest else ()
+        if number >= len(found):
+            raise DataError("The class has no such image.")
+        return png(found[number])
+
+    return [
+        Route("/data", show),
+        Route("/data/classes", listing),
+        Route("/data/sample/{number:int}", sample),
+    ]
+
+
+def _counts(manifest: Manifest) -> dict[str, int]:
+    """The images of each class that has some, by name."""
+    counts = dict.fromkeys(manifest.labels, 0)
+    for split in ("train", "test") if manifest.count("train") else SPLITS:
+        for label, count in manifest.label_counts(split).items():
+            counts[label] += count
+    return {label: counts[label] for label in sorted(counts) if counts[label]}
+
+
+def _samples(dataset: Dataset, label: str) -> tuple[bytes, ...]:
+    """The first images of a class, as PNG files."""
+    found: list[bytes] = []
+    for split in SPLITS:
+        for shard in dataset.shards(split):
+            if not shard.label_counts.get(label):
+                continue
+            for block in dataset.shard_blocks(shard):
+                for row in np.flatnonzero(block.labels == dataset.labels.index(label))[: SAMPLES - len(found)]:
+                    found.append(_png(block.images[int(row)]))
+                if len(found) == SAMPLES:
+                    return tuple(found)
+    return tuple(found)
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    image = Image.fromarray(np.squeeze(pixels))
+    image.thumbnail((_SIDE_PX, _SIDE_PX))
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()

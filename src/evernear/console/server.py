@@ -1,0 +1,61 @@
+"""The console as a process."""
+
+from collections.abc import Callable
+from ipaddress import ip_address
+
+import uvicorn
+from starlette.applications import Starlette
+
+from evernear.errors import SettingsError
+from evernear.serving.endpoints import host_and_port, listening_socket
+from evernear.serving.http_limits import HeadTimeoutProtocol
+from evernear.settings.console import ConsoleSettings
+
+SHUTDOWN_TIMEOUT_S = 5
+
+
+def require_private(settings: ConsoleSettings) -> None:
+    """Require that the token does not cross a network in the clear.
+
+    Raises:
+        SettingsError: the address is not loopback, and there is neither TLS nor a trusted proxy.
+    """
+    try:
+        is_loopback = settings.host == "localhost" or ip_address(settings.host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not (is_loopback or settings.certificate or settings.identity_header):
+        raise SettingsError(
+            f"console.host = {settings.host} is reachable from the network, so the token needs TLS: set "
+            "console.certificate and console.private_key, or console.identity_header behind a proxy."
+        )
+
+
+def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL.
+
+    Raises:
+        PortInUseError, ServingError: ``console.host`` and ``console.port`` cannot be bound.
+        SettingsError: as `require_private`, or the certificate is unusable.
+    """
+    require_private(settings)
+    config = uvicorn.Config(
+        app,
+        http=HeadTimeoutProtocol,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        ssl_certfile=settings.certificate,
+        ssl_keyfile=settings.private_key,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise SettingsError(f"console.certificate or console.private_key cannot be used: {error}.") from None
+    with listening_socket(settings.host, settings.port, "console.port") as listener:
+        address, port = listener.getsockname()[:2]
+        on_bound(f"{'https' if settings.certificate else 'http'}://{host_and_port(address, port)}")
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,154 @@
+// What htmx does not do: files, keys, events of the server, and errors. There is no state here.
+"use strict";
+
+const csrf = document.body.dataset.csrf;
+const notice = document.getElementById("notice");
+
+function say(text) {
+  notice.textContent = text;
+  notice.hidden = !text;
+}
+
+async function post(url, file) {
+  const response = await fetch(url, {method: "POST", body: file, headers: {"X-Evernear-CSRF": csrf, "HX-Request": "true"}});
+  const text = await response.text();
+  if (!response.ok) throw new Error(text);
+  return text;
+}
+
+document.body.addEventListener("htmx:responseError", (event) => say(event.detail.xhr.responseText));
+document.body.addEventListener("htmx:sendError", () => say("The console does not answer; is it still running?"));
+document.body.addEventListener("htmx:beforeRequest", () => say(""));
+
+// Try: each file is sent by itself, two at a time, so that the server's limits hold for one image.
+const answers = document.getElementById("answers");
+const sendAll = document.getElementById("send-all");
+
+async function send(card, file) {
+  const button = card.querySelector(".send");
+  if (!button) return;
+  button.disabled = true;
+  try {
+    button.outerHTML = await post("/try/review", file);
+  } catch (error) {
+    button.disabled = false;
+    say(error.message);
+  }
+}
+
+async function recognize(file, card) {
+  try {
+    card.querySelector(".result").innerHTML = await post("/try", file);
+    card.querySelector(".send")?.addEventListener("click", () => send(card, file));
+    card.file = file;
+    if (sendAll) sendAll.hidden = !answers.querySelector("[data-unknown=yes] .send");
+  } catch (error) {
+    const text = document.createElement("p");
+    text.className = "fault";
+    text.textContent = error.message;
+    card.querySelector(".result").replaceChildren(text);
+  }
+  card.removeAttribute("aria-busy");
+}
+
+async function tryFiles(files) {
+  say("");
+  const queue = [...files].filter((file) => file.type.startsWith("image/")).map((file) => {
+    const card = document.createElement("article");
+    card.className = "card result-card";
+    card.setAttribute("aria-busy", "true");
+    const image = document.createElement("img");
+    image.src = URL.createObjectURL(file);
+    image.alt = file.name;
+    const result = document.createElement("div");
+    result.className = "result";
+    result.textContent = "Recognizing ...";
+    card.append(image, result);
+    answers.prepend(card);
+    return [file, card];
+  });
+  const work = async () => {
+    while (queue.length) await recognize(...queue.shift());
+  };
+  await Promise.all([work(), work()]);
+}
+
+if (answers) {
+  const drop = document.getElementById("drop");
+  for (const id of ["files", "camera"]) {
+    document.getElementById(id).addEventListener("change", (event) => {
+      tryFiles(event.target.files);
+      event.target.value = "";
+    });
+  }
+  document.addEventListener("paste", (event) => tryFiles(event.clipboardData.files));
+  document.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    drop.classList.add("over");
+  });
+  document.addEventListener("dragleave", () => drop.classList.remove("over"));
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    tryFiles(event.dataTransfer.files);
+  });
+  sendAll?.addEventListener("click", async () => {
+    sendAll.hidden = true;
+    for (const card of [...answers.children].reverse()) {
+      if (card.querySelector("[data-unknown=yes]")) await send(card, card.file);
+    }
+  });
+}
+
+// Runs: the server sends the state of the run in progress; on Review, the end of one asks the named images again.
+const run = document.getElementById("run");
+if (run) {
+  const events = new EventSource(run.dataset.events);
+  let wasRunning = false;
+  for (const name of ["run", "idle", "fault"]) {
+    events.addEventListener(name, (event) => {
+      run.innerHTML = event.data;
+      if (name === "run") wasRunning = true;
+      if (name === "idle" && wasRunning) {
+        wasRunning = false;
+        const again = document.getElementById("again");
+        if (again) htmx.trigger(again, "run-ended");
+        else location.reload();
+      }
+    });
+  }
+  window.addEventListener("pagehide", () => events.close());
+}
+
+// Review: selection and keys.
+const review = document.getElementById("review");
+function count() {
+  const selected = review.querySelectorAll("#naming [name=image]:checked").length;
+  const text = document.getElementById("count");
+  if (text) text.textContent = `${selected} selected`;
+}
+if (review) {
+  review.addEventListener("change", (event) => {
+    if (event.target.matches("[data-all]")) {
+      for (const box of event.target.closest(".group").querySelectorAll("[name=image]")) box.checked = event.target.checked;
+    }
+    count();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const typing = event.target.matches("input:not([type=checkbox]), select, textarea");
+    if (typing) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    const groups = [...review.querySelectorAll(".group")];
+    const current = groups.indexOf(document.activeElement.closest(".group"));
+    const move = {j: 1, k: -1}[event.key];
+    if (move) groups[Math.min(Math.max(current + move, 0), groups.length - 1)]?.focus();
+    else if (event.key === "x") groups[Math.max(current, 0)]?.querySelector("[data-all]")?.click();
+    else if (event.key === "n") review.querySelector("#naming [name=label]")?.focus();
+    else if (event.key === "u") review.querySelector(".undo")?.click();
+    else return;
+    event.preventDefault();
+  });
+}
