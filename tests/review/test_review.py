@@ -1,16 +1,11 @@
 """Labeling live queries: the queue, the answers in the source and the audit log, and the page."""
 
 import os
-import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 from review_queue import NOW, log_queries, png
-from starlette.testclient import TestClient
 
 from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
@@ -24,7 +19,6 @@ from evernear.review.answers import (
     LabelTarget,
     open_label_target,
 )
-from evernear.review.page import create_review_app
 from evernear.review.queue import Item, Queue
 
 
@@ -291,21 +285,6 @@ def test_change_that_cannot_be_taken_back_now_is_taken_back_later(store: Store, 
     assert names(source) == before
 
 
-def test_page_shows_what_was_set_aside_and_takes_other_answers(store: Store, source: Path) -> None:
-    log_queries(store, png(1))
-    answer = relabel(source, LONG)
-    store.put(ANSWERS, answer.model_dump_json().encode() + b"\n")
-    store.put(PENDING + answer.image, b"")
-    target = open_label_target(f"folder:{source}")
-    answers = Answers(store, target)
-    client = TestClient(create_review_app(store, answers, target, "secret", "ann"), base_url="http://127.0.0.1")
-    (item,) = Queue(store).pending((), 10)
-    page = client.post("/?token=secret", data={"image": item.id, "action": "label", "label": "dog"})
-    assert page.status_code == 200
-    assert "labeled <b>dog</b>" in page.text
-    assert "too long a name" in page.text
-
-
 def test_missing_source_is_not_created_again(store: Store, source: Path) -> None:
     log_queries(store, png(1))
     (item,) = Queue(store).pending((), 10)
@@ -320,49 +299,3 @@ def test_missing_source_is_not_created_again(store: Store, source: Path) -> None
 def test_source_without_class_folders_is_refused() -> None:
     with pytest.raises(SettingsError, match="review needs folder"):
         open_label_target("digits")
-
-
-def test_page_labels_and_undoes(store: Store, source: Path) -> None:
-    log_queries(store, png(1), png(2), candidates=("dog", "<b>x</b>"))
-    target = open_label_target(f"folder:{source}")
-    client = TestClient(
-        create_review_app(store, Answers(store, target), target, "secret", "ann"), base_url="http://127.0.0.1"
-    )
-    page = client.get("/?token=secret")
-    assert "<b>x</b>" not in page.text
-    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
-    assert re.search(r"<select[^>]*><option value=\"dog\">", page.text), "the suggested class comes first"
-    image = re.findall(r'name="image" value="(\w+)"', page.text)[0]
-    labeled = client.post("/?token=secret", data={"image": image, "action": "label", "label": "dog", "new": ""})
-    assert "labeled <b>dog</b>" in labeled.text
-    path = source / "dog" / f"review-{image[:16]}.png"
-    assert path.exists()
-    again = client.post("/?token=secret", data={"image": image, "action": "label", "label": "cat"})
-    assert (again.status_code, "was answered in the meantime" in again.text) == (409, True)
-    client.post("/?token=secret", data={"image": image, "action": "undo"})
-    assert not path.exists()
-    client.post("/?token=secret", data={"image": image, "action": "skip"})
-    assert not path.exists()
-    assert "skipped" in client.get("/?token=secret").text
-
-
-def test_page_requires_the_token(store: Store, source: Path) -> None:
-    target = open_label_target(f"folder:{source}")
-    client = TestClient(create_review_app(store, Answers(store, target), target, "secret", "ann"))
-    for response in (client.get("/"), client.get("/?token=other"), client.post("/?token=x", data={"action": "skip"})):
-        assert response.status_code == 403
-    assert client.post("/?token=secret", content=b"x" * 5000).status_code == 413
-    assert store.find(ANSWERS) is None
-
-
-def test_printed_url_opens_the_page(store: Store, source: Path) -> None:
-    """The output of a program is masked, but the token of this URL is for the person who reads it."""
-    words = ["review", "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
-    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as review:
-        try:
-            assert review.stdout is not None
-            url = review.stdout.readline().removeprefix("Open ").strip()
-            assert httpx.get(url, trust_env=False, timeout=30).status_code == 200
-        finally:
-            review.terminate()

@@ -1,7 +1,6 @@
 """Suspect labels: confident learning on neighbors, and the relabeled files of the source."""
 
 import json
-import re
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from deep_png import deep_png
 from PIL import Image
 from sklearn.datasets import load_digits
-from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from evernear.cli.app import app
@@ -21,8 +19,7 @@ from evernear.data.sources import open_source
 from evernear.errors import DataError
 from evernear.evaluation.label_errors import Embedded, find_label_errors, nearest_others
 from evernear.review.answers import Answer, Answers, open_label_target
-from evernear.review.page import create_review_app
-from evernear.review.suspects import SUSPECTS, Suspect, Suspects, load_suspects, picture
+from evernear.review.suspects import Suspect, load_suspects, picture
 from evernear.settings import DataSettings
 
 NOW = datetime.now(UTC)
@@ -159,34 +156,6 @@ def test_name_that_was_taken_in_the_meantime_is_reported_once(store: Store, sour
     assert (source / suspect.files[0]).read_bytes() == b"another image"
     assert f"0/000-is-0-review-{'ab' * 8}.png" in names(source)
     answers.recover()
-
-
-def test_page_relabels_keeps_and_undoes(store: Store, source: Path) -> None:
-    (source / "3" / "000-is-0.png").write_bytes((source / "1" / "000-is-0.png").read_bytes())
-    suspect = suspect_of(source, "1/000-is-0.png", "0").model_copy(update={"duplicate": "3/000-is-0.png"})
-    other = suspect_of(source, "2/gone.png", "0").model_copy(update={"image": "cd" * 32})
-    checked = Suspects(
-        source=f"folder:{source}", dataset_digest="", created=NOW, found=2, images=720, suspects=(suspect, other)
-    )
-    store.put(SUSPECTS, checked.to_json())
-    target = open_label_target(f"folder:{source}")
-    suspects = load_suspects(store, f"folder:{source}")
-    client = TestClient(create_review_app(store, Answers(store, target), target, "secret", "ann", suspects))
-    page = client.get("/?token=secret").text
-    assert page.count('class="pair"') == 1, "a file that is gone is not shown"
-    assert "nearly the same image is labeled <b>0</b>" in page
-    assert re.search(r'<select[^>]*><option value="0">0</option><option value="2">', page), "without its own label"
-
-    def post(action: str, label: str = "") -> str:
-        return client.post("/?token=secret", data={"image": suspect.image, "action": action, "label": label}).text
-
-    assert "already has the label 1" in post("label", "1")
-    assert "kept its label" in post("keep")
-    assert 'class="pair"' in post("undo")
-    assert "relabeled <b>0</b>" in post("label", "0")
-    assert suspect.files[0] not in names(source)
-    assert 'class="pair"' in post("undo")
-    assert suspect.files[0] in names(source)
 
 
 def test_picture_of_a_deep_image_uses_the_bits_of_the_image() -> None:

@@ -83,7 +83,7 @@ class Access:
             return None
         rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
         response = RedirectResponse(f"{request.url.path}{f'?{rest}' if rest else ''}", 303)
-        response.set_cookie(_TOKEN_COOKIE, self._token, **_cookie(request))
+        _set_cookie(response, request, _TOKEN_COOKIE, self._token)
         return response
 
     def _is_token(self, presented: str) -> bool:
@@ -127,7 +127,7 @@ class Guard:
                     headers.setdefault(name, value)
                 if is_new and request.method in _SAFE_METHODS:
                     cookie = Response()
-                    cookie.set_cookie(_CSRF_COOKIE, csrf, **_cookie(request))
+                    _set_cookie(cookie, request, _CSRF_COOKIE, csrf)
                     headers.append("set-cookie", cookie.headers["set-cookie"])
             await send(message)
 
@@ -176,6 +176,6 @@ def _is_ours(request: Request, csrf: str) -> bool:
     return hmac.compare_digest(request.headers.get(CSRF_HEADER, "").encode(), csrf.encode())
 
 
-def _cookie(request: Request) -> dict[str, object]:
+def _set_cookie(response: Response, request: Request, name: str, value: str) -> None:
     secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
-    return {"httponly": True, "samesite": "strict", "secure": secure, "path": "/"}
+    response.set_cookie(name, value, httponly=True, samesite="strict", secure=secure, path="/")

@@ -1,5 +1,6 @@
 """Data: classes with counts and sample images, news since the release, and images that ingest left out."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from io import BytesIO
 
@@ -13,6 +14,7 @@ from evernear.console.services import Services
 from evernear.console.web import page, png
 from evernear.data.ingest import dataset_name
 from evernear.data.manifest import SPLITS, Manifest, find_manifest
+from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
@@ -77,15 +79,16 @@ def routes(services: Services) -> list[Route]:
     def listing(request: Request) -> Response:
         return content(request, "class_list.html.j2")
 
-    @lru_cache(_CACHED)
-    def samples(name: str, digest: str, label: str) -> tuple[bytes, ...]:
+    def read_samples(name: str, digest: str, label: str) -> tuple[bytes, ...]:
         dataset = Dataset.find(services.store, name, digest)
         return _samples(dataset, label) if dataset else ()
+
+    samples: Callable[[str, str, str], tuple[bytes, ...]] = lru_cache(_CACHED)(read_samples)
 
     def sample(request: Request) -> Response:
         manifest = snapshot()
         label, number = request.query_params.get("class", ""), request.path_params["number"]
-        found = samples(manifest.name, manifest.digest, label) if manifest else ()
+        found: tuple[bytes, ...] = samples(manifest.name, manifest.digest, label) if manifest else ()
         if number >= len(found):
             raise DataError("The class has no such image.")
         return png(found[number])
@@ -121,7 +124,7 @@ def _samples(dataset: Dataset, label: str) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def _png(pixels: np.ndarray) -> bytes:
+def _png(pixels: Pixels) -> bytes:
     image = Image.fromarray(np.squeeze(pixels))
     image.thumbnail((_SIDE_PX, _SIDE_PX))
     buffer = BytesIO()

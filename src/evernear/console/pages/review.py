@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from evernear.common.output import quantity
 from evernear.console.access import require
 from evernear.console.groups import group
 from evernear.console.services import Services
@@ -26,19 +27,26 @@ ASKED_AGAIN = 100
 def routes(services: Services) -> list[Route]:
     """The routes of the page."""
 
-    def content(request: Request, template: str, notice: str = "") -> Response:
+    def content(request: Request, template: str, notice: str = "", failures: Sequence[str] = ()) -> Response:
         latest = services.answers.latest() if services.answers else {}
-        suspects = [suspect for suspect in services.suspects() if suspect.image not in latest]
+        target = services.target
+        suspects = (
+            suspect
+            for suspect in services.suspects()
+            if suspect.image not in latest and target and picture(target.read, suspect.files[0])
+        )
+        pending = services.pending(latest.keys())
+        suggested = dict.fromkeys(label for item in pending for label in item.candidates[:1])
         return page(
             request,
             template,
-            groups=group(services.pending(latest.keys())),
-            labels=services.target.labels if services.target else [],
-            suspects=suspects[:SHOWN_SUSPECTS],
+            groups=group(pending),
+            labels=list(dict.fromkeys([*suggested, *target.labels])) if target else [],
+            suspects=list(islice(suspects, SHOWN_SUSPECTS)),
             recent=list(islice(reversed(latest.values()), RECENT_ANSWERS)),
             new=sum(answer.action == "label" for answer in _since_release(services)),
             fault=services.fault,
-            set_aside=list(services.answers.set_aside.values()) if services.answers else [],
+            faults=[*failures, *(services.answers.set_aside.values() if services.answers else ())],
             notice=notice,
         )
 
@@ -47,7 +55,7 @@ def routes(services: Services) -> list[Route]:
 
     def answer(request: Request, form: Form) -> Response:
         person = require(request, "label")
-        answers, target = services.require_answers()
+        answers, _ = services.require_answers()
         kind, label = field(form, "action"), field(form, "label")
         images = form.get("image") or []
         if not images:
@@ -56,17 +64,23 @@ def routes(services: Services) -> list[Route]:
             raise DataError("Type the name of the class first.")
         suspects = {suspect.image: suspect for suspect in services.suspects()}
         done = 0
+        failures: dict[str, EvernearError] = {}
         with services.lock:
             for image in dict.fromkeys(images):
                 each = _answer(image, kind, label, person.name, services, suspects.get(image))
-                if kind == "undo":
-                    answers.undo(each)
-                else:
-                    answers.label(b"" if each.files or kind != "label" else _original(services, image), each)
-                done += 1
-        count = f"{done} image{'s' if done != 1 else ''}"
+                try:
+                    if kind == "undo":
+                        answers.undo(each)
+                    else:
+                        answers.label(b"" if each.files or kind != "label" else _original(services, image), each)
+                    done += 1
+                except EvernearError as error:
+                    failures[str(error)] = error
+        if failures and not done:
+            raise next(iter(failures.values()))
+        count = quantity(done, "image")
         did = {"label": f"{count} named {label}.", "skip": f"{count} skipped.", "keep": f"{count} kept."}
-        return content(request, "review_content.html.j2", did.get(kind, f"{count} back in review."))
+        return content(request, "review_content.html.j2", did.get(kind, f"{count} back in review."), list(failures))
 
     def image(request: Request) -> Response:
         item = services.find(request.path_params["image"])
@@ -113,7 +127,7 @@ def _answer(image: str, kind: str, label: str, who: str, services: Services, sus
                 "label": label if kind == "label" else "",
                 "who": who,
                 "at": services.now(),
-                "files": suspect.files if suspect and kind != "undo" else (),
+                "files": suspect.files if suspect else (),
             }
         )
     except ValueError:

@@ -1,0 +1,301 @@
+"""The console without a browser: who may do what, other sites, naming, suspect labels, pages, and what it imports."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from importlib import resources
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from review_queue import NOW, log_queries, png
+from starlette.testclient import TestClient
+
+from evernear.common.run_record import RunRecord
+from evernear.common.store import Store
+from evernear.console.access import Access
+from evernear.console.app import create_console_app
+from evernear.console.groups import group
+from evernear.console.runs import LocalRuns
+from evernear.console.server import require_private
+from evernear.console.services import Services
+from evernear.data.sources import open_source
+from evernear.errors import SettingsError
+from evernear.reporting.notify import RunOutcome
+from evernear.review.answers import ANSWERS, PENDING, Answer
+from evernear.review.queue import Item
+from evernear.review.submissions import Submissions
+from evernear.review.suspects import SUSPECTS, Suspect, Suspects
+from evernear.serving.responses import Neighbor, Prediction
+from evernear.settings import load
+
+TOKEN = "secret"
+
+
+def open_console(store: Store, source: str, *overrides: str, address: str = "127.0.0.1", **headers: str) -> TestClient:
+    settings = load(overrides=[f"store={store.uri}", f"data.source={source}", *overrides], environment={})
+    services = Services.open(settings, store, LocalRuns(settings, ()))
+    app = create_console_app(services, Access(settings.console, TOKEN, "ann"))
+    return TestClient(app, base_url="http://console", client=(address, 1), headers=headers)
+
+
+def signed_in(store: Store, source: Path | str) -> TestClient:
+    client = open_console(store, f"folder:{source}" if isinstance(source, Path) else source)
+    page = client.get(f"/?token={TOKEN}")
+    assert page.url.query == b"", "the token leaves the address bar"
+    return with_csrf(client)
+
+
+def with_csrf(client: TestClient) -> TestClient:
+    client.headers["X-Evernear-CSRF"] = client.cookies["evernear-csrf"]
+    return client
+
+
+def test_token_is_required_and_opens_a_session(store: Store, source: Path) -> None:
+    client = open_console(store, f"folder:{source}")
+    for response in (client.get("/"), client.get("/?token=other"), client.post("/review?token=secret")):
+        assert (response.status_code, "evernear console" in response.text) == (403, True)
+    assert client.get("/health").status_code == 200
+    page = client.get("/review?token=secret")
+    assert page.status_code == 200
+    assert "script-src 'self'" in page.headers["Content-Security-Policy"]
+    cookies = [value for name, value in page.history[0].headers.multi_items() if name == "set-cookie"]
+    assert len(cookies) == 2
+    assert all("HttpOnly" in cookie and "SameSite=strict" in cookie for cookie in cookies)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Evernear-CSRF": "other"},
+        {"X-Evernear-CSRF": ""},
+        {"Origin": "http://evil"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_another_site_changes_nothing(store: Store, source: Path, headers: dict[str, str]) -> None:
+    log_queries(store, png(1))
+    client = signed_in(store, source)
+    image = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)[0]
+    form = {"image": image, "action": "skip"}
+    assert client.post("/review", data=form, headers=headers).status_code == 403
+    assert store.find(ANSWERS) is None
+    assert client.post("/review", data=form).status_code == 200
+
+
+PROXY = (
+    "console.identity_header=X-Forwarded-Email",
+    'console.trusted_proxies=["10.0.0.0/8"]',
+    'console.may_label=["ann@x"]',
+)
+
+
+def test_identity_comes_from_the_trusted_proxy_alone(store: Store, source: Path) -> None:
+    named = {"X-Forwarded-Email": "ann@x"}
+    assert open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **named).get("/").status_code == 200
+    assert open_console(store, f"folder:{source}", *PROXY, address="192.168.1.1", **named).get("/").status_code == 403
+    anonymous = open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3")
+    assert anonymous.get("/").status_code == 403
+    assert anonymous.get("/?token=secret").status_code == 403, "the token is no identity behind a proxy"
+    twice = httpx.Headers([("X-Forwarded-Email", "ann@x"), ("X-Forwarded-Email", "eve@x")])
+    assert anonymous.get("/", headers=twice).status_code == 403
+
+
+@pytest.mark.parametrize(("person", "status"), [("ann@x", 200), ("bob@x", 403)])
+def test_people_without_a_right_only_read(store: Store, source: Path, person: str, status: int) -> None:
+    log_queries(store, png(1))
+    client = open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **{"X-Forwarded-Email": person})
+    page = client.get("/review").text
+    with_csrf(client)
+    assert ("Not valid, skip" in page) == (status == 200)
+    image = re.findall(r'name="image" value="(\w+)"', page)[0]
+    response = client.post("/review", data={"image": image, "action": "skip"})
+    assert response.status_code == status
+    for url, form in {"/runs": {"pipeline": "reindex"}, "/releases/rollback": {"version": "v", "why": "w"}}.items():
+        refused = client.post(url, data=form)
+        assert (refused.status_code, "console.may_" in refused.text) == (403, True)
+    if status == 200:
+        assert Answer.model_validate_json(store.get(ANSWERS)).who == person
+
+
+def test_a_group_is_named_with_one_answer_and_undone(store: Store, source: Path) -> None:
+    log_queries(store, png(1), png(2), candidates=("dog", "<b>x</b>"))
+    client = signed_in(store, source)
+    page = client.get("/review").text
+    assert "<b>x</b>" not in page
+    assert '<option value="dog">' in page
+    images = re.findall(r'name="image" value="(\w+)"', page)
+    named = client.post("/review", data={"image": images, "action": "label", "label": "bird"})
+    assert "2 images named bird." in named.text
+    paths = [source / "bird" / f"review-{image[:16]}.png" for image in images]
+    assert all(path.exists() for path in paths)
+    again = client.post("/review", data={"image": images[0], "action": "label", "label": "cat"})
+    assert (again.status_code, "was answered in the meantime" in again.text) == (409, True)
+    client.post("/review", data={"image": images[0], "action": "undo"})
+    assert [path.exists() for path in paths] == [False, True]
+    client.post("/review", data={"image": images[0], "action": "skip"})
+    page = client.get("/review").text
+    assert "skipped" in page
+    assert "ann" in page
+
+
+def test_of_a_group_the_rest_is_named_if_one_was_answered(store: Store, source: Path) -> None:
+    log_queries(store, png(1), png(2))
+    client = signed_in(store, source)
+    images = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)
+    client.post("/review", data={"image": images[0], "action": "label", "label": "cat"})
+    page = client.post("/review", data={"image": images, "action": "label", "label": "dog"}).text
+    assert "1 image named dog." in page
+    assert "answered in the meantime" in page
+
+
+def test_page_shows_what_was_set_aside_and_takes_other_answers(store: Store, source: Path) -> None:
+    log_queries(store, png(1))
+    stuck = Answer(image="a" * 64, action="label", label="dog", files=("gone/a.png",), who="ann", at=NOW)
+    store.put(ANSWERS, stuck.model_dump_json().encode() + b"\n")
+    store.put(PENDING + stuck.image, b"")
+    client = signed_in(store, source)
+    image = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)[0]
+    page = client.post("/review", data={"image": image, "action": "label", "label": "dog"}).text
+    assert "1 image named dog." in page
+    assert "no longer in the source" in page
+
+
+def test_suspect_labels_are_corrected_and_kept(store: Store, source: Path) -> None:
+    suspect = Suspect(
+        image="ab" * 32, files=("cat/a.png",), label="cat", suggested="dog", margin=-1.0, duplicate="dog/a.png"
+    )
+    gone = suspect.model_copy(update={"image": "cd" * 32, "files": ("cat/gone.png",)})
+    checked = Suspects(
+        source=f"folder:{source}", dataset_digest="", created=NOW, found=2, images=2, suspects=(suspect, gone)
+    )
+    store.put(SUSPECTS, checked.to_json())
+    client = signed_in(store, source)
+    page = client.get("/review").text
+    assert page.count('class="pair"') == 1, "a file that is gone is not shown"
+    assert "nearly the same image is labeled <b>dog</b>" in page
+    assert client.get(f"/review/suspect/{suspect.image}").headers["content-type"] == "image/png"
+
+    def post(action: str, label: str = "") -> str:
+        return client.post("/review", data={"image": suspect.image, "action": action, "label": label}).text
+
+    assert "already has the label cat" in post("label", "cat")
+    assert "kept its label" in post("keep")
+    assert 'class="pair"' in post("undo")
+    assert "relabeled <b>dog</b>" in post("label", "dog")
+    assert [entry.label for entry in open_source(f"folder:{source}").entries()] == ["dog", "dog"]
+    assert 'class="pair"' in post("undo")
+    assert (source / "cat" / "a.png").exists()
+
+
+def test_an_image_sent_to_review_is_in_the_queue_at_once_with_its_original(store: Store, source: Path) -> None:
+    prediction = Prediction(
+        pred="cat", dist=0.9, unknown=True, neighbors=(Neighbor(label="dog", dist=1.0),), version="v"
+    )
+    image = Submissions(store).add(png(7), prediction, "ann", NOW)
+    client = signed_in(store, source)
+    assert image in client.get("/review").text
+    assert client.get(f"/review/image/{image}").content.startswith(b"\x89PNG")
+    client.post("/review", data={"image": image, "action": "label", "label": "cat"})
+    assert (source / "cat" / f"review-{image[:16]}.png").read_bytes() == png(7)
+
+
+def test_large_bodies_and_images_that_are_none_get_one_sentence(store: Store, source: Path) -> None:
+    client = signed_in(store, source)
+    assert client.post("/review", content=b"x" * (300 * 1024)).status_code == 413
+    assert client.get("/review/image/" + "0" * 64, headers={"HX-Request": "true"}).status_code == 400
+    nothing = client.post("/review", data={"action": "label", "label": "cat"})
+    assert (nothing.status_code, nothing.text) == (400, "No image is selected.")
+
+
+def test_a_source_that_cannot_be_written_says_so(store: Store) -> None:
+    client = signed_in(store, "digits")
+    assert "review needs folder" in client.get("/review").text
+    assert client.post("/review", data={"image": "a" * 64, "action": "skip"}).status_code == 400
+
+
+def test_every_page_opens_in_an_empty_store(store: Store, source: Path) -> None:
+    client = signed_in(store, source)
+    for path in ("/", "/try", "/review", "/data", "/releases", "/static/console.js"):
+        assert client.get(path).status_code == 200, path
+
+
+def test_runs_are_listed_filtered_and_paged_without_reading_all_of_them(
+    store: Store, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(60):
+        outcome = RunOutcome(run=f"run-{number}", state="failed" if number % 20 == 0 else "held", step="train")
+        RunRecord(store, outcome.run).save(outcome=outcome.model_dump(mode="json"))
+    client = signed_in(store, source)
+    reads: list[str] = []
+    find = type(store).find
+    monkeypatch.setattr(type(store), "find", lambda self, key: reads.append(key) or find(self, key))
+    page = client.get("/releases").text
+    assert page.count("/runs/run-") == 25
+    assert sum(key.startswith("runs/") for key in reads) < 30
+    assert client.get("/releases/runs?page=3").text.count("/runs/run-") == 10
+    assert client.get("/releases/runs?state=failed").text.count("/runs/run-") == 3
+
+
+def test_images_that_look_alike_are_one_group() -> None:
+    def bar(vertical: bool, shift: int) -> bytes:
+        pixels = np.zeros((24, 24), np.uint8)
+        pixels[:, 8 + shift : 16 + shift] = 255
+        buffer = BytesIO()
+        Image.fromarray(pixels if vertical else pixels.T).save(buffer, format="PNG")
+        return buffer.getvalue()
+
+    items = [
+        Item(str(number), bar(vertical, shift), NOW, True, 1.0, ())
+        for number, (vertical, shift) in enumerate([(True, 0), (False, 0), (True, 0), (False, 1), (True, 1)])
+    ]
+    assert [[item.id for item in each.items] for each in group(items)] == [["0", "2", "4"], ["1", "3"]]
+    assert group([]) == []
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "console.example"])  # noqa: S104
+def test_a_token_never_crosses_a_network_in_the_clear(host: str) -> None:
+    with pytest.raises(SettingsError, match="needs TLS"):
+        require_private(load(overrides=[f"console.host={host}"], environment={}).console)
+    for local in ("127.0.0.1", "::1", "localhost"):
+        require_private(load(overrides=[f"console.host={local}"], environment={}).console)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    for override in ("console.identity_header=X-Email", "console.certificate=a.pem", 'console.trusted_proxies=["x"]'):
+        with pytest.raises(SettingsError):
+            load(overrides=[override], environment={})
+
+
+def test_console_imports_neither_torch_nor_faiss() -> None:
+    code = "import json, sys, evernear.console.app, evernear.console.runs; print(json.dumps([*sys.modules]))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    assert not {"torch", "faiss", "kfp", "sklearn"} & {*loaded}
+
+
+def test_htmx_is_the_file_of_the_npm_package() -> None:
+    static = resources.files("evernear.console") / "static"
+    digest = hashlib.sha256((static / "htmx.min.js").read_bytes()).hexdigest()
+    assert digest in (static / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("command", "path"), [("review", "review"), ("console", "")])
+def test_printed_url_opens_the_page(store: Store, source: Path, command: str, path: str, tmp_path: Path) -> None:
+    """The output of a program is masked, but the token of this URL is for the person who reads it."""
+    words = [command, "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
+    program = [sys.executable, "-c", "from evernear.cli.app import main; main()", *words]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().removeprefix("Open ").strip()
+            assert httpx.URL(url).path == f"/{path}"
+            with httpx.Client(trust_env=False, timeout=30, follow_redirects=True) as client:
+                assert client.get(url).status_code == 200
+        finally:
+            process.terminate()
