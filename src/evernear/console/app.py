@@ -14,11 +14,11 @@ from starlette.staticfiles import StaticFiles
 
 from evernear.console.access import Access, Guard
 from evernear.console.pages import data, home, recognize, releases, review
+from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import error_response
 from evernear.errors import EvernearError
 from evernear.serving.http_limits import BodyLimits
-from evernear.serving.prep.service import PrepService
 
 
 def create_console_app(services: Services, access: Access) -> Starlette:
@@ -26,11 +26,11 @@ def create_console_app(services: Services, access: Access) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
-        app.state.service = PrepService(services.settings)
+        app.state.predictor = Predictor(services.settings)
         try:
             yield
         finally:
-            await app.state.service.close()
+            await app.state.predictor.close()
 
     limits = services.settings.console
     return Starlette(

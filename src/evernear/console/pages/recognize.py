@@ -6,17 +6,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from evernear.console.access import require
+from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import page
 from evernear.release.registry import Record
-from evernear.serving.prep.service import PrepService
 from evernear.serving.responses import Prediction
 
 SHOWN_NEIGHBORS = 6
 
 
 def routes(services: Services) -> list[Route]:
-    """The routes of the page. The application's state has the `PrepService` that recognizes."""
+    """The routes of the page. The application's state has the `Predictor` that recognizes."""
 
     def show(request: Request) -> Response:
         champion = services.registry.champion()
@@ -56,5 +56,5 @@ async def _image(request: Request) -> bytes:
 
 
 async def _predict(request: Request, image: bytes) -> Prediction:
-    service: PrepService = request.app.state.service
-    return await service.predict_image(image)
+    predictor: Predictor = request.app.state.predictor
+    return await predictor.predict(image)

@@ -11,12 +11,12 @@ from starlette.routing import Route
 from evernear.common.output import quantity
 from evernear.console.access import require
 from evernear.console.groups import group
+from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import Form, action, field, page, png, thumbnail
 from evernear.errors import DataError, EvernearError, ServingError
 from evernear.review.answers import Answer
 from evernear.review.suspects import Suspect, picture
-from evernear.serving.prep.service import PrepService
 
 RECENT_ANSWERS = 24
 SHOWN_SUSPECTS = 24
@@ -98,12 +98,12 @@ def routes(services: Services) -> list[Route]:
         return png(found)
 
     async def again(request: Request) -> Response:
-        service: PrepService = request.app.state.service
+        predictor: Predictor = request.app.state.predictor
         named = await run_in_threadpool(_named, services)
         recognized: list[tuple[Answer, bool]] = []
         for each, original in named[:ASKED_AGAIN]:
             try:
-                prediction = await service.predict_image(original)
+                prediction = await predictor.predict(original)
             except DataError:
                 continue
             recognized.append((each, not prediction.unknown and prediction.pred == each.label))

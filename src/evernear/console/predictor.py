@@ -1,0 +1,40 @@
+"""Recognizes images with the predictor, whenever it runs."""
+
+import asyncio
+
+from evernear.errors import ServerUnreachableError
+from evernear.serving.prep.service import PrepService
+from evernear.serving.responses import Prediction
+from evernear.settings import Settings
+
+
+class Predictor:
+    """A `PrepService` that is created when it is needed, because the console starts before any server.
+
+    A service whose server is gone is replaced, since a server that is started again may have other ports.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._service: PrepService | None = None
+        self._lock = asyncio.Lock()
+
+    async def predict(self, image: bytes) -> Prediction:
+        """Recognize an image file. Raises as `PrepService.predict_image`."""
+        async with self._lock:
+            if self._service is None:
+                self._service = PrepService(self._settings)  # bound to this event loop
+            service = self._service
+        try:
+            return await service.predict_image(image)
+        except ServerUnreachableError:
+            async with self._lock:
+                if self._service is service:
+                    self._service = None
+            await service.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._service is not None:
+            await self._service.close()
