@@ -26,6 +26,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "local": ("overlays/local",),
     "production": ("overlays/production",),
     "production, ingress": ("overlays/production", "components/ingress"),
+    "production, console": ("overlays/production", "components/console"),
     "gpu": ("overlays/gpu", "components/multi-node-training"),
     "kserve": ("overlays/kserve",),
     "kserve, canary": ("overlays/kserve", "components/canary-standard"),
