@@ -170,6 +170,18 @@ def test_only_prometheus_and_the_watcher_reach_metrics() -> None:
     assert not reaches(manifests, CLIENT, component(manifests, "serving"), loaded.serving.metrics_port)
 
 
+def test_console_is_reached_by_the_ingress_and_reaches_the_predictor_and_the_pipelines() -> None:
+    rendered = objects("production, console")
+    manifests = [*rendered, *serving(rendered)]
+    console, server = component(manifests, "console"), component(manifests, "serving")
+    loaded = settings_of(manifests)
+    assert reaches(manifests, CLIENT, console, loaded.console.port)
+    assert not reaches(manifests, OTHER_POD, console, loaded.console.port)
+    assert reaches(manifests, console, server, loaded.serving.grpc_inference_port)
+    assert not reaches(manifests, console, server, loaded.serving.management_port)
+    assert reaches(manifests, console, INTERNET, 443)
+
+
 @pytest.mark.parametrize("part", [part for part in PARTS if "kserve" in part])
 def test_clients_reach_kserve_pods_and_these_reach_each_other(part: str) -> None:
     manifests = objects(part)

@@ -18,7 +18,7 @@ VARIANTS = [
     ("Dockerfile.serve", {"EXTRA": "prep"}),
     ("Dockerfile.serve", {"EXTRA": "kserve"}),
     ("Dockerfile.train", {}),
-    ("Dockerfile.train", {"EXTRAS": "triggers,pipeline"}),
+    ("Dockerfile.train", {"EXTRAS": "triggers,pipeline,console"}),
 ]
 IDS = ["serve", "prep", "kserve", "train", "triggers"]
 
