@@ -88,7 +88,7 @@ def routes(services: Services) -> list[Route]:
     def sample(request: Request) -> Response:
         manifest = snapshot()
         label, number = request.query_params.get("class", ""), request.path_params["number"]
-        found: tuple[bytes, ...] = samples(manifest.name, manifest.digest, label) if manifest else ()
+        found = list(samples(manifest.name, manifest.digest, label)) if manifest else []
         if number >= len(found):
             raise DataError("The class has no such image.")
         return png(found[number])
