@@ -27,7 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "production": ("overlays/production",),
     "production, ingress": ("overlays/production", "components/ingress"),
     "production, console": ("overlays/production", "components/console"),
-    "gpu": ("overlays/gpu", "components/multi-node-training"),
+    "gpu": ("overlays/gpu", "components/multi-node-training", "components/many-machines"),
     "kserve": ("overlays/kserve",),
     "kserve, canary": ("overlays/kserve", "components/canary-standard"),
     "kserve, knative": ("overlays/kserve", "components/kserve-knative"),

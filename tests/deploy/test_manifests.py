@@ -135,7 +135,7 @@ def test_objects_have_a_namespace_and_a_part_of_label(manifests: list[Object]) -
         metadata = item["metadata"]
         if item["kind"] != "Namespace":
             component = metadata.get("labels", {}).get("app.kubernetes.io/component")
-            in_kubeflow = component in ("scratch", "training")
+            in_kubeflow = component in ("scratch", "training", "parts")
             assert metadata["namespace"] == ("kubeflow" if in_kubeflow else "evernear"), metadata["name"]
         if item["kind"] not in ("ConfigMap", "NetworkPolicy") and metadata["name"] != "default":
             assert metadata["labels"]["app.kubernetes.io/part-of"] == "evernear", metadata["name"]
