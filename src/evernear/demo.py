@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ from evernear.settings import Settings
 from evernear.settings.layers import command_for
 
 SHOWN_NEIGHBORS = 3
+SHOWN_UNSEEN = 3
+NEW_CLASS = "new class"
+"""The label of images of a class that the source does not have: the right answer is unknown."""
 
 
 def run_demo(
@@ -31,17 +35,21 @@ def run_demo(
     show: Callable[[Event], None],
     *,
     keep: bool,
+    unseen: Path | None = None,
     command: RunCommand | None = None,
 ) -> None:
-    """Run the pipeline, deploy the release on TorchServe, and recognize images that it was not trained on."""
+    """Run the pipeline, deploy the release on TorchServe, and recognize images that it was not trained on.
+
+    ``unseen`` is a folder with images of a class that the source does not have.
+    """
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
     try:
         result = run_pipeline(settings, show, command=command)
         _print_verdict(result, console)
         if result.promoted:
-            _recognize(settings, result, console)
-        _print_next_steps(settings, result, console, keep=keep and result.promoted)
+            _recognize(settings, result, console, unseen)
+        _print_next_steps(settings, result, console, unseen, keep=keep and result.promoted)
     finally:
         if not keep:
             stop_server(home_of(settings.workdir))
@@ -54,16 +62,19 @@ def _print_verdict(result: RunResult, console: Console) -> None:
         console.print(Text(printable(f"  - {reason}")), soft_wrap=True)
 
 
-def _recognize(settings: Settings, result: RunResult, console: Console) -> None:
+def _recognize(settings: Settings, result: RunResult, console: Console, unseen: Path | None) -> None:
     console.print("\n[bold]3. Images that were not trained on[/], recognized by TorchServe")
     dataset = Dataset.open(Path(result.paths["ingest.dataset"]))
     table = Table("image", "label", "answer", "distance", "neighbors", box=box.SIMPLE)
     client = Client.of(settings)
-    for label, path in unseen_images(dataset, settings.workdir / "demo-images"):
+    new = sorted(unseen.glob("*.png"))[:SHOWN_UNSEEN] if unseen else []
+    images = chain(unseen_images(dataset, settings.workdir / "demo-images"), ((NEW_CLASS, path) for path in new))
+    for label, path in images:
         answer = client.predict_file(path)
         neighbors = " ".join(f"{n['label']}:{n['dist']:.2f}" for n in answer["neighbors"][:SHOWN_NEIGHBORS])
         text = f"{answer['pred']} (unknown)" if answer["unknown"] else answer["pred"]
-        color = "green" if answer["pred"] == label else "red"
+        right = answer["unknown"] if label == NEW_CLASS else answer["pred"] == label
+        color = "green" if right else "red"
         cells = (path.name, ""), (label, ""), (text, color), (f"{answer['dist']:.3f}", ""), (neighbors, "")
         table.add_row(*(Text(printable(text), style) for text, style in cells))
     console.print(table)
@@ -86,7 +97,9 @@ def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path
             return
 
 
-def _print_next_steps(settings: Settings, result: RunResult, console: Console, *, keep: bool) -> None:
+def _print_next_steps(
+    settings: Settings, result: RunResult, console: Console, unseen: Path | None, *, keep: bool
+) -> None:
     steps_s = sum(result.steps_s.values())
     console.print(
         f"\n[bold]4. Duration[/]: {result.wall_s:.1f} s for the pipeline; the steps took {steps_s:.1f} s of it"
@@ -104,6 +117,12 @@ def _print_next_steps(settings: Settings, result: RunResult, console: Console, *
         if not keep:
             print_unwrapped(f"   {serve}                     start TorchServe with this release")
         print_unwrapped(f"   {predict} {images}")
+        if unseen is not None:
+            review = command_for(settings.workdir, "review")
+            print_unwrapped(
+                f"   {predict} {shlex.quote(str(unseen))}      images of a class that the release does not know"
+            )
+            print_unwrapped(f"   {review}      name them as a new class; a reindex then recognizes it")
     else:
         for step in result.next_steps:
             print_unwrapped(f"   {step.purpose}: {step.command}")

@@ -23,6 +23,7 @@ from evernear.cli.options import (
 )
 from evernear.common.masking import mask
 from evernear.common.output import print_json, print_line, printable
+from evernear.errors import SettingsError
 from evernear.settings import Settings
 from evernear.settings.layers import Layers
 
@@ -72,6 +73,14 @@ def reindex(
 
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave TorchServe running.")] = False,
+    without: Annotated[
+        str | None,
+        typer.Option(
+            "--without",
+            metavar="CLASS",
+            help="Write the digits to folders in WORKDIR and leave this class out, to name it as a new class later.",
+        ),
+    ] = None,
     remember: RememberOption = False,
     source: SourceOption = None,
     preset: PresetOption = None,
@@ -82,14 +91,43 @@ def demo(
     rename: RenameOption = None,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
+    from evernear.data.sources.digits import lay_out_digits
     from evernear.demo import run_demo
 
     layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
+    unseen: Path | None = None
+    if without is not None:
+        if source is not None:
+            raise SettingsError("--without is for the digits and cannot be combined with --source.")
+        known, unseen = lay_out_digits(layers.settings().workdir.resolve(), without)
+        overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear review`
+        layers = run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename)
+        _require_own_directory(layers.settings())
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
-    command = _command(layers, remember, "demo", *(["--keep"] if keep else []))
+    words = ["--keep"] if keep else []
+    command = _command(layers, remember, "demo", *words, *(["--without", without] if without is not None else []))
     _print_changes(layers, remember)
     with _Progress(console) as show:
-        run_demo(settings, console, _and_keep(show, layers, remember), keep=keep, command=command)
+        run_demo(settings, console, _and_keep(show, layers, remember), keep=keep, unseen=unseen, command=command)
+
+
+def _require_own_directory(settings: Settings) -> None:
+    """Check that the working directory has no release of other images, with which the demo's would be compared."""
+    from evernear.common.store import open_store
+    from evernear.data.ingest import dataset_name
+    from evernear.data.sources import open_source
+    from evernear.release.registry import Registry
+
+    registry = Registry(open_store(settings.store_uri))
+    if (champion := registry.champion()) is None:
+        return
+    other = registry.get(champion.version, include_pruned=True).manifest.dataset_name
+    own = dataset_name(settings.data, open_source(settings.data.source))
+    if other != own:
+        raise SettingsError(
+            f"{settings.store_uri} has a release of the dataset {other}, not of {own}; add --workdir with a new "
+            "directory."
+        )
 
 
 class _Progress:

@@ -8,13 +8,14 @@ trained on one. `find` only reads. `forget_images` deletes:
 - affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
 - cached embeddings of removed images, and all training checkpoints;
 - sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
-- logged queries whose image may show a class of a removed image.
+- logged queries, and images that were sent to review, that may show a class of a removed image.
 
 The champion is never deleted: `forget_images` refuses while it is affected. If the gate's anchor is deleted, the
 champion becomes the anchor. Shards and snapshots are deleted last, so after a kill, a second call finds the same
 images.
 """
 
+import base64
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.store import Store
@@ -37,6 +39,8 @@ from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.registry import Registry
+from evernear.review.answers import ANSWERS, labels_given
+from evernear.review.submissions import SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
 
@@ -68,8 +72,12 @@ class Forgotten(Frozen):
     """Pages and sample images of runs, and the list of suspect labels."""
     queries: int
     """Logged queries."""
+    submissions: int
+    """Images that were sent to review."""
     unreadable: tuple[str, ...] = ()
-    """Releases whose records are damaged, and damaged files of the query log: it is unknown what they contain."""
+    """Damaged records of releases, files of the query log, answers and images that were sent to review: it is unknown
+    what they contain.
+    """
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,9 @@ class _Forgetting:
         has_affected = any(dataset.affected or dataset.shards for dataset in self._datasets)
         self._checkpoints = [info.key for info in store.list(CHECKPOINTS)] if has_affected else []
         self._pages = list(self._stale_pages())
+        self._given = self._labels_given()
         self._queries = dict(self._affected_queries())
+        self._submissions = list(self._affected_submissions())
         champion = self._registry.champion()
         self.forgotten = Forgotten(
             images=sum(len(dataset.removed) for dataset in self._datasets),
@@ -146,13 +156,14 @@ class _Forgetting:
             checkpoints=len(self._checkpoints),
             pages=len(self._pages),
             queries=sum(dropped for _, dropped in self._queries.values()),
+            submissions=len(self._submissions),
             unreadable=tuple(self._unreadable),
         )
 
     def delete(self) -> None:
         """Delete everything, shards and snapshots last."""
         self._registry.remove(self._releases)
-        for key in (*self._embeddings, *self._checkpoints, *self._pages):
+        for key in (*self._embeddings, *self._checkpoints, *self._pages, *self._submissions):
             self._store.delete(key)
         for key, (data, _) in self._queries.items():
             self._store.put(key, data)
@@ -233,8 +244,38 @@ class _Forgetting:
                 lines = "".join(f"{line.model_dump_json()}\n" for line in (period, *remaining))
                 yield info.key, (lines.encode(), len(queries) - len(remaining))
 
+    def _affected_submissions(self) -> Iterator[str]:
+        for info in self._store.list(SUBMITTED) if self._labels else ():
+            try:
+                submission = Submission.from_json(self._store.get(info.key), info.key)
+            except IntegrityError:
+                self._unreadable.append(info.key)
+                continue
+            given = self._given.get(PurePosixPath(info.key).stem, ())
+            if not self._labels.isdisjoint((*submission.candidates, *given)):
+                yield info.key
+
     def _may_show(self, query: LoggedQuery) -> bool:
-        return bool(query.image or query.file) and not self._labels.isdisjoint((query.pred, *query.candidates))
+        if not query.image and not query.file:
+            return False
+        given = [label for file in (query.image, query.file) for label in self._given.get(_sha256(file), ())]
+        return not self._labels.isdisjoint((query.pred, *query.candidates, *given))
+
+    def _labels_given(self) -> dict[str, frozenset[str]]:
+        """What people called the images of the query log: for a new class, the recognizer has no better name."""
+        try:
+            return labels_given(self._store) if self._labels else {}
+        except IntegrityError:
+            self._unreadable.append(ANSWERS)
+            return {}
+
+
+def _sha256(encoded: str) -> str:
+    """The hash of an image in base64; empty without one, or if it is damaged."""
+    try:
+        return sha256_bytes(base64.b64decode(encoded, validate=True)) if encoded else ""
+    except ValueError:
+        return ""
 
 
 def _state(store: Store, name: str) -> _DatasetState:

@@ -15,7 +15,7 @@ next prune deletes the rest. It does not run beside a pipeline: see `evernear.co
 
 Everything else stays: the history of the champion, records of pruned releases, the audit log, answers, requests and
 labels of live queries.
-Logged queries have a retention time, `watch.query_retention_s`.
+Logged queries and images sent to review have a retention time, `watch.query_retention_s`.
 """
 
 import os

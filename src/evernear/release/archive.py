@@ -126,9 +126,9 @@ def make_archive(
             queries = _write_smoke_queries(
                 parts, dataset, _embedded(dataset, "query", network_dir, store), gallery, settings.smoke_queries
             )
-            baseline = _drift_baseline(dataset, network_dir, store, gallery)
+            baseline, group_distance = _drift_baseline(dataset, network_dir, store, gallery)
             write_atomically(parts / DRIFT_BASELINE_FILE, baseline.to_bytes())
-            manifest = _describe(parts, candidate, network, gallery, settings, created)
+            manifest = _describe(parts, candidate, network, gallery, settings, created, group_distance)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
             _pack(Path(temporary), settings.model_name, manifest.version)
             (Path(temporary) / f"{settings.model_name}.mar").replace(out_dir / ARCHIVE_FILE)
@@ -164,6 +164,7 @@ def _describe(
     gallery: Gallery,
     settings: ServingSettings,
     created: datetime,
+    group_distance: float | None,
 ) -> ReleaseManifest:
     described = {
         file.name: Part(sha256=sha256_file(file), size_bytes=file.stat().st_size) for file in sorted(parts.iterdir())
@@ -189,6 +190,7 @@ def _describe(
         embedding_dim=network.embedding_dim,
         collection=gallery.description.collection,
         joined_gallery=_joined(candidate.dataset, gallery),
+        group_distance=group_distance,
         threshold=gallery.description.threshold,
         metrics=dict(candidate.metrics),
         verdict_sha256=described[VERDICT_FILE].sha256,
@@ -238,20 +240,34 @@ def _write_smoke_queries(
     return queries
 
 
-def _drift_baseline(dataset: Dataset, network_dir: Path, store: Store | None, gallery: Gallery) -> DriftBaseline:
-    """The predictions of the release on images that it was not built from."""
+def _drift_baseline(
+    dataset: Dataset, network_dir: Path, store: Store | None, gallery: Gallery
+) -> tuple[DriftBaseline, float | None]:
+    """The predictions of the release on images that it was not built from, and the `_group_distance` of these."""
     queries = _embed_evenly(dataset, "query", SIZE, network_dir, store)
     tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), network_dir, store)
     images = np.concatenate([*queries, *tests])
     answers = gallery.recognize(images)
     projection = random_projection(images.shape[1])
-    return DriftBaseline(
+    labels = np.array([answer.pred for answer in answers])
+    baseline = DriftBaseline(
         projection=projection,
         coordinates=images @ projection,
         distances=np.array([answer.dist for answer in answers], np.float32),
         unknown=np.array([answer.unknown for answer in answers], np.bool_),
-        labels=np.array([answer.pred for answer in answers]),
+        labels=labels,
     )
+    return baseline, _group_distance(images, labels)
+
+
+def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> float | None:
+    """Halfway between the median distances of two images of one class and of two classes; None without such pairs."""
+    rows, columns = np.triu_indices(len(vectors), 1)
+    distances = np.sqrt(np.maximum(2 - 2 * vectors @ vectors.T, 0))[rows, columns]
+    same = labels[rows] == labels[columns]
+    if same.all() or not same.any():
+        return None
+    return round(float(np.median(distances[same]) + np.median(distances[~same])) / 2, 4)
 
 
 def _embed_evenly(

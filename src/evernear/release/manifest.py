@@ -61,7 +61,8 @@ class ReleaseManifest(Frozen):
     and ``train.*`` behind the dataset and the network. ``pretrained_sha256`` is the hash of the file of weights with
     which the backbone was initialized. ``network_identity`` is the key of its cached embeddings. ``collection`` has the
     vectors of the index; None if they are in the archive. ``joined_gallery`` are the train images of each class that
-    follow the gallery split in the index; None if an earlier version archived the release.
+    follow the gallery split in the index, and ``group_distance`` is the L2 distance halfway between two images of one
+    class and of two classes; both are None if an earlier version archived the release.
     """
 
     format: Literal[1] = 1
@@ -82,6 +83,7 @@ class ReleaseManifest(Frozen):
     embedding_dim: int = Field(gt=0)
     collection: Collection | None = None
     joined_gallery: dict[str, int] | None = None
+    group_distance: float | None = None
     threshold: float
     metrics: dict[str, float]
     verdict_sha256: Sha256

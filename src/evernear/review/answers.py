@@ -320,14 +320,7 @@ class Answers:
         self._target.remove(old, prune)
 
     def _read(self) -> tuple[list[Answer], bytes, str | None]:
-        stored = self._store.find(ANSWERS)
-        if stored is None:
-            return [], b"", None
-        data, etag = stored
-        try:
-            return [Answer.model_validate_json(line) for line in data.splitlines()], data, etag
-        except ValueError:
-            raise IntegrityError(f"{self._store.uri}/{ANSWERS} is not a valid audit log of answers.") from None
+        return _read(self._store)
 
     def _append(self, answer: Answer, expects_answer: bool) -> None:
         for attempt in range(_ATTEMPTS):
@@ -341,6 +334,31 @@ class Answers:
             except ConflictError:
                 if attempt == _ATTEMPTS - 1:
                     raise
+
+
+def labels_given(store: Store) -> dict[str, frozenset[str]]:
+    """The labels that people ever gave to each image, even if they took them back.
+
+    Raises:
+        IntegrityError: the audit log is damaged.
+        StoreError: the store is unavailable.
+    """
+    labels: dict[str, frozenset[str]] = {}
+    for answer in _read(store)[0]:
+        if answer.label:
+            labels[answer.image] = labels.get(answer.image, frozenset()) | {answer.label}
+    return labels
+
+
+def _read(store: Store) -> tuple[list[Answer], bytes, str | None]:
+    stored = store.find(ANSWERS)
+    if stored is None:
+        return [], b"", None
+    data, etag = stored
+    try:
+        return [Answer.model_validate_json(line) for line in data.splitlines()], data, etag
+    except ValueError:
+        raise IntegrityError(f"{store.uri}/{ANSWERS} is not a valid audit log of answers.") from None
 
 
 def _fold(answers: list[Answer]) -> dict[str, Answer]:

@@ -4,12 +4,15 @@ import base64
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import AwareDatetime
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store
 from evernear.data.image_file import inspect
 from evernear.errors import DataError, IntegrityError
+from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
 
 MAX_FILES = 200
@@ -27,6 +30,12 @@ class Item(NamedTuple):
     unknown: bool
     dist: float
     candidates: tuple[str, ...]
+    version: str = ""
+    """The release that answered; empty if it is unknown."""
+    embedding: NDArray[np.float32] | None = None
+    """The image's embedding (D,) by that release; None if the log has none."""
+    coordinates: tuple[float, ...] = ()
+    """The projected embedding (`evernear.release.drift_baseline`), which logs of earlier versions have as well."""
 
 
 class Queue:
@@ -69,20 +78,24 @@ class Queue:
         return keys
 
     def _read(self, key: str) -> list[Item]:
-        items = [item for query in _queries(self._store, key) if (item := _item(query))]
+        items = [item for version, query in _queries(self._store, key) if (item := _item(version, query))]
         self._ids[key] = frozenset(item.id for item in items)
         return items
 
 
-def _queries(store: Store, key: str) -> list[LoggedQuery]:
+def _queries(store: Store, key: str) -> list[tuple[str, LoggedQuery]]:
+    """The queries in a file of the log, each with the release that answered it."""
     try:
         stored = store.find(key)  # the watcher may have removed it
-        return parse_file(stored[0], key)[1] if stored else []
+        if stored is None:
+            return []
+        period, queries = parse_file(stored[0], key)
     except IntegrityError:  # the watcher reports it
         return []
+    return [(period.version, query) for query in queries]
 
 
-def _item(query: LoggedQuery) -> Item | None:
+def _item(version: str, query: LoggedQuery) -> Item | None:
     if not query.image:
         return None
     try:
@@ -90,4 +103,14 @@ def _item(query: LoggedQuery) -> Item | None:
         inspect(image, MAX_PIXELS)
     except (ValueError, DataError):
         return None
-    return Item(sha256_bytes(image), image, query.at, query.unknown, query.dist, query.candidates)
+    return Item(
+        id=sha256_bytes(image),
+        image=image,
+        at=query.at,
+        unknown=query.unknown,
+        dist=query.dist,
+        candidates=query.candidates,
+        version=version,
+        embedding=decode_embedding(query.embedding),
+        coordinates=query.coordinates,
+    )

@@ -3,6 +3,8 @@
 ::
 
     review/submitted/<sha256 of the file>.json    a `Submission`
+
+They are deleted like logged queries: at the age ``watch.query_retention_s``, and by `evernear forget`.
 """
 
 import base64
@@ -14,13 +16,18 @@ from pydantic import AwareDatetime, Field
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.errors import IntegrityError
+from evernear.errors import DataError, IntegrityError
 from evernear.review.queue import Item
+from evernear.serving.decoding import inspect_image
+from evernear.serving.embedding_codec import MAX_CHARACTERS, decode_embedding
 from evernear.serving.responses import Prediction
+from evernear.settings.section import MAX_PIXELS
 
 SUBMITTED = "review/submitted/"
 MAX_ITEMS = 1000
 """Newest submissions that are read."""
+MAX_FILE_BYTES = 16 * 2**20
+"""Largest file that is stored."""
 
 
 class Submission(Frozen, allow_inf_nan=False):
@@ -32,13 +39,24 @@ class Submission(Frozen, allow_inf_nan=False):
     unknown: bool
     candidates: tuple[str, ...]
     version: str
+    embedding: str = Field(default="", max_length=MAX_CHARACTERS)
+    """The embedding of `version` (`evernear.serving.embedding_codec`), if the answer had one."""
     file: str = Field(repr=False)
     """The original file, in base64."""
 
     def item(self) -> Item:
         """The submission as an item of the queue."""
         image = base64.b64decode(self.file)
-        return Item(sha256_bytes(image), image, self.at, self.unknown, self.dist, self.candidates)
+        return Item(
+            id=sha256_bytes(image),
+            image=image,
+            at=self.at,
+            unknown=self.unknown,
+            dist=self.dist,
+            candidates=self.candidates,
+            version=self.version,
+            embedding=decode_embedding(self.embedding),
+        )
 
 
 class Submissions:
@@ -49,7 +67,17 @@ class Submissions:
         self._items: dict[str, Item] = {}
 
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
-        """Store an image for review; returns its id. Adding it again changes only the answer."""
+        """Store an image for review; returns its id. Adding it again changes only the answer.
+
+        ``prediction`` is the answer of a server, which decoded the image. Here only its structure is checked.
+
+        Raises:
+            DataError: the file is larger than `MAX_FILE_BYTES`, or not an image.
+            StoreError: the store is unavailable.
+        """
+        if len(image) > MAX_FILE_BYTES:
+            raise DataError(f"The image has {len(image):,} bytes; at most {MAX_FILE_BYTES:,} can be sent to review.")
+        inspect_image(image, MAX_PIXELS)
         labels = dict.fromkeys([prediction.pred, *(neighbor.label for neighbor in prediction.neighbors)])
         submission = Submission(
             at=now,
@@ -58,6 +86,7 @@ class Submissions:
             unknown=prediction.unknown,
             candidates=tuple(labels),
             version=prediction.version,
+            embedding=prediction.embedding,
             file=base64.b64encode(image).decode(),
         )
         digest = sha256_bytes(image)
@@ -93,6 +122,18 @@ class Submissions:
             except (IntegrityError, ValueError):
                 return None
         return self._items[image]
+
+
+def remove_submissions(store: Store, before: datetime) -> int:
+    """Remove images that were sent before ``before``, answered or not, and return their number.
+
+    Raises:
+        StoreError: the store rejects the request.
+    """
+    old = [info.key for info in store.list(SUBMITTED) if info.modified < before]
+    for key in old:
+        store.delete(key)
+    return len(old)
 
 
 def _key(image: str) -> str:

@@ -13,7 +13,7 @@ remaining images get 503.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from evernear.release.archive_reader import ReleaseParts, open_parts
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.core import BatchResult, Predictor
+from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.metrics import METRICS, Emit, Labels, Meter
 from evernear.serving.query_log import QueryLog, Request
 from evernear.serving.request_parsing import image_from_fields
-from evernear.serving.responses import Prediction, Rejection
+from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
 
 DECODE_SHARE = 0.5
@@ -72,7 +73,9 @@ class EmbeddingHandler:
         self._record(result, probes)
         self._log_queries(result, images, probes, ids)
         self._trace(data, context, result, started_ns)
-        return [_body(response, id_) for response, id_ in zip(result.responses, ids, strict=True)]
+        wanted = [_wants_embedding(fields, context, position) for position, fields in enumerate(data)]
+        responses = _with_embeddings(result, wanted)
+        return [_body(response, id_) for response, id_ in zip(responses, ids, strict=True)]
 
     def _trace(self, data: list[dict[str, bytes]], context: Any, result: BatchResult, started_ns: int) -> None:
         for position, (fields, response) in enumerate(zip(data, result.responses, strict=True)):
@@ -125,6 +128,21 @@ def _body(response: Prediction | Rejection, id_: str) -> bytes:
     if isinstance(response, Prediction):
         response = response.model_copy(update={"id": id_})
     return response.model_dump_json().encode()
+
+
+def _wants_embedding(fields: dict[str, bytes], context: Any, position: int) -> bool:
+    return EMBEDDING_FIELD in fields or bool(context.get_request_header(position, EMBEDDING_FIELD))
+
+
+def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Prediction | Rejection]:
+    """The responses, with the embedding in each prediction whose request ``wanted`` it."""
+    embeddings = iter(() if result.embeddings is None else result.embeddings)
+    for response, is_wanted in zip(result.responses, wanted, strict=True):
+        if not isinstance(response, Prediction):
+            yield response
+            continue
+        embedding = next(embeddings)
+        yield response.model_copy(update={"embedding": encode_embedding(embedding)}) if is_wanted else response
 
 
 def _is_probe(context: Any, position: int) -> bool:

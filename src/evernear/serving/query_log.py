@@ -7,9 +7,10 @@
 
 Each worker samples the queries of a period uniformly in memory. At the end of the period it writes a file: a first line
 that counts all queries, then one line per sampled query. With ``serving.query_log=images``, uncertain queries have
-their preprocessed image, and a smaller uniform sample (`SampledFiles`) has the file that the client sent. Log files are
-written atomically, bounded in rows and bytes, and their names are unique, so any number of workers and pods may write.
-Logging never fails a prediction or blocks it on a disk: a thread writes, and drops what it cannot write.
+their preprocessed image with its embedding, and a smaller uniform sample (`SampledFiles`) has the file that the client
+sent. Log files are written atomically, bounded in rows and bytes, and their names are unique, so any number of workers
+and pods may write. Logging never fails a prediction or blocks it on a disk: a thread writes, and drops what it cannot
+write.
 """
 
 import base64
@@ -41,6 +42,7 @@ from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.configuration import QUERY_LOG_VARIABLE, QueryLogConfiguration
 from evernear.serving.decoding import encode_png
+from evernear.serving.embedding_codec import MAX_CHARACTERS, encode_embedding
 from evernear.serving.responses import Prediction
 
 QUERIES = "queries/"
@@ -78,6 +80,8 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     """The projected embedding, see `evernear.release.drift_baseline`; empty if it is unknown."""
     image: str = ""
     """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
+    embedding: str = Field(default="", max_length=MAX_CHARACTERS)
+    """The embedding beside an image (`evernear.serving.embedding_codec`); empty in logs of earlier versions."""
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
     id: str = Field(default="", max_length=128)
@@ -113,6 +117,7 @@ class _Sample(NamedTuple):
     prediction: Prediction
     coordinates: NDArray[np.float32] | None
     pixels: Pixels | None
+    embedding: str
     id: str
 
 
@@ -238,7 +243,8 @@ class QueryLog:
         # A copy: a view would keep the whole batch in memory.
         wanted = self._configuration.images and is_uncertain(prediction, self._threshold)
         pixels = images[row].copy() if images is not None and wanted else None
-        return _Sample(time.time(), prediction, coordinates, pixels, id_)
+        embedding = "" if embeddings is None or pixels is None else encode_embedding(embeddings[row])
+        return _Sample(time.time(), prediction, coordinates, pixels, embedding, id_)
 
     def _clear(self) -> None:
         self._since = datetime.now(UTC)
@@ -355,7 +361,7 @@ def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dic
     for negative_priority, _, sample in sorted(samples, key=lambda entry: entry[1]):
         file = files.get(-negative_priority, _NO_FILE)
         image = encode_png(sample.pixels) if sample.pixels is not None and image_bytes < _IMAGE_BYTES else b""
-        image_bytes += len(image)
+        image_bytes += len(image) + len(sample.embedding)
         yield LoggedQuery(
             at=datetime.fromtimestamp(sample.at_s, UTC),
             pred=sample.prediction.pred,
@@ -363,6 +369,7 @@ def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dic
             unknown=sample.prediction.unknown,
             coordinates=() if sample.coordinates is None else tuple(sample.coordinates.round(5).tolist()),
             image=base64.b64encode(image).decode(),
+            embedding=sample.embedding if image else "",
             candidates=_labels(sample.prediction) if image or file.data else (),
             id=sample.id,
             file=base64.b64encode(file.data).decode(),

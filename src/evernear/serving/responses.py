@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 NO_ROW = -1
+EMBEDDING_FIELD = "evernear-embedding"
+"""A header over HTTP, or an input over gRPC, with which a client asks for the embedding of its image."""
 
 
 class Neighbor(Frozen, extra="ignore"):
@@ -41,6 +43,8 @@ class Prediction(Frozen, extra="ignore"):
     version: str
     id: str = Field(default="", exclude_if=not_)
     """The request's id in the query log, by which its true label can be imported later; absent without TorchServe."""
+    embedding: str = Field(default="", exclude_if=not_)
+    """The image's embedding (`evernear.serving.embedding_codec`), if the request asks for it."""
 
 
 class Rejection(Frozen, extra="ignore"):

@@ -42,7 +42,9 @@ class WatchSettings(Section):
         default=0.005, description="Smallest energy coefficient of the embeddings to report."
     )
     query_retention_s: int = Field(
-        default=14 * 24 * 3600, ge=3600, description="Age at which logged queries are deleted."
+        default=14 * 24 * 3600,
+        ge=3600,
+        description="Age at which logged queries, and images that were sent to review, are deleted.",
     )
     prune_keep: int = Field(
         default=0,

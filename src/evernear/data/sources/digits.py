@@ -1,10 +1,17 @@
-"""scikit-learn's digits."""
+"""scikit-learn's digits, as a source and as folders of files."""
 
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
+from evernear.common.disk import disk_errors
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry
+from evernear.errors import SettingsError
 
 
 class Digits(ArraySource):
@@ -26,3 +33,51 @@ class Digits(ArraySource):
     def blocks(self) -> Iterator[ArrayBlock]:
         """Yield all images as one block."""
         yield ArrayBlock([entry.name for entry in self.entries()], self._labels, None, self._images)
+
+
+class DigitFolders(NamedTuple):
+    """Folders of digits: a source without one class, and the images of that class."""
+
+    known: Path
+    """A folder for each class, with PNG files."""
+    unseen: Path
+    """PNG files of the class that ``known`` lacks."""
+
+
+def lay_out_digits(directory: Path, without: str) -> DigitFolders:
+    """Write the digits as folders in ``directory``. A folder that exists stays as it is.
+
+    Raises:
+        SettingsError: ``without`` is not a class of the digits.
+        StoreError: ``directory`` cannot be written, or the disk is full.
+    """
+    (block,) = Digits().blocks()
+    if without not in block.labels:
+        raise SettingsError(f"{without!r} is not a class of the digits; choose one of 0 to 9.")
+    folders = DigitFolders(directory / f"digits-without-{without}", directory / f"digits-{without}")
+    known, unseen = ({}, {})
+    for number, (label, image) in enumerate(zip(block.labels, block.images, strict=True)):
+        if label == without:
+            unseen[f"{number:04d}.png"] = image
+        else:
+            known[f"{label}/{number:04d}.png"] = image
+    for folder, files in ((folders.known, known), (folders.unseen, unseen)):
+        if not folder.exists():
+            with disk_errors(folder):
+                _write_folder(folder, files)
+    return folders
+
+
+def _write_folder(folder: Path, files: dict[str, np.ndarray]) -> None:
+    """Write all ``files`` or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".digits-", dir=folder.parent))
+    try:
+        for name, image in files.items():
+            (unfinished / name).parent.mkdir(exist_ok=True)
+            Image.fromarray(image).save(unfinished / name)
+        unfinished.chmod(0o755)
+        unfinished.rename(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

@@ -10,7 +10,7 @@ from evernear.serving.client.target import Format, Target
 from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
 
-GRPC_FRAME_BYTES = 384  # more than a message needs besides the image: names, lengths and a trace context
+GRPC_FRAME_BYTES = 448  # more than a message needs besides the image: names, lengths and a trace context
 
 
 class Client:
@@ -41,8 +41,10 @@ class Client:
         """
         return Client(Target.local(settings, format))
 
-    def predict(self, image: bytes, version: str | None = None) -> Prediction:
+    def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
         """Recognize the content of a PNG, JPEG or WebP file, by default with the default version.
+
+        With ``embedding``, a TorchServe also returns the image's embedding.
 
         Raises:
             ServerUnreachableError: no server answers.
@@ -51,7 +53,7 @@ class Client:
             ServingError: the server failed.
         """
         _require_bounded(image, self._target)
-        return self._transport.predict(image, version)
+        return self._transport.predict(image, version, embedding=embedding)
 
     def predict_file(self, path: Path, version: str | None = None) -> dict[str, Any]:
         """`predict` a file; returns the JSON object that the server sent.
@@ -98,10 +100,10 @@ class AsyncClient:
         """As `Client.of`."""
         return AsyncClient(Target.local(settings, format))
 
-    async def predict(self, image: bytes, version: str | None = None) -> Prediction:
+    async def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
         """As `Client.predict`."""
         _require_bounded(image, self._target)
-        return await self._transport.predict(image, version)
+        return await self._transport.predict(image, version, embedding=embedding)
 
     async def metadata(self) -> Metadata:
         """As `Client.metadata`."""

@@ -23,7 +23,7 @@ from evernear.errors import (
 )
 from evernear.serving.client.target import Target, authorities_file
 from evernear.serving.grpc_channel import Addresses, channel_options
-from evernear.serving.responses import Prediction, Rejection
+from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionResponse, PredictionsRequest
 from evernear.serving.tracing import trace_fields
 
@@ -79,11 +79,11 @@ class GrpcTransport(_Channel):
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc)
 
-    def predict(self, image: bytes, version: str | None) -> Prediction:
+    def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         """Request the prediction for an image file."""
         _channel, call = self.channel()
         with _errors(self._target):
-            response = call(**_request(self._target, image, version))
+            response = call(**_request(self._target, image, version, embedding))
         return _parse(self._target, response)
 
 
@@ -93,17 +93,17 @@ class AsyncGrpcTransport(_Channel):
     def __init__(self, target: Target) -> None:
         super().__init__(target, grpc.aio)
 
-    async def predict(self, image: bytes, version: str | None) -> Prediction:
+    async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         """Request the prediction for an image file."""
         _channel, call = self.channel()
         with _errors(self._target):
-            response = await call(**_request(self._target, image, version))
+            response = await call(**_request(self._target, image, version, embedding))
         return _parse(self._target, response)
 
 
-def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:
+def _request(target: Target, image: bytes, version: str | None, embedding: bool) -> dict[str, Any]:
     token = target.token()
-    fields = {"body": image, **trace_fields()}
+    fields = {"body": image, **trace_fields(), **({EMBEDDING_FIELD: b"1"} if embedding else {})}
     return {
         "request": PredictionsRequest(model_name=target.model, model_version=version or "", input=fields),
         "metadata": (("authorization", f"Bearer {token}"),) if token else (),

@@ -19,7 +19,7 @@ from evernear.errors import (
     SettingsError,
 )
 from evernear.serving.client.target import Target, tls_context
-from evernear.serving.responses import Metadata, Prediction, Rejection
+from evernear.serving.responses import EMBEDDING_FIELD, Metadata, Prediction, Rejection
 
 Document = TypeVar("Document", bound=Frozen)
 
@@ -32,10 +32,10 @@ class HttpTransport:
         self._client = httpx.Client(**_options(target))
         self.close = self._client.close
 
-    def predict(self, image: bytes, version: str | None) -> Prediction:
+    def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         """Request the prediction for an image file."""
         with _errors(self._target):
-            response = self._client.post(**_request(self._target, image, version))
+            response = self._client.post(**_request(self._target, image, version, embedding))
         return _parse(Prediction, self._target, response)
 
     def metadata(self) -> Metadata:
@@ -53,10 +53,10 @@ class AsyncHttpTransport:
         self._client = httpx.AsyncClient(**_options(target))
         self.close = self._client.aclose
 
-    async def predict(self, image: bytes, version: str | None) -> Prediction:
+    async def predict(self, image: bytes, version: str | None, *, embedding: bool = False) -> Prediction:
         """Request the prediction for an image file."""
         with _errors(self._target):
-            response = await self._client.post(**_request(self._target, image, version))
+            response = await self._client.post(**_request(self._target, image, version, embedding))
         return _parse(Prediction, self._target, response)
 
     async def metadata(self) -> Metadata:
@@ -75,9 +75,11 @@ def _options(target: Target) -> dict[str, Any]:
     }
 
 
-def _request(target: Target, image: bytes, version: str | None) -> dict[str, Any]:
+def _request(target: Target, image: bytes, version: str | None, embedding: bool) -> dict[str, Any]:
     token = target.token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if embedding:
+        headers[EMBEDDING_FIELD] = "1"
     if target.format == "prep":
         if version:
             raise SettingsError("The preprocessing server uses the live release; do not specify a version.")

@@ -70,7 +70,9 @@ class PrepService:
     prediction, and a rollout that keeps the preprocessing costs nothing.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, embeddings: bool = False) -> None:
+        """With ``embeddings``, predictions have the image's embedding."""
+        self._embeddings = embeddings
         self._prep = settings.prep
         self._model = settings.serving.model_name
         self._store_uri = settings.store_uri
@@ -191,8 +193,8 @@ class PrepService:
         *preferred, last = self._predictors
         for predictor in preferred:
             with suppress(ServerUnreachableError):
-                return await predictor.predict(prepared)
-        return await last.predict(prepared)
+                return await predictor.predict(prepared, embedding=self._embeddings)
+        return await last.predict(prepared, embedding=self._embeddings)
 
 
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.errors import EvernearError, SettingsError
+from evernear.review.submissions import remove_submissions
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.live_queries import remove_before
@@ -111,10 +112,15 @@ class Watcher:
         if last is None:
             return ""
         retention = timedelta(seconds=self._settings.watch.query_retention_s)
-        removed = remove_before(self._store, min(now, last.at) - retention)
+        before = min(now, last.at) - retention
+        removed = {
+            "of logged queries": remove_before(self._store, before),
+            "sent to review": remove_submissions(self._store, before),
+        }
         if now - last.at > retention:
             return (
                 f"The last check was at {last.at:{_TIME}} UTC. If this machine's clock is wrong, set it before the "
-                f"next check, which removes logged queries from before {now - retention:{_TIME}} UTC."
+                "next check, which removes logged queries and images sent to review from before "
+                f"{now - retention:{_TIME}} UTC."
             )
-        return f"Removed {quantity(removed, 'old file')} of logged queries." if removed else ""
+        return " ".join(f"Removed {quantity(n, 'old file')} {which}." for which, n in removed.items() if n)
