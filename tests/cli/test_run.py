@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import MakeRelease
 from rich.console import Console
 
 from evernear import demo, local_run
@@ -13,7 +14,9 @@ from evernear.cli import run
 from evernear.cli.options import run_settings
 from evernear.cli.pipeline import server_settings
 from evernear.common.progress import Event, RunCommand
+from evernear.common.store import open_store
 from evernear.errors import SettingsError, TrainingError
+from evernear.release.registry import Registry
 from evernear.settings import Settings, of_run
 from evernear.settings.layers import FILE
 from tests.command_line import evernear
@@ -55,6 +58,52 @@ def test_reread_is_a_setting_of_one_run(
     (settings,) = received
     assert settings.data.reread == reread
     assert local_run.pipeline_arguments(settings)["settings"]["data"]["reread"] == reread
+
+
+def demo_settings(monkeypatch: pytest.MonkeyPatch, *options: object) -> tuple[Settings, dict[str, Any]]:
+    received: list[tuple[Settings, dict[str, Any]]] = []
+    monkeypatch.setattr(demo, "run_demo", lambda settings, *_, **named: received.append((settings, named)))
+    assert evernear("demo", *options).returncode == 0
+    return received[0]
+
+
+def test_demo_without_a_class_runs_on_a_folder_and_logs_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings, named = demo_settings(monkeypatch, "--without", "7", "--workdir", tmp_path)
+    assert settings.data.source == f"folder:{tmp_path}/digits-without-7"
+    assert settings.serving.query_log == "images"
+    assert named["unseen"] == tmp_path / "digits-7"
+    assert len(list(named["unseen"].glob("*.png"))) == 179
+    assert named["command"].later[:3] == ("demo", "--without", "7")
+    settings, _ = demo_settings(
+        monkeypatch, "--without", "7", "--workdir", tmp_path, "--set", "serving.query_log=figures"
+    )
+    assert settings.serving.query_log == "figures", "--set overrides it"
+    settings, named = demo_settings(monkeypatch, "--workdir", tmp_path)
+    assert (settings.data.source, named["unseen"]) == ("digits", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--without", "x"], "'x' is not a class of the digits; choose one of 0 to 9."),
+        (["--without", "7", "--source", "mnist"], "--without is for the digits and cannot be combined with --source."),
+    ],
+)
+def test_demo_says_what_is_wrong_with_its_class(tmp_path: Path, options: list[str], sentence: str) -> None:
+    result = evernear("demo", "--workdir", tmp_path / "new", *options)
+    assert result.returncode != 0
+    assert sentence in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_demo_without_a_class_needs_a_directory_without_other_releases(
+    tmp_path: Path, make_release: MakeRelease
+) -> None:
+    registry = Registry(open_store((tmp_path / "store").as_uri()))
+    registry.set_champion(registry.publish(make_release().archive).manifest.version, None)
+    result = evernear("demo", "--without", "7", "--workdir", tmp_path)
+    assert result.returncode != 0
+    assert "has a release of the dataset digits, not of digits-without-7; add --workdir" in result.stderr
 
 
 def test_pipe_is_not_animated_even_if_colors_are_forced(

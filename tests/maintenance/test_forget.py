@@ -15,6 +15,7 @@ from PIL import Image
 from releases import System, decided
 from sklearn.datasets import load_digits
 
+from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.data.ingest import ingest_source
@@ -32,6 +33,8 @@ from evernear.index.search import Gallery
 from evernear.maintenance.forget import find, forget_images
 from evernear.release.archive import Candidate, make_archive
 from evernear.release.registry import Registry
+from evernear.review.answers import ANSWERS, Answer
+from evernear.review.submissions import SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
@@ -41,6 +44,7 @@ from evernear.settings import DataSettings, IndexSettings, ServingSettings, Trai
 TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32, patience_epochs=1)
 LOG = "queries/20260101/20260101T000000Z-20260101.000000.00000000-host-1-00000000.jsonl"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
+NAMED = b"an image that a person called c"
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,12 @@ def prepared(original: Prepared, tmp_path: Path) -> Prepared:
         suspects=(suspect,),
     )
     copied.store.put(SUSPECTS, suspects.to_json())
+    sent = {"0": ("a",), "1": ("b", "a"), "2": ("a",)}
+    for number, candidates in sent.items():
+        copied.store.put(f"{SUBMITTED}{64 * number}.json", submission(*candidates).to_json())
+    named = sha256_bytes(NAMED)
+    answers = (answer(64 * "2", "c"), answer(64 * "2", "", "undo"), answer(64 * "0", "a"), answer(named, "c"))
+    copied.store.put(ANSWERS, b"".join(answers))
     return copied
 
 
@@ -171,7 +181,18 @@ def log_lines() -> list[Period | LoggedQuery]:
         LoggedQuery(pred="c", image=image, candidates=("c",), **common),
         LoggedQuery(pred="a", image=image, candidates=("a", "b"), **common),
         LoggedQuery(pred="c", file=image, candidates=("c",), id="1", **common),
+        LoggedQuery(pred="a", image=base64.b64encode(NAMED).decode(), candidates=("a",), **common),
     ]
+
+
+def submission(*candidates: str) -> Submission:
+    file = base64.b64encode(b"a photograph").decode()
+    return Submission(at=NOW, who="ann", dist=0.1, unknown=True, candidates=candidates, version="v", file=file)
+
+
+def answer(image: str, label: str, action: str = "label") -> bytes:
+    given = Answer.model_validate({"image": image, "action": action, "label": label, "who": "ann", "at": NOW})
+    return f"{given.model_dump_json()}\n".encode()
 
 
 def promote(prepared: Prepared, *versions: str) -> None:
@@ -222,7 +243,9 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert (forgotten.images, forgotten.labels) == (70, ("b", "c"))
     assert forgotten.releases == (prepared.trained, prepared.reindexed)
     assert forgotten.snapshots == (f"images/{prepared.before.digest}",)
-    assert forgotten.queries == 3
+    assert forgotten.queries == 4
+    assert forgotten.submissions == 2, "one looks like b, and one was called c for a while"
+    assert [info.key for info in prepared.store.list(SUBMITTED)] == [f"{SUBMITTED}{64 * '0'}.json"]
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints) > 0
     assert forgotten.pages == 3
     assert find(prepared.store).model_dump(exclude={"labels"}) == {
@@ -236,6 +259,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
         "checkpoints": 0,
         "pages": 0,
         "queries": 0,
+        "submissions": 0,
         "unreadable": (),
     }
 

@@ -30,6 +30,7 @@ from evernear.serving.configuration import (
     write_configuration,
 )
 from evernear.serving.core import Predictor
+from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.query_log import (
     MAX_FILE_BYTES,
     SENT_MAX_BYTES,
@@ -83,6 +84,8 @@ def test_file_contains_the_predictions(parts: ReleaseParts, tmp_path: Path, monk
     for row, pixels in zip(rows, batch.images, strict=True):
         logged = np.asarray(Image.open(BytesIO(base64.b64decode(row.image))))
         assert (logged == pixels[:, :, 0]).all()
+    logged = [decode_embedding(row.embedding) for row in rows]
+    assert np.array(logged) == pytest.approx(batch.embeddings, abs=1e-3), "in half precision"
     at = closed_at(path.name)
     assert at is not None
     assert abs(at - period.until) <= timedelta(seconds=1)
@@ -95,7 +98,28 @@ def test_images_are_logged_only_if_enabled(parts: ReleaseParts, tmp_path: Path) 
     log.record([make_prediction()], np.zeros((1, 16), np.float32), np.zeros((1, 8, 8, 1), np.uint8))
     path = log.write_file()
     assert path is not None
-    assert parse_file(path.read_bytes(), "here")[1][0].image == ""
+    (row,) = parse_file(path.read_bytes(), "here")[1]
+    assert (row.image, row.embedding) == ("", "")
+
+
+def test_large_embeddings_count_among_the_bytes_of_images(parts: ReleaseParts, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(query_log, "_projection", lambda release: np.zeros((4096, 16), np.float32))
+    log = QueryLog(configuration(tmp_path, images=True, sample=2000), parts)
+    embeddings = np.ones((2000, 4096), np.float32)
+    log.record([make_prediction(unknown=True)] * 2000, embeddings, np.zeros((2000, 8, 8, 1), np.uint8))
+    path = log.write_file()
+    assert path is not None
+    assert path.stat().st_size < MAX_FILE_BYTES
+    with_images = [row for row in parse_file(path.read_bytes(), "here")[1] if row.image]
+    assert 100 < len(with_images) < 2000
+    assert all(row.embedding for row in with_images)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "?", "AAAA", base64.b64encode(b"odd").decode(), base64.b64encode(b"\0\x7e").decode()]
+)
+def test_damaged_embedding_is_no_embedding(text: str) -> None:
+    assert decode_embedding(text) is None
 
 
 def test_only_uncertain_queries_are_logged_with_images(parts: ReleaseParts, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import requests
@@ -16,6 +17,8 @@ from served import Served
 from evernear.errors import DataError, PredictionRejectedError, ServingError
 from evernear.serving import torchserve
 from evernear.serving.client import Client, Target
+from evernear.serving.client.target import Format
+from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.endpoints import Endpoints, read_key
 from evernear.settings import ServingSettings
 
@@ -47,6 +50,19 @@ def test_response_has_exactly_the_documented_fields(served: Served) -> None:
     assert prediction["pred"] == query.pred
     assert set(prediction["neighbors"][0]) == {"label", "dist", "row"}
     assert prediction["version"] == served.manifest.version
+
+
+@pytest.mark.parametrize("format", ["rest", "grpc"])
+def test_embedding_is_in_the_answer_to_a_request_that_asks_for_it(served: Served, format: Format) -> None:
+    image, _ = served.parts.smoke_queries()[0]
+    with Client.of(served.settings, format) as client:
+        assert not client.predict(image).embedding
+        answer = client.predict(image, embedding=True)
+    embedding = decode_embedding(answer.embedding)
+    assert embedding is not None
+    assert embedding.shape == (served.manifest.embedding_dim,)
+    assert np.linalg.norm(embedding) == pytest.approx(1, abs=1e-2)
+    assert answer.neighbors[0].row >= 0
 
 
 def test_body_multipart_and_json_give_the_same_prediction(served: Served) -> None:

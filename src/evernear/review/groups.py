@@ -97,7 +97,7 @@ def _release(version: str, store: Store) -> _Release:
 def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
     """The vector by which an item is compared with the others of its space."""
     if item.embedding is not None:
-        vector = item.embedding / np.linalg.norm(item.embedding)
+        vector = item.embedding / np.float32(np.linalg.norm(item.embedding))
         return _Space("embedding", release.network, len(vector), release.group_distance), vector
     if item.coordinates:
         vector = np.array(item.coordinates, np.float32)

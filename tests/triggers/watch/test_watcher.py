@@ -25,6 +25,7 @@ from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.registry import Registry
 from evernear.review.answers import Answer, Answers, open_label_target
 from evernear.review.live_labels import import_labels
+from evernear.review.submissions import SUBMITTED
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
 from evernear.serving.query_log import LoggedQuery, Period
@@ -768,12 +769,17 @@ def test_query_logs_are_shipped_and_old_ones_removed(watched: WatchedSystem) -> 
     new = f"{watched.now - timedelta(days=13):%Y%m%dT%H%M%SZ}-20260101.000000.12345678-host-1-bbbbbbbb.jsonl"
     for name in (old, new):
         (waiting / name).write_text("{}\n")
+    for name, days in (("old", 15), ("new", 13)):
+        key, at_s = f"{SUBMITTED}{name}.json", (watched.now - timedelta(days=days)).timestamp()
+        watched.store.put(key, b"{}\n")
+        os.utime(watched.store.path(key), (at_s, at_s))
     watched.watcher().check()
     assert list(waiting.iterdir()) == []
     watched.wait(hours=1)
     report = watched.watcher().check()
     assert [info.key.rpartition("/")[2] for info in watched.store.list("queries/")] == [new]
-    assert report.reasons[-1] == "Removed 1 old file of logged queries."
+    assert [info.key for info in watched.store.list(SUBMITTED)] == [f"{SUBMITTED}new.json"]
+    assert report.reasons[-1] == "Removed 1 old file of logged queries. Removed 1 old file sent to review."
     watched.wait(hours=1)
     assert "Removed" not in " ".join(watched.watcher().check().reasons)
 

@@ -1,0 +1,77 @@
+"""The digits as folders, without one class."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from evernear.common.store import open_store
+from evernear.data.ingest import ingest_source
+from evernear.data.shards import Dataset
+from evernear.data.sources.digits import Digits, lay_out_digits
+from evernear.errors import SettingsError, StoreError
+from evernear.settings import DataSettings
+
+
+def test_folders_have_all_digits_once(tmp_path: Path) -> None:
+    folders = lay_out_digits(tmp_path, "7")
+    (block,) = Digits().blocks()
+    counts = Counter(block.labels)
+    assert {path.name: len(list(path.iterdir())) for path in folders.known.iterdir()} == {
+        label: count for label, count in counts.items() if label != "7"
+    }
+    assert len(list(folders.unseen.iterdir())) == counts["7"]
+    for path in [*folders.known.glob("*/*.png"), *folders.unseen.glob("*.png")]:
+        np.testing.assert_array_equal(np.asarray(Image.open(path)), block.images[int(path.stem)])
+    assert {path.name for path in tmp_path.iterdir()} == {"digits-without-7", "digits-7"}
+
+
+def test_folder_is_a_source_of_nine_classes(tmp_path: Path) -> None:
+    folders = lay_out_digits(tmp_path, "7")
+    manifest = ingest_source(DataSettings(source=f"folder:{folders.known}"), (tmp_path / "store").as_uri())
+    assert Dataset(manifest, open_store((tmp_path / "store").as_uri())).labels == tuple("012345689")
+
+
+def test_existing_folder_stays_as_a_person_has_changed_it(tmp_path: Path) -> None:
+    folders = lay_out_digits(tmp_path, "7")
+    (folders.known / "7").mkdir()
+    (folders.known / "7/review-1.png").write_bytes(b"named by a person")
+    gone = next((folders.known / "3").iterdir())
+    gone.unlink()
+    assert lay_out_digits(tmp_path, "7") == folders
+    assert (folders.known / "7/review-1.png").exists()
+    assert not gone.exists()
+    assert lay_out_digits(tmp_path, "3").known != folders.known, "another class has another folder"
+
+
+@pytest.mark.parametrize("label", ["10", "", "seven", "../7", "07"])
+def test_unknown_class_is_refused_and_nothing_is_written(tmp_path: Path, label: str) -> None:
+    with pytest.raises(SettingsError, match="choose one of 0 to 9"):
+        lay_out_digits(tmp_path / "new", label)
+    assert not (tmp_path / "new").exists()
+
+
+def test_interrupted_writing_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Path] = []
+    save = Image.Image.save
+
+    def interrupt(image: Image.Image, path: Path) -> None:
+        saved.append(path)
+        if len(saved) == 5:
+            raise KeyboardInterrupt
+        save(image, path)
+
+    monkeypatch.setattr(Image.Image, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        lay_out_digits(tmp_path, "7")
+    monkeypatch.setattr(Image.Image, "save", save)
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(lay_out_digits(tmp_path, "7").known.iterdir())) == 9
+
+
+def test_unusable_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file"):
+        lay_out_digits(tmp_path / "file", "7")
