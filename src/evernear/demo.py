@@ -118,11 +118,11 @@ def _print_next_steps(
             print_unwrapped(f"   {serve}                     start TorchServe with this release")
         print_unwrapped(f"   {predict} {images}")
         if unseen is not None:
-            review = command_for(settings.workdir, "review")
+            console_command = command_for(settings.workdir, "console")
             print_unwrapped(
                 f"   {predict} {shlex.quote(str(unseen))}      images of a class that the release does not know"
             )
-            print_unwrapped(f"   {review}      name them as a new class; a reindex then recognizes it")
+            print_unwrapped(f"   {console_command}      try them, name them as a new class, and reindex")
     else:
         for step in result.next_steps:
             print_unwrapped(f"   {step.purpose}: {step.command}")

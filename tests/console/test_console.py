@@ -3,35 +3,38 @@
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from releases import MakeRelease, System
 from review_queue import NOW, log_queries, png
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from evernear.common.run_record import RunRecord
-from evernear.common.store import Store
+from evernear.common.run_record import RunRecord, StepProgress, StepRecord
+from evernear.common.store import Store, open_store
 from evernear.console.access import Access
 from evernear.console.app import create_console_app
-from evernear.console.groups import group
 from evernear.console.runs import LocalRuns
 from evernear.console.server import require_private
 from evernear.console.services import Services
 from evernear.data.sources import open_source
 from evernear.errors import SettingsError
+from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome
 from evernear.review.answers import ANSWERS, PENDING, Answer
-from evernear.review.queue import Item
 from evernear.review.submissions import Submissions
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
+from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import load
 
@@ -248,20 +251,56 @@ def test_runs_are_listed_filtered_and_paged_without_reading_all_of_them(
     assert client.get("/releases/runs?state=failed").text.count("/runs/run-") == 3
 
 
-def test_images_that_look_alike_are_one_group() -> None:
-    def bar(vertical: bool, shift: int) -> bytes:
-        pixels = np.zeros((24, 24), np.uint8)
-        pixels[:, 8 + shift : 16 + shift] = 255
-        buffer = BytesIO()
-        Image.fromarray(pixels if vertical else pixels.T).save(buffer, format="PNG")
-        return buffer.getvalue()
-
-    items = [
-        Item(str(number), bar(vertical, shift), NOW, True, 1.0, ())
-        for number, (vertical, shift) in enumerate([(True, 0), (False, 0), (True, 0), (False, 1), (True, 1)])
+def test_images_with_alike_embeddings_are_one_group(store: Store, source: Path) -> None:
+    vectors = np.eye(4, dtype=np.float32)[[0, 1, 0]]
+    for number, vector in enumerate(vectors):
+        answer = Prediction(
+            pred="cat", dist=0.9, unknown=True, neighbors=(), version="v", embedding=encode_embedding(vector)
+        )
+        Submissions(store).add(png(number), answer, "ann", NOW)
+    page = signed_in(store, source).get("/review").text
+    assert [" ".join(legend.split("<")[0].split()) for legend in page.split("<legend>")[1:]] == [
+        "2 images look alike",
+        "1 image",
     ]
-    assert [[item.id for item in each.items] for each in group(items)] == [["0", "2", "4"], ["1", "3"]]
-    assert group([]) == []
+
+
+@pytest.fixture
+def released(system: System, make_release: MakeRelease, tmp_path: Path) -> tuple[Store, str]:
+    """A copy of a store with a snapshot and a release of it, and the release's version."""
+    shutil.copytree(Path(unquote(urlsplit(system.dataset.store.uri).path)), tmp_path / "copy")
+    copied = open_store((tmp_path / "copy").as_uri())
+    return copied, Registry(copied).publish(make_release().archive).manifest.version
+
+
+def test_neighbor_is_shown_until_it_is_forgotten(released: tuple[Store, str], source: Path, system: System) -> None:
+    store, version = released
+    client = signed_in(store, source)
+    shown = client.get(f"/try/neighbor/{version}/0")
+    assert (shown.status_code, shown.headers["content-type"]) == (200, "image/png")
+    assert shown.headers["cache-control"] == "no-store"
+    first = next(system.dataset.blocks("gallery")).images[0]
+    np.testing.assert_array_equal(np.asarray(Image.open(BytesIO(shown.content))), first[:, :, 0])
+    for info in list(store.list("datasets/digits/shards/")):
+        store.delete(info.key)
+    gone = client.get(f"/try/neighbor/{version}/0")
+    assert (gone.status_code, gone.headers["content-type"]) == (404, "image/svg+xml")
+    assert ">forgotten<" in gone.text
+
+
+@pytest.mark.parametrize("path", ["20200101.000000.00000000/0", "x/0"])
+def test_neighbor_of_an_unknown_release_is_forgotten(store: Store, source: Path, path: str) -> None:
+    assert signed_in(store, source).get(f"/try/neighbor/{path}").status_code == 404
+
+
+def test_progress_of_a_step_in_a_pod_is_shown(store: Store, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = StepRecord.of_this_process("embed", NOW)
+    progress = StepProgress(at=NOW, message="500 of 900 images", done=500, total=900, left_s=80.0)
+    RunRecord(store, "run-1").save_step(here.model_copy(update={"host": "a-pod", "progress": progress}))
+    monkeypatch.setattr(LocalRuns, "current", lambda self, records: records.in_progress()[0])
+    page = signed_in(store, source).get("/run-state").text
+    assert "500 of 900 images, about 1 min 20 s left" in page
+    assert '<progress value="500" max="900"' in page
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "console.example"])  # noqa: S104

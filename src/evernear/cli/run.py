@@ -100,7 +100,7 @@ def demo(
         if source is not None:
             raise SettingsError("--without is for the digits and cannot be combined with --source.")
         known, unseen = lay_out_digits(layers.settings().workdir.resolve(), without)
-        overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear review`
+        overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear console`
         layers = run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename)
         _require_own_directory(layers.settings())
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())

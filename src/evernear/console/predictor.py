@@ -23,7 +23,7 @@ class Predictor:
         """Recognize an image file. Raises as `PrepService.predict_image`."""
         async with self._lock:
             if self._service is None:
-                self._service = PrepService(self._settings)  # bound to this event loop
+                self._service = PrepService(self._settings, embeddings=True)  # bound to this event loop
             service = self._service
         try:
             return await service.predict_image(image)

@@ -5,12 +5,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from evernear.common.disk import disk_errors
-from evernear.common.run_record import RUNS, STARTING, RunRecord, StepRecord
+from evernear.common.run_record import OUTCOME, RUNS, STARTING, RunInProgress, RunRecord, StepRecord, runs_in_progress
 from evernear.common.store import Store
 from evernear.deployment import promote_release, roll_back
 from evernear.errors import BusyError, IntegrityError, SettingsError
@@ -23,8 +23,6 @@ from evernear.triggers.requests import request_id
 
 Pipeline = Literal["continuous-training", "reindex"]
 COMMANDS: dict[Pipeline, str] = {"continuous-training": "run", "reindex": "reindex"}
-ABANDONED = timedelta(hours=12)
-"""Age of the last record of a run without an outcome from which it no longer counts as in progress."""
 LISTING_S = 2.0
 """Time for which a listing of the runs is reused."""
 _LOG = "console-run.log"
@@ -43,13 +41,11 @@ class RunEntry(NamedTuple):
 
 
 class RunView(NamedTuple):
-    """A run in progress, or the last one."""
+    """A run in progress. ``message`` is the last progress of a running step."""
 
     run: str
     steps: Sequence[StepRecord]
     message: str
-    """The last progress of the running step."""
-    outcome: RunOutcome | None
 
 
 class RunRecords:
@@ -60,6 +56,7 @@ class RunRecords:
         self._lock = threading.Lock()
         self._outcomes: dict[str, RunOutcome] = {}
         self._listing: tuple[float, list[RunEntry]] = (-LISTING_S, [])
+        self._running: tuple[float, list[RunInProgress]] = (-LISTING_S, [])
 
     def entries(self) -> list[RunEntry]:
         """All runs, the one that was changed last first. One listing of the store serves all pages for `LISTING_S`.
@@ -76,7 +73,7 @@ class RunRecords:
         """The outcome of a run; None before its end, or if it is damaged."""
         if run not in self._outcomes:
             try:
-                outcome = RunRecord(self._store, run).find("outcome", RunOutcome)
+                outcome = RunRecord(self._store, run).find(OUTCOME, RunOutcome)
             except IntegrityError:
                 return None
             if outcome is None:
@@ -84,15 +81,16 @@ class RunRecords:
             self._outcomes[run] = outcome
         return self._outcomes[run]
 
-    def in_progress(self, now: datetime) -> list[RunEntry]:
-        """The runs without an outcome whose record changed lately."""
-        return [entry for entry in self.entries() if not entry.ended and now - entry.changed < ABANDONED]
+    def in_progress(self) -> list[RunView]:
+        """The runs in progress, the one heard of last first; read again after `LISTING_S`.
 
-    def view(self, run: str, message: str = "") -> RunView:
-        """The steps of a run, and its outcome."""
-        steps = RunRecord(self._store, run).steps()
-        running = next((step for step in reversed(steps) if step.state == "running"), None)
-        return RunView(run, steps, message or (running.message if running else ""), self.outcome(run))
+        Raises:
+            StoreError: the store is unavailable.
+        """
+        with self._lock:
+            if time.monotonic() - self._running[0] >= LISTING_S:
+                self._running = (time.monotonic(), runs_in_progress(self._store, datetime.now(UTC)))
+            return [_view(run) for run in self._running[1]]
 
     def _list(self) -> list[RunEntry]:
         runs: dict[str, RunEntry] = {}
@@ -104,10 +102,15 @@ class RunRecords:
             runs[run] = RunEntry(
                 run,
                 max(entry.changed, info.modified),
-                entry.ended or name == "outcome.json",
+                entry.ended or name == f"{OUTCOME}.json",
                 entry.page or name == "run.html",
             )
         return sorted(runs.values(), key=lambda entry: entry.changed, reverse=True)
+
+
+def _view(run: RunInProgress) -> RunView:
+    messages = [step.progress.message for step in run.steps if step.state == "running" and step.progress]
+    return RunView(run.run, run.steps, messages[-1] if messages else "")
 
 
 class Runner(Protocol):
@@ -176,9 +179,9 @@ class LocalRuns:
         """As `Runner.current`."""
         state = progress(self._settings.workdir)
         if state is None:
-            return RunView("", (), "starting", None) if self._is_running() else None
-        running = [entry for entry in records.entries() if not entry.ended and entry.changed >= state.started]
-        view = records.view(running[0].run) if running else RunView("", (), "starting", None)
+            return RunView("", (), "starting") if self._is_running() else None
+        running = [run for run in records.in_progress() if run.steps[-1].started >= state.started]
+        view = running[0] if running else RunView("", (), "starting")
         return view._replace(message=state.message or view.message)
 
     def failure(self) -> str:
@@ -228,8 +231,7 @@ class PipelineRuns:
 
     def current(self, records: RunRecords) -> RunView | None:
         """As `Runner.current`."""
-        running = records.in_progress(datetime.now(UTC))
-        return records.view(running[0].run) if running else None
+        return next(iter(records.in_progress()), None)
 
     def failure(self) -> str:
         """As `Runner.failure`: Kubeflow Pipelines reports it at once."""

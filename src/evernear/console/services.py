@@ -13,6 +13,7 @@ from evernear.review.answers import Answers, LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
 from evernear.review.submissions import Submissions
 from evernear.review.suspects import Suspect, load_suspects
+from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
 
 QUEUE_ITEMS = 240
@@ -36,6 +37,7 @@ class Services:
         self.records = RunRecords(self.store)
         self.queue = Queue(self.store)
         self.submissions = Submissions(self.store)
+        self.gallery = GalleryImages(self.store)
 
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Services":

@@ -8,11 +8,10 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 from releases import settings_on_free_ports
-from sklearn.datasets import load_digits
+
+from evernear.data.sources.digits import lay_out_digits
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect, sync_playwright
@@ -24,7 +23,7 @@ pytestmark = [
     # playwright leaves its pipes to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-NEW = 7
+NEW = "7"
 """The digit that the source lacks."""
 WIDTHS_PX = {"desktop": 1200, "phone": 390}
 
@@ -44,18 +43,14 @@ def evernear(*words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    """A working directory whose server recognizes all digits but one; 14 images of that one are in ``new``."""
+    """A working directory whose server recognizes all digits but one; images of that one are in ``digits-7``."""
     root = tmp_path_factory.mktemp("story")
-    digits = load_digits()
-    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        folder = root / ("new" if label == NEW else f"source/{label}")
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15.9).astype(np.uint8)).save(folder / f"{number:04}.png")
+    folders = lay_out_digits(root, NEW)
     ports = settings_on_free_ports()
     changed = {name: value for name, value in ports.model_dump(mode="json").items() if name.endswith("_port")}
     options = [word for name, value in changed.items() for word in ("--set", f"serving.{name}={value}")]
     gate = ["--set", "gate.beat_baseline=false"]
-    words = ["run", "--preset", "quick", "--source", f"folder:{root / 'source'}", "--workdir", str(root / "work")]
+    words = ["run", "--preset", "quick", "--source", f"folder:{folders.known}", "--workdir", str(root / "work")]
     subprocess.run(evernear(*words, *options, *gate), check=True)
     yield root
     subprocess.run(evernear("stop", "--workdir", str(root / "work")), check=True)
@@ -99,14 +94,17 @@ def picture(page: Page, folder: Path, name: str) -> None:
 
 
 def test_from_unknown_to_recognized_and_back(page: Page, workdir: Path, artifacts: Path) -> None:
-    new = sorted((workdir / "new").glob("*.png"))
+    new = sorted((workdir / f"digits-{NEW}").glob("*.png"))
     picture(page, artifacts, "home")
     before = page.locator(".big").first.inner_text()
 
     page.goto("/try")
     page.set_input_files("#files", [str(new[0])])
     expect(page.locator(".answer")).to_have_count(1)
-    expect(page.locator(".neighbors img").first).to_be_visible()
+    neighbors = page.locator(".neighbors img")
+    expect(neighbors.first).to_be_visible()
+    assert all("/try/neighbor/" in str(image.get_attribute("src")) for image in neighbors.all())
+    page.wait_for_function("[...document.querySelectorAll('.neighbors img')].every(image => image.naturalWidth > 0)")
     page.set_input_files("#files", [str(path) for path in new[1:12]])
     expect(page.locator(".answer")).to_have_count(12)
     expect(page.locator("article[aria-busy]")).to_have_count(0)
@@ -131,7 +129,7 @@ def test_from_unknown_to_recognized_and_back(page: Page, workdir: Path, artifact
 
     page.goto("/try")
     page.set_input_files("#files", [str(new[0])])
-    expect(page.locator(".answer .big")).to_have_text(str(NEW))
+    expect(page.locator(".answer .big")).to_have_text(NEW)
 
     page.goto("/data")
     expect(page.locator(".classes li")).to_have_count(10)

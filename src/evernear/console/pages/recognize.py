@@ -13,6 +13,10 @@ from evernear.release.registry import Record
 from evernear.serving.responses import Prediction
 
 SHOWN_NEIGHBORS = 6
+FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role="img" aria-label="forgotten">
+<rect width="96" height="96" fill="#8884"/>
+<text x="48" y="52" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#888">forgotten</text></svg>"""
+"""In place of an image that the store no longer has."""
 
 
 def routes(services: Services) -> list[Route]:
@@ -43,8 +47,15 @@ def routes(services: Services) -> list[Route]:
         await run_in_threadpool(services.submissions.add, image, prediction, person.name, services.now())
         return page(request, "sent.html.j2")
 
+    def neighbor(request: Request) -> Response:
+        found = services.gallery.find(request.path_params["version"], request.path_params["row"])
+        if found is None:
+            return Response(FORGOTTEN, 404, media_type="image/svg+xml")
+        return Response(found.png(), media_type="image/png")  # no browser keeps it: it may be forgotten
+
     return [
         Route("/try", show),
+        Route("/try/neighbor/{version}/{row:int}", neighbor),
         Route("/try", recognize, methods=["POST"]),
         Route("/try/review", send, methods=["POST"]),
     ]

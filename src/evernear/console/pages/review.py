@@ -10,12 +10,12 @@ from starlette.routing import Route
 
 from evernear.common.output import quantity
 from evernear.console.access import require
-from evernear.console.groups import group
 from evernear.console.predictor import Predictor
-from evernear.console.services import Services
+from evernear.console.services import QUEUE_ITEMS, Services
 from evernear.console.web import Form, action, field, page, png, thumbnail
 from evernear.errors import DataError, EvernearError, ServingError
 from evernear.review.answers import Answer
+from evernear.review.groups import group_items
 from evernear.review.suspects import Suspect, picture
 
 RECENT_ANSWERS = 24
@@ -40,7 +40,8 @@ def routes(services: Services) -> list[Route]:
         return page(
             request,
             template,
-            groups=group(pending),
+            groups=group_items(pending, services.store).groups,
+            limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
             labels=list(dict.fromkeys([*suggested, *target.labels])) if target else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
             recent=list(islice(reversed(latest.values()), RECENT_ANSWERS)),
