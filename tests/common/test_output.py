@@ -199,7 +199,7 @@ def test_run_summary_is_escaped(capsys: pytest.CaptureFixture[str], console: Con
     assert_escaped(out)
     assert len(out.splitlines()) == 6
     demo._print_verdict(result, console)
-    demo._print_next_steps(Settings(), result, console, keep=True)
+    demo._print_next_steps(Settings(), result, console, keep=True, unseen=None)
     assert_escaped(terminal_output(console))
 
 
