@@ -572,7 +572,7 @@ def test_status_and_render_show_the_live_release_and_the_manifests(
         }.items()
     ]
     status = CliRunner().invoke(app, ["status", *flags])
-    assert f"release      {releases[0].version}" in status.output
+    assert ["release", releases[0].version] in [line.split() for line in status.output.splitlines()]
     rendered = CliRunner().invoke(app, ["deployment", "render", *flags])
     assert rendered.output.count("\nkind: ") == 7, rendered.output
     assert f"evernear.dev/release: {releases[0].version}" in rendered.output
