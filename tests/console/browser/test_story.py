@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from releases import settings_on_free_ports
 
+from evernear.common.store import open_store
 from evernear.data.sources.digits import lay_out_digits
+from evernear.review.submissions import Submissions
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect, sync_playwright
@@ -113,6 +115,8 @@ def test_from_unknown_to_recognized_and_back(page: Page, workdir: Path, artifact
     picture(page, artifacts, "try")
     page.click("#send-all")
     expect(page.locator(".sent")).to_have_count(unknown)
+    sent = Submissions(open_store((workdir / "work/store").as_uri())).pending((), unknown)
+    assert all(item.embedding is not None for item in sent), "they are grouped as the recognizer sees them"
 
     page.goto("/review")
     picture(page, artifacts, "review")

@@ -170,7 +170,8 @@ def predictions_of(response: Any) -> list[dict[str, Any]]:
 
 
 def _contents(output: Any) -> list[Any]:
-    field = {"BYTES": "bytes_contents", "FP32": "fp32_contents", "BOOL": "bool_contents"}[output.datatype]
+    kinds = {"BYTES": "bytes", "FP32": "fp32", "BOOL": "bool", "INT64": "int64"}
+    field = f"{kinds[output.datatype]}_contents"
     return [v.decode() if isinstance(v, bytes) else v for v in getattr(output.contents, field)]
 
 
