@@ -1,4 +1,4 @@
-"""Run parts of a step in a process of its own: ``python -m evernear.part STORE FOLDER``, the command of an Indexed Job.
+"""Run parts of a step in a separate process: ``python -m evernear.part STORE FOLDER``, the command of an Indexed Job.
 
 The number of the part is the index that Kubernetes sets in ``JOB_COMPLETION_INDEX``. An error that would only occur
 again ends the process with `FINAL_EXIT_CODE`, so that the Job does not repeat the part.

@@ -232,6 +232,10 @@ def test_every_page_opens_in_an_empty_store(store: Store, source: Path) -> None:
     client = signed_in(store, source)
     for path in ("/", "/try", "/review", "/data", "/releases", "/static/console.js"):
         assert client.get(path).status_code == 200, path
+    home = client.get("/").text
+    assert "No check yet." in home
+    assert "On since" not in home, "no watcher has run"
+    assert [info.key for info in store.list("")] == [], "a page writes nothing"
 
 
 def test_runs_are_listed_filtered_and_paged_without_reading_all_of_them(

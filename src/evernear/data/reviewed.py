@@ -25,7 +25,7 @@ SCHEMA = "CREATE TABLE IF NOT EXISTS reviewed (digest BLOB PRIMARY KEY, split TE
 """``split`` is the measured split that the image was in, or that its folder names; empty if there was none."""
 _PAGE = 500
 
-# A live query that the source also has under a name of its own is an image like any other.
+# An image that the source also has under an ordinary name counts as an ordinary image.
 _BY_NAME = """
 SELECT DISTINCT digest FROM files WHERE digest IS NOT NULL AND name LIKE '%review-%' AND is_reviewed(name)
 AND NOT EXISTS (SELECT 1 FROM files AS other WHERE other.digest = files.digest AND NOT is_reviewed(other.name))

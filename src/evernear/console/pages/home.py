@@ -14,7 +14,7 @@ from evernear.console.runs import COMMANDS
 from evernear.console.services import Services
 from evernear.console.web import Form, action, field, page, render
 from evernear.errors import EvernearError, SettingsError
-from evernear.triggers.watch.schedule_state import ScheduleState, ScheduleStore
+from evernear.triggers.watch.schedule_state import ScheduleStore
 
 EVENTS_S = 1.0
 
@@ -35,13 +35,12 @@ def routes(services: Services) -> list[Route]:
         champion = services.registry.champion()
         record = services.registry.get(champion.version, include_pruned=True) if champion else None
         waiting = services.pending(services.answers.latest().keys() if services.answers else ())
-        watcher: ScheduleState | None = ScheduleStore(services.store).read()
         return page(
             request,
             "home.html.j2",
             champion=champion,
             record=record,
-            watcher=watcher,
+            watcher=ScheduleStore(services.store).find(),
             waiting=len(waiting),
             **state(),
         )

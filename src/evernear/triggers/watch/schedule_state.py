@@ -60,6 +60,11 @@ class ScheduleStore:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    def find(self) -> ScheduleState | None:
+        """The current state; None before the first `read`, such as in a store that no watcher has checked."""
+        stored = self._store.find(STATE)
+        return self._parse(stored[0]) if stored else None
+
     def read(self) -> ScheduleState:
         """The current state; created, and on, at the first call."""
         return self._change(lambda state: state)
@@ -83,10 +88,7 @@ class ScheduleStore:
         """Apply ``change``, repeatedly if others write at the same time."""
         for _ in range(_ATTEMPTS):
             stored = self._store.find(STATE)
-            if stored:
-                state = ScheduleState.from_json(stored[0], f"{self._store.uri}/{STATE}")
-            else:
-                state = ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))
+            state = self._parse(stored[0]) if stored else ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))
             changed = change(state)
             if stored and changed == state:
                 return state
@@ -96,3 +98,6 @@ class ScheduleStore:
                 continue
             return changed
         raise ConflictError(f"{STATE} in {self._store.uri} changes faster than it can be written; try again.")
+
+    def _parse(self, stored: bytes) -> ScheduleState:
+        return ScheduleState.from_json(stored, f"{self._store.uri}/{STATE}")
