@@ -13,7 +13,8 @@ import httpx
 from evernear.common.store import open_store
 from evernear.data.preprocess import Preprocessing
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.registry import CHAMPION, MANIFESTS, Decision, Promotion, Record
+from evernear.release.promotions import CHAMPION, Promotion
+from evernear.release.records import MANIFESTS, Decision, Record
 from evernear.serving.endpoints import listening_socket
 from evernear.serving.prep.server import create_server
 from evernear.settings import PrepSettings, ServingSettings, Settings

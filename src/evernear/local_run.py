@@ -27,7 +27,7 @@ from evernear.common.masking import copy_masked
 from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
 from evernear.common.scratch import scratch, scratch_name
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
-from evernear.release.registry import whoami
+from evernear.release.promotions import whoami
 from evernear.reporting.notify import NextStep, RunOutcome
 from evernear.settings import RunSettings, Settings
 from evernear.settings.sources import flat

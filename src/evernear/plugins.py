@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from evernear.index.description import Collection
     from evernear.index.exact import ExactNeighbors
     from evernear.index.vectors import GalleryVectors, VectorIndex
-    from evernear.release.registry import Champion, Registry
+    from evernear.release.promotions import Champion
+    from evernear.release.registry import Registry
     from evernear.settings import IndexSettings
 
 GROUP = "evernear.plugins"

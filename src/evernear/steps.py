@@ -357,7 +357,7 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
     with _step("deploy", run, settings) as (running, chosen):
         from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
-        from evernear.release.registry import Cause
+        from evernear.release.promotions import Cause
 
         deployed = deploy_release(
             Path(release) / ARCHIVE_FILE, Path(verdict), chosen, Cause(by=started_by or UNKNOWN_CAUSE, run=run)
@@ -372,7 +372,7 @@ def rollback(
     """Roll back to the previous champion. If ``release`` is set, fail unless it is the current champion."""
     with step("rollback", run, store) as running:
         from evernear.deployment import roll_back
-        from evernear.release.registry import Cause
+        from evernear.release.promotions import Cause
 
         chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
@@ -391,7 +391,7 @@ def promote(
     with step("promote", run, store) as running:
         from evernear.deployment import apply as apply_settings
         from evernear.deployment import promote_release
-        from evernear.release.registry import Cause
+        from evernear.release.promotions import Cause
 
         chosen = of_run(settings, **parameters, store=store)
         cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from evernear.cli.app import app
 from evernear.common.store import open_store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
+from evernear.release.pruning import prune_releases
 from evernear.release.registry import Registry
 
 
@@ -163,7 +164,7 @@ def test_a_pruned_release_is_not_promised_as_target_of_a_rollback(uri: str, rele
         champion = registry.set_champion(release.version, champion)
     assert champion is not None
     registry.set_anchor(third, champion)
-    assert registry.prune(keep=1) == (first,)
+    assert prune_releases(registry, keep=1) == (first,)
     assert f"No rollback is possible: {first}, the champion before it, was pruned." in evernear(
         "rollback", "--store", uri
     )

@@ -17,7 +17,7 @@ import pytest
 from loopback.kubernetes import webhooks
 from rendered import DEPLOY, NEWEST, PARTS, ROOT, Object, named, objects
 
-from evernear.release.registry import ARCHIVES
+from evernear.release.records import ARCHIVES
 
 SDK = ROOT / ".venv/kserve"
 KSERVE = [part for part in PARTS if part.startswith("kserve")]

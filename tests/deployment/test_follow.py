@@ -15,7 +15,8 @@ from evernear.deployment import follow
 from evernear.deployment.follow import STATE_FILE, Follower, FollowState, follow_state
 from evernear.errors import ServingError, TransientStoreError
 from evernear.release.archive_reader import ReleaseParts, open_release
-from evernear.release.registry import Champion, Registry
+from evernear.release.promotions import Champion
+from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.configuration import model_store

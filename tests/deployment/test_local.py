@@ -30,7 +30,9 @@ from evernear.errors import (
     TransientStoreError,
 )
 from evernear.release.archive_reader import ReleaseParts, open_release
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.pruning import prune_releases
+from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.configuration import model_store
@@ -388,7 +390,7 @@ def test_pruning_the_registry_fails_no_request(sandbox: Sandbox) -> None:
         sandbox.deploy(sandbox.candidate())
     candidate = sandbox.candidate()
     with sandbox.under_load() as versions:
-        removed = sandbox.registry.prune(1)
+        removed = prune_releases(sandbox.registry, 1)
         sandbox.deploy(candidate, sandbox.settings.model_copy(update={"serving": serving}))
     assert removed
     previous = sandbox.registry.champion()

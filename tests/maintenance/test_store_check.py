@@ -16,7 +16,8 @@ from evernear.data.snapshots import Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.maintenance.check import Damage, check_store, repair
-from evernear.release.registry import CHAMPION, Registry
+from evernear.release.promotions import CHAMPION
+from evernear.release.registry import Registry
 from evernear.settings import DataSettings
 
 SPLITS = ("train", "test", "gallery", "query")

@@ -13,8 +13,11 @@ from releases import MakeRelease, PackedRelease, forge
 
 from evernear.common.store import Store, open_store
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
-from evernear.release import registry as registry_module
-from evernear.release.registry import CHAMPION, PRUNED, Cause, Champion, Registry
+from evernear.release import promotions
+from evernear.release.promotions import CHAMPION, Cause, Champion
+from evernear.release.pruning import prune_releases, remove_releases
+from evernear.release.records import MANIFESTS, PRUNED
+from evernear.release.registry import Registry
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -286,7 +289,7 @@ class ServerUnreachableError:
         self.tries = 0
         self._put_if = store.put_if
         monkeypatch.setattr(store, "put_if", self.put_if)
-        monkeypatch.setattr(registry_module, "_PAUSE_S", (0.0, 0.0))
+        monkeypatch.setattr(promotions, "_PAUSE_S", (0.0, 0.0))
 
     def fail(self, failures: int, executed: bool) -> None:
         self.failures, self.executed, self.tries = failures, executed, 0
@@ -318,7 +321,7 @@ def test_promotion_is_retried_during_an_outage_and_counts_once(
     assert [promotion.version for promotion in registry.history()] == [releases[n].version for n in (0, 1, 2, 1)]
 
     unreachable.fail(10**6, executed)
-    monkeypatch.setattr(registry_module, "_RETRY_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(promotions, "_RETRY_TIMEOUT_S", 0.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[2].version, champion)
     assert unreachable.tries == 2, "one history entry and one pointer update"
@@ -355,7 +358,7 @@ def test_failed_promotion_is_not_in_the_history(
     registry = Registry(store)
     champion = champions(registry, releases[:2])
     ServerUnreachableError(store, monkeypatch).fail(1, executed=False)
-    monkeypatch.setattr(registry_module, "_RETRY_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(promotions, "_RETRY_TIMEOUT_S", -1.0)
     with pytest.raises(TransientStoreError):
         registry.set_champion(releases[0].version, champion)
     assert [promotion.number for promotion in registry.history()] == [1, 2]
@@ -387,7 +390,7 @@ def test_prune_keeps_champion_parent_rollback_targets_and_newest(
 ) -> None:
     registry = promoted_registry(store, six_releases)
     pruned = [six_releases[0].version, six_releases[3].version]
-    assert list(registry.prune(1)) == pruned
+    assert list(prune_releases(registry, 1)) == pruned
     remaining = [six_releases[n].version for n in (1, 2, 4, 5)]
     assert list(registry.list()) == remaining
     assert archives(store) == {registry.get(version).archive_key for version in remaining}
@@ -396,7 +399,7 @@ def test_prune_keeps_champion_parent_rollback_targets_and_newest(
     champion = registry.champion()
     assert champion is not None
     assert champion.version == six_releases[4].version
-    assert registry.prune(1) == ()
+    assert prune_releases(registry, 1) == ()
 
     for version in pruned:
         assert registry.get(version, include_pruned=True).manifest.version == version, "its record remains"
@@ -467,7 +470,7 @@ def test_anchor_is_not_pruned_and_cannot_be_moved_to_a_release_that_is(
     first = six_releases[0].version
     assert champion.anchor == first
     stale = champion
-    pruned = registry.prune(1)
+    pruned = prune_releases(registry, 1)
     assert first not in pruned
     assert registry.is_published(first)
     with pytest.raises(StoreError, match="was pruned"):
@@ -480,7 +483,7 @@ def test_champion_becomes_the_anchor_if_that_is_removed(store: Store, six_releas
     registry = Registry(store)
     champions(registry, six_releases)
     first = six_releases[0].version
-    assert registry.remove([first]) == (first,)
+    assert remove_releases(registry, [first]) == (first,)
     champion = registry.champion()
     assert champion is not None
     assert champion.anchor == champion.version == six_releases[-1].version
@@ -499,7 +502,7 @@ def test_records_of_pruned_releases_are_small(store: Store, six_releases: list[P
     """Each release leaves one for ever. Earlier versions did not compress them."""
     registry = promoted_registry(store, six_releases)
     before = {version: registry.get(version) for version in registry.list()}
-    first, second = registry.prune(1)
+    first, second = prune_releases(registry, 1)
     for version in (first, second):
         key = f"{PRUNED}{version}.json"
         assert len(store.get(key)) < len(before[version].to_json()) / 2
@@ -515,7 +518,7 @@ def test_prune_without_a_champion_removes_nothing(store: Store, six_releases: li
     registry = Registry(store)
     publish(registry, six_releases[0])
     publish(registry, six_releases[1])
-    assert registry.prune(1) == ()
+    assert prune_releases(registry, 1) == ()
     assert len(list(registry.list())) == 2
 
 
@@ -526,7 +529,7 @@ def test_prune_keeps_shared_archives(store: Store, six_releases: list[PackedRele
     key = f"releases/manifests/{oldest}.json"
     record = json.loads(store.get(key))
     store.put(key, json.dumps(record | {"archive_sha256": shared.archive_sha256}).encode())
-    assert oldest in registry.prune(1)
+    assert oldest in prune_releases(registry, 1)
     assert oldest not in registry.list()
     registry.fetch(newest, tmp_path / "fetched.mar")
 
@@ -551,7 +554,7 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
         for name in ("put", "put_if", "delete"):
             patched.setattr(store, name, killed_at_step(getattr(store, name)))
         with pytest.raises(KeyboardInterrupt):
-            registry.prune(1)
+            prune_releases(registry, 1)
 
     pruned = {six_releases[0].version, six_releases[3].version}
     champion = registry.champion()
@@ -562,7 +565,7 @@ def test_killed_prune_is_safe_and_completed_by_the_next(
                 registry.set_champion(version, champion)
         else:
             registry.fetch(version, tmp_path / "fetched.mar")
-    registry.prune(1)
+    prune_releases(registry, 1)
     remaining = [release.version for release in six_releases if release.version not in pruned]
     assert list(registry.list()) == remaining
     assert archives(store) == {registry.get(version).archive_key for version in remaining}
@@ -577,7 +580,7 @@ def test_stale_promotion_after_a_prune_fails(store: Store, six_releases: list[Pa
 
     def get_then_prune(version: str) -> object:
         record = real_get(version)
-        Registry(store).prune(1)
+        prune_releases(Registry(store), 1)
         return record
 
     registry.get = get_then_prune  # type: ignore[method-assign,assignment]
@@ -603,7 +606,7 @@ def test_concurrent_promotion_aborts_a_prune(
     with monkeypatch.context() as patched:
         patched.setattr(store, "put_if", promote_first)
         with pytest.raises(ConflictError, match="champion changed in the meantime"):
-            registry.prune(1)
+            prune_releases(registry, 1)
     assert list(registry.list()) == before
     champion = registry.champion()
     assert champion is not None
@@ -616,7 +619,7 @@ def test_release_dated_in_the_future_is_older_than_the_others(store: Store) -> N
         f"{datetime.now(UTC) + timedelta(hours=hours):%Y%m%d.%H%M%S}.0123abcd" for hours in (10_000, -1, 12)
     )
     for version in (future, recent, tomorrow):
-        store.put(f"{registry_module.MANIFESTS}{version}.json", b"{}")
+        store.put(f"{MANIFESTS}{version}.json", b"{}")
     assert list(Registry(store).list()) == [future, recent, tomorrow]
 
 
@@ -633,7 +636,7 @@ def promoted(store: Store, releases: list[PackedRelease]) -> Registry:
 def test_lost_pointer_is_not_taken_for_a_new_registry(store: Store, releases: list[PackedRelease]) -> None:
     registry = promoted(store, releases[:1])
     store.delete(CHAMPION)
-    for use in (registry.champion, lambda: list(registry.history()), lambda: registry.prune(1)):
+    for use in (registry.champion, lambda: list(registry.history()), lambda: prune_releases(registry, 1)):
         with pytest.raises(IntegrityError, match=r"champion\.json does not exist .*run `evernear registry restore`"):
             use()
 
@@ -701,7 +704,7 @@ def test_one_damaged_record_does_not_break_list_history_and_prune(
         assert [*records] == [release.version for release in releases[1:3]]
         assert list(faults) == [damaged]
         assert "it is empty; run `evernear store check --repair`" in faults[damaged]
-        assert registry.prune(1) == ()
+        assert prune_releases(registry, 1) == ()
         assert damaged in list(registry.list())
     else:
         assert not faults
@@ -709,4 +712,4 @@ def test_one_damaged_record_does_not_break_list_history_and_prune(
         champion = registry.champion()
         assert champion
         registry.set_anchor(releases[1].version, champion)
-        assert registry.prune(1) == (damaged,)
+        assert prune_releases(registry, 1) == (damaged,)

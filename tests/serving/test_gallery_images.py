@@ -22,7 +22,8 @@ from evernear.errors import IntegrityError
 from evernear.index.build import build_index
 from evernear.index.search import Gallery
 from evernear.release.archive import Candidate, make_archive
-from evernear.release.registry import MANIFESTS, PRUNED, Registry
+from evernear.release.records import MANIFESTS, PRUNED
+from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import DataSettings, IndexSettings, ServingSettings

@@ -72,7 +72,7 @@ def _serve(
     rename: RenameOption,
 ) -> None:
     from evernear.common.store import open_store
-    from evernear.release.registry import whoami
+    from evernear.release.promotions import whoami
 
     try:
         from evernear.console.access import Access

@@ -12,7 +12,9 @@ from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from evernear.deployment import Deployment
-    from evernear.release.registry import Champion, Record, Registry
+    from evernear.release.promotions import Champion
+    from evernear.release.records import Record
+    from evernear.release.registry import Registry
 
 app = typer.Typer(
     rich_markup_mode="markdown",
@@ -162,7 +164,7 @@ def anchor(
     """Print the anchor, the release that the gate also compares every candidate with, or move it to VERSION. Moving it
     accepts the accuracy of VERSION, and requires --why.
     """
-    from evernear.release.registry import Cause
+    from evernear.release.promotions import Cause
 
     registry = registry_of(store, config, overrides, workdir)
     current = registry.champion()
@@ -225,7 +227,7 @@ def promote(
 ) -> None:
     """Make a release the champion. A running server loads it first and must pass its stored queries."""
     from evernear.deployment import promote_release
-    from evernear.release.registry import Cause
+    from evernear.release.promotions import Cause
 
     settings = registry_settings(store, config, overrides, workdir)
     _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
@@ -244,7 +246,7 @@ def apply(
     queries; otherwise the previous settings are restored.
     """
     from evernear.deployment import apply as apply_settings
-    from evernear.release.registry import Cause
+    from evernear.release.promotions import Cause
 
     settings = registry_settings(store, config, overrides, workdir)
     _print(apply_settings(settings, cause=Cause.of_this_process(why)), settings, as_json)
@@ -261,7 +263,7 @@ def rollback(
 ) -> None:
     """Make the previous champion the champion again. Repeat the command to go further back."""
     from evernear.deployment import roll_back
-    from evernear.release.registry import Cause
+    from evernear.release.promotions import Cause
 
     settings = registry_settings(store, config, overrides, workdir)
     _print(roll_back(settings, cause=Cause.of_this_process(why)), settings, as_json)
@@ -279,7 +281,7 @@ def restore(
     workdir: WorkdirOption = None,
 ) -> None:
     """Write the lost or damaged pointer to the champion again, from the history. Leaves servers alone."""
-    from evernear.release.registry import Cause
+    from evernear.release.promotions import Cause
 
     registry = registry_of(store, config, overrides, workdir)
     champion = registry.restore(version, Cause.of_this_process(why)).promotion
@@ -302,8 +304,10 @@ def prune(
 
     `evernear store prune` also removes what only they needed.
     """
+    from evernear.release.pruning import prune_releases
+
     registry = registry_of(store, config, overrides, workdir)
-    removed = registry.prune(keep)
+    removed = prune_releases(registry, keep)
     if as_json:
         print_json({"removed": removed})
     else:

@@ -124,7 +124,7 @@ def status(
 @app.command()
 def start(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Resume the watcher of this store, wherever it runs."""
-    from evernear.release.registry import whoami
+    from evernear.release.promotions import whoami
 
     schedule = schedule_store(config, overrides, workdir)
     schedule.switch(True, whoami())
@@ -134,7 +134,7 @@ def start(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 @app.command()
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Pause the watcher; its process keeps running but does nothing until `start`."""
-    from evernear.release.registry import whoami
+    from evernear.release.promotions import whoami
 
     schedule = schedule_store(config, overrides, workdir)
     schedule.switch(False, whoami())

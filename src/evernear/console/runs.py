@@ -16,7 +16,8 @@ from evernear.deployment import promote_release, roll_back
 from evernear.errors import BusyError, IntegrityError, SettingsError
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.local_run import progress
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome
 from evernear.settings import Settings
 from evernear.triggers.requests import request_id

@@ -16,7 +16,8 @@ from evernear.errors import ConflictError, SettingsError, StoreError
 from evernear.plugins import champion_moved
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.bake import Breaches
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.registry import Registry
 from evernear.settings import RunSettings
 
 

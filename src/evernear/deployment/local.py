@@ -21,7 +21,8 @@ from evernear.deployment.smoke import smoke
 from evernear.deployment.target import VerifiedRollout, unrecorded_error
 from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
-from evernear.release.registry import Champion, Registry
+from evernear.release.promotions import Champion
+from evernear.release.registry import Registry
 from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.configuration import model_store

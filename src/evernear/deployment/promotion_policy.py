@@ -8,7 +8,7 @@ from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_index
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.manifest import VERDICT_FILE
-from evernear.release.registry import Champion
+from evernear.release.promotions import Champion
 
 
 def check_candidate(

@@ -9,7 +9,8 @@ from evernear.common.frozen import Frozen
 from evernear.common.store import open_store
 from evernear.errors import TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
-from evernear.release.registry import CHAMPION_ALONE, Champion, Registry
+from evernear.release.promotions import CHAMPION_ALONE, Champion
+from evernear.release.registry import Registry
 from evernear.settings import RunSettings
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from evernear.errors import SettingsError
 from evernear.kubeflow.runs import Parameter
-from evernear.release.registry import whoami
+from evernear.release.promotions import whoami
 from evernear.settings import PARAMETERS, RunSettings, Settings, merge, of_run, overrides_from
 from evernear.settings.sources import known_keys, require_no_secret
 

@@ -21,7 +21,9 @@ from evernear.data.rebuild import drop_shards, rebuild_ledger, rebuild_shard
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.references import NEWEST, Unreadable, references
-from evernear.release.registry import ARCHIVES, CHAMPION, HISTORY, MANIFESTS, Registry
+from evernear.release.promotions import CHAMPION, HISTORY
+from evernear.release.records import ARCHIVES, MANIFESTS
+from evernear.release.registry import Registry
 from evernear.review.live_labels import LIVE_LABELS, labeled_queries
 from evernear.settings import DataSettings
 

@@ -38,6 +38,7 @@ from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
+from evernear.release.pruning import remove_releases
 from evernear.release.registry import Registry
 from evernear.review.answers import ANSWERS, labels_given
 from evernear.review.submissions import SUBMITTED, Submission
@@ -162,7 +163,7 @@ class _Forgetting:
 
     def delete(self) -> None:
         """Delete everything, shards and snapshots last."""
-        self._registry.remove(self._releases)
+        remove_releases(self._registry, self._releases)
         for key in (*self._embeddings, *self._checkpoints, *self._pages, *self._submissions):
             self._store.delete(key)
         for key, (data, _) in self._queries.items():

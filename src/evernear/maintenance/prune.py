@@ -1,6 +1,6 @@
 """Delete what nothing in a store needs: what grows with every run.
 
-`surplus` only reads. `prune_store` removes old releases (`Registry.prune`), then deletes, in this order:
+`surplus` only reads. `prune_store` removes old releases (`prune_releases`), then deletes, in this order:
 
 - records of runs that made no remaining release, but for the newest ones;
 - training checkpoints, unless one may belong to a training that was interrupted after the newest release;
@@ -35,7 +35,9 @@ from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
 from evernear.maintenance.forget import CHECKPOINTS
 from evernear.maintenance.references import Unreadable, datasets, references
-from evernear.release.registry import ARCHIVES, MANIFESTS, RELEASES, Registry
+from evernear.release.pruning import prune_releases, surplus_releases
+from evernear.release.records import ARCHIVES, MANIFESTS, RELEASES
+from evernear.release.registry import Registry
 from evernear.settings.weight_packages import WEIGHTS
 
 RESUMABLE = timedelta(days=7)
@@ -92,7 +94,7 @@ def surplus(store: Store, keep: int) -> Pruning:
         IntegrityError: the pointer to the champion is damaged or lost.
         StoreError: the store cannot be reached.
     """
-    return _plan(store, keep, Registry(store).surplus(keep))
+    return _plan(store, keep, surplus_releases(Registry(store), keep))
 
 
 def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
@@ -111,7 +113,7 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
             raise BusyError(_explain(active))
         missing, pruning = _missing(store), surplus(store, keep)
         lease.require()
-        Registry(store).prune(keep)
+        prune_releases(Registry(store), keep)
         for key in [key for group in _plan(store, keep, ()).surplus for key in group.keys]:
             lease.require()
             store.delete(key)

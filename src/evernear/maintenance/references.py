@@ -20,7 +20,9 @@ from evernear.data.snapshots import DATASETS, Checkpoint, DatasetHead, Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
-from evernear.release.registry import CHAMPION, HISTORY, MANIFESTS, PRUNED, Promotion, Record, Registry
+from evernear.release.promotions import CHAMPION, HISTORY, Promotion
+from evernear.release.records import MANIFESTS, PRUNED, Record
+from evernear.release.registry import Registry
 
 NEWEST = "the newest snapshot of"
 """The owner of the objects of a dataset's newest snapshot, followed by the name of the dataset."""

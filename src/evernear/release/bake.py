@@ -20,7 +20,7 @@ from evernear.errors import ConflictError
 from evernear.evaluation.bake import Figures
 from evernear.index.description import DESCRIPTION_FILE, PARTS
 from evernear.release.manifest import NETWORK_FILE, PREPROCESSING_FILE, ReleaseManifest, Version
-from evernear.release.registry import Cause
+from evernear.release.promotions import Cause
 
 STATE = "triggers/bake.json"
 BREACHES = "triggers/breaches/"

@@ -13,7 +13,7 @@ from evernear.evaluation.verdict import Verdict
 from evernear.index.description import DESCRIPTION_FILE, IndexDescription, describe_threshold
 from evernear.release.archive_reader import read_release
 from evernear.release.manifest import HANDLER_FILE, PREPROCESSING_FILE, VERDICT_FILE, ReleaseManifest
-from evernear.release.registry import Decision
+from evernear.release.records import Decision
 
 
 class Value(Frozen):

@@ -11,7 +11,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
 from evernear.evaluation.verdict import Rule
-from evernear.release.registry import CHAMPION_ALONE
+from evernear.release.promotions import CHAMPION_ALONE
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
 """The state of a group whose tasks all succeeded, in kfp's local runner and on the KFP server."""

@@ -27,7 +27,8 @@ from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Verdict
 from evernear.index.description import describe_threshold
 from evernear.release.manifest import is_version
-from evernear.release.registry import Record, Registry
+from evernear.release.records import Record
+from evernear.release.registry import Registry
 from evernear.reporting import plots
 from evernear.reporting.notify import EXIT_STEP, RunOutcome
 from evernear.settings import CostSettings, RunSettings

@@ -5,7 +5,8 @@ from multiprocessing.synchronize import Event as Stop
 
 from evernear.common.store import open_store
 from evernear.errors import ConflictError, EvernearError
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.registry import Registry
 
 Results = tuple[list[str], int, list[str]]
 

@@ -22,7 +22,8 @@ from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.service import service_client
 from evernear.errors import ConflictError, EvernearError
 from evernear.release.archive_reader import open_release
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.triggers.watch.baker import BAKER, Baker
 from evernear.triggers.watch.pod_metrics import PodMetrics

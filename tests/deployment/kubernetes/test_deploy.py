@@ -36,9 +36,10 @@ from evernear.errors import (
     StoreError,
     TransientStoreError,
 )
-from evernear.release import registry
+from evernear.release import promotions
 from evernear.release.archive_reader import open_release
-from evernear.release.registry import CHAMPION, Cause, Registry
+from evernear.release.promotions import CHAMPION, Cause
+from evernear.release.registry import Registry
 from evernear.settings import Settings
 
 NAME = "evernear-serving"
@@ -448,8 +449,8 @@ def fail_to_record(
         raise error
 
     monkeypatch.setattr(FileStore, "put_if", fail)
-    monkeypatch.setattr(registry, "_RETRY_TIMEOUT_S", retry_timeout_s)
-    monkeypatch.setattr(registry, "_PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr(promotions, "_RETRY_TIMEOUT_S", retry_timeout_s)
+    monkeypatch.setattr(promotions, "_PAUSE_S", (0.01, 0.01))
     return remaining
 
 

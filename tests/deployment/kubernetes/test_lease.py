@@ -11,7 +11,7 @@ from loopback.kubernetes import LoopbackCluster, internal_error
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import BusyError
-from evernear.release.registry import whoami
+from evernear.release.promotions import whoami
 
 NAME = "evernear-serving"
 

@@ -22,7 +22,9 @@ from evernear.integrations.milvus.alias import point_alias
 from evernear.release.archive_reader import open_release
 from evernear.release.champion import open_champion
 from evernear.release.manifest import ReleaseManifest
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.pruning import prune_releases
+from evernear.release.registry import Registry
 from evernear.serving.core import Predictor
 from evernear.serving.java import java_environment
 from evernear.serving.responses import Prediction, Rejection
@@ -148,7 +150,9 @@ def test_pruning_deletes_only_collections_that_no_release_needs(make: Make, make
         return {name for name in client.list_collections() if name.startswith(alias)}
 
     make_champion_the_anchor(registry(settings))
-    assert registry(settings).prune(keep=1) == tuple(sorted([releases[0].version, releases[1].version, other.version]))
+    assert prune_releases(registry(settings), keep=1) == tuple(
+        sorted([releases[0].version, releases[1].version, other.version])
+    )
     assert remaining() == {collection_of(releases[2]).name}
 
 
@@ -227,7 +231,7 @@ def test_copied_store_leaves_the_collections_of_the_original(
         deploy_release(release.archive, release.verdict, copied)
         champion = release.version
     make_champion_the_anchor(registry(copied))
-    assert first.version in registry(copied).prune(keep=1)
+    assert first.version in prune_releases(registry(copied), keep=1)
     assert alias_target(first) == collection_of(first).name
     client = MilvusClient(milvus_uri)
     assert collection_of(first).name in client.list_collections()
@@ -239,7 +243,7 @@ def test_copied_store_leaves_the_collections_of_the_original(
         deploy_release(release.archive, release.verdict, settings)
         champion = release.version
     make_champion_the_anchor(registry(settings))
-    assert first.version in registry(settings).prune(keep=1)
+    assert first.version in prune_releases(registry(settings), keep=1)
     assert collection_of(first).name not in client.list_collections()
 
 

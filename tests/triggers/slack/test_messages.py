@@ -10,7 +10,8 @@ from typing import Any, cast
 
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.runs import KfpStep, Run, State
-from evernear.release.registry import Champion, Promotion, Record
+from evernear.release.promotions import Champion, Promotion
+from evernear.release.records import Record
 from evernear.reporting.notify import RunOutcome
 from evernear.triggers.requests import WATCHER, Person, Request
 from evernear.triggers.slack import blocks, commands, promotions, prompts, routes, runs

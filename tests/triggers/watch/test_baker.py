@@ -15,7 +15,8 @@ from evernear.errors import ConflictError, PipelineServerError, StoreError
 from evernear.evaluation.bake import Figures, total
 from evernear.kubeflow.runs import Run, State
 from evernear.release.bake import BakeState, BakeStore, Breaches, PodCounters
-from evernear.release.registry import Cause, Registry
+from evernear.release.promotions import Cause
+from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import baker as baker_module

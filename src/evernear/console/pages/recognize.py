@@ -9,7 +9,7 @@ from evernear.console.access import require
 from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import page
-from evernear.release.registry import Record
+from evernear.release.records import Record
 from evernear.serving.responses import Prediction
 
 SHOWN_NEIGHBORS = 6

@@ -16,7 +16,7 @@ from typing import Self
 from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError, Tree
 from evernear.deployment.kubernetes.objects import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
-from evernear.release.registry import whoami
+from evernear.release.promotions import whoami
 
 OBSERVATIONS = 10  # how often another holder's Lease is read during its duration
 

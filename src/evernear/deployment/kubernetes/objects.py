@@ -14,7 +14,7 @@ from kubernetes.utils import parse_quantity
 from evernear.common.disk import sha256_bytes
 from evernear.errors import SettingsError
 from evernear.index.description import VECTORS_FILE
-from evernear.release.registry import Record
+from evernear.release.records import Record
 from evernear.serving.pod import grace_period_s, pod_memory
 from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 

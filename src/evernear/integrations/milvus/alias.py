@@ -3,7 +3,8 @@
 from evernear.errors import EvernearError, IntegrityError, StoreError, TransientStoreError
 from evernear.index.description import Collection
 from evernear.integrations.milvus import client as milvus_client
-from evernear.release.registry import Champion, Registry
+from evernear.release.promotions import Champion
+from evernear.release.registry import Registry
 
 
 def follow_alias(registry: Registry, before: Champion | None) -> list[str]:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from evernear.plugins import Command, IndexBackend, Plugin
 
 if TYPE_CHECKING:
-    from evernear.release.registry import Champion, Registry
+    from evernear.release.promotions import Champion
+    from evernear.release.registry import Registry
 
 
 def _backend() -> IndexBackend:

@@ -17,7 +17,8 @@ from evernear.common.store import Store
 from evernear.errors import EvernearError, StoreError
 from evernear.integrations.model_registry.plugin import ADDRESS
 from evernear.plugins import rejection
-from evernear.release.registry import Record, Registry
+from evernear.release.records import Record
+from evernear.release.registry import Registry
 from evernear.reporting.page import RunReport
 
 REGISTRY_API = "/api/model_registry/v1alpha3"

@@ -10,7 +10,8 @@ from evernear.plugins import Plugin
 
 if TYPE_CHECKING:
     from evernear.common.run_record import RunRecord
-    from evernear.release.registry import Champion, Registry
+    from evernear.release.promotions import Champion
+    from evernear.release.registry import Registry
 
 ADDRESS = "MODEL_REGISTRY_BASE_URL"
 

@@ -5,7 +5,8 @@ from datetime import datetime
 
 from evernear.errors import StoreError
 from evernear.kubeflow.runs import Run
-from evernear.release.registry import Champion, Record
+from evernear.release.promotions import Champion
+from evernear.release.records import Record
 from evernear.triggers.requests import TRAINING, request_id
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import (

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from evernear.common.frozen import Frozen
 from evernear.errors import EvernearError
-from evernear.release.registry import Cause, Champion, Promotion
+from evernear.release.promotions import Cause, Champion, Promotion
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.access import RequestRefusedError
 from evernear.triggers.slack.blocks import danger_button, escape, mention, section

@@ -9,7 +9,7 @@ from evernear.errors import SettingsError
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.kubeflow.runs import KfpStep, Run, State
-from evernear.release.registry import Champion
+from evernear.release.promotions import Champion
 from evernear.reporting.notify import CONFUSION_MATRIX, RunOutcome, load_outcome, load_rules
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.blocks import (

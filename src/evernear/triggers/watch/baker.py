@@ -16,7 +16,8 @@ from evernear.evaluation.bake import Comparison, Figures, Share, total
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.kubeflow.runs import State
 from evernear.release.bake import Bake, BakeState, BakeStore, Breach, Breaches, PodCounters
-from evernear.release.registry import Cause, Champion, Promotion, Registry
+from evernear.release.promotions import Cause, Champion, Promotion
+from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.triggers.requests import POLICY, WATCHER, Request, RequestStore, request_id
 

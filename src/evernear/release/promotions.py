@@ -1,0 +1,277 @@
+"""The pointer to the champion, the live release, and the history of its promotions."""
+
+import getpass
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from pydantic import AwareDatetime, Field
+
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
+from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
+from evernear.release.manifest import Sha256, Version
+from evernear.release.records import RELEASES
+
+CHAMPION = f"{RELEASES}champion.json"
+HISTORY = f"{RELEASES}history/"
+CHAMPION_ALONE = "is the champion; servers load it when they start"
+"""The state of a release that was promoted in the registry without a server."""
+How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
+
+# The release is live before the pointer moves, and a store may take minutes to restart.
+_RETRY_TIMEOUT_S = 300.0
+_PAUSE_S = (1.0, 15.0)
+# The etag of a superseded state of the pointer: no update from it can succeed.
+_SUPERSEDED = "superseded"
+_log = logging.getLogger(__name__)
+
+
+class Cause(Frozen):
+    """Why the champion changes: who or what decided it, the reason, and the pipeline run that did it."""
+
+    by: str
+    why: str = ""
+    run: str = ""
+    """The ID of the pipeline run; empty for a command."""
+
+    @classmethod
+    def of_this_process(cls, why: str = "") -> "Cause":
+        """The user and host of this process; see `whoami`."""
+        return cls(by=whoami(), why=why)
+
+
+class Promotion(Frozen):
+    """A state of the champion's pointer and its cause. ``previous`` is the target of a rollback."""
+
+    remedy = "`evernear registry promote VERSION` makes a release the champion without it"
+
+    version: Version
+    previous: Version | None
+    since: AwareDatetime
+    number: int = Field(default=1, ge=1)
+    """The sequence number of the promotion, from 1."""
+    undo_to: int | None = None
+    """The number of the promotion that a rollback restores; None if no promotion precedes the current one."""
+    anchor: Version | None = None
+    """The release that the gate also compares candidates with. None: ``version``, as after the first promotion."""
+    how: How = "deploy"
+    by: str = ""
+    why: str = ""
+    run: str = ""
+    """The ID of the pipeline run; empty for a command."""
+
+
+class Pointer(Promotion):
+    """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
+
+    A prune writes them here before it removes anything. A process that read the pointer earlier then loses the
+    compare-and-swap, so it cannot promote a release that is about to be removed. The next prune finishes a killed one.
+    ``prunes`` counts prunes, so that the object never returns to an earlier content (etag).
+    """
+
+    remedy = "run `evernear registry restore`"
+
+    pruning: dict[Version, Sha256] = {}
+    """Releases whose record and archive are being removed, and the sha256 of the archive."""
+    prunes: int = 0
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The champion. ``etag`` identifies the state of the pointer that the next update replaces."""
+
+    pointer: Pointer
+    etag: str
+
+    @property
+    def version(self) -> str:
+        """The version of the champion."""
+        return self.pointer.version
+
+    @property
+    def previous(self) -> str | None:
+        """The target of a rollback."""
+        return self.pointer.previous
+
+    def rollback_target(self) -> str:
+        """The version that a rollback restores.
+
+        Raises:
+            StoreError: no previous champion exists.
+        """
+        if self.previous is None:
+            raise StoreError(f"There is nothing to roll back to: {self.version} has no previous champion.")
+        return self.previous
+
+    @property
+    def anchor(self) -> str:
+        """The version of the anchor, the release that the gate also compares candidates with."""
+        return self.pointer.anchor or self.version
+
+    @property
+    def promotion(self) -> Promotion:
+        """How it became the champion."""
+        return Promotion.model_validate(self.pointer.model_dump(include=set(Promotion.model_fields)))
+
+
+def whoami() -> str:
+    """``user@host`` of this process, for the history."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user without an entry in passwd
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+class ChampionPointer:
+    """Reads and moves the pointer of one store. Every method may raise `StoreError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def find(self) -> Champion | None:
+        """The champion; None before the first promotion.
+
+        Raises:
+            IntegrityError: the pointer is damaged or lost.
+        """
+        entry = self._store.find(CHAMPION)
+        if entry is None and next(iter(self._store.list(HISTORY)), None) is not None:
+            entry = self._store.find(CHAMPION)  # the first promotion may have happened between the two requests
+            if entry is None:
+                raise IntegrityError(
+                    f"{CHAMPION} does not exist in {self._store.uri}, although releases were promoted there; "
+                    f"{Pointer.remedy}."
+                )
+        if entry is None:
+            return None
+        return Champion(Pointer.from_json(entry[0], f"{CHAMPION} in {self._store.uri}"), entry[1])
+
+    def etag_if_damaged(self) -> str | None:
+        """The etag of the damaged pointer; None if it is lost.
+
+        Raises:
+            StoreError: the pointer is intact.
+        """
+        stored = self._store.find(CHAMPION)
+        if stored is None:
+            return None
+        with suppress(IntegrityError):
+            pointer = Pointer.from_json(stored[0], CHAMPION)
+            raise StoreError(f"The champion is {pointer.version}, and its pointer is intact: nothing to restore.")
+        return stored[1]
+
+    def write_again(self, promotion: Promotion, damaged_etag: str | None) -> Champion:
+        """Write the lost or damaged pointer.
+
+        Raises:
+            ConflictError: another process wrote the pointer in the meantime; nothing was changed.
+        """
+        pointer = Pointer.model_validate(promotion.model_dump())
+        etag = self._store.put_if(CHAMPION, pointer.to_json(), damaged_etag)
+        self._record_in_history(promotion)
+        return Champion(pointer, etag)
+
+    def move(self, promotion: Promotion, expected: Champion | None) -> Champion:
+        """Move the pointer, if the champion is still ``expected``. After a lost response, it can be repeated.
+
+        Raises:
+            ConflictError: the pointer moved in the meantime; nothing was changed.
+            StoreError: the release is being pruned.
+        """
+        pointer = Pointer.model_validate(promotion.model_dump())
+        if expected is not None:
+            if promotion.version in expected.pointer.pruning:
+                raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
+            # The current state is in the history before the pointer moves, so that a kill leaves no gap.
+            self._record_in_history(expected.promotion)
+            prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
+            pointer = pointer.model_copy(update=prune_state)
+        try:
+            moved = self.replace(pointer, expected)
+        except ConflictError:
+            # An earlier attempt may have moved the pointer although its response was lost. A later update by another
+            # process has then added this one to the history.
+            champion = self.find()
+            if champion is not None and champion.promotion == promotion:
+                return champion
+            key = history_key(promotion.number)
+            past = self._store.find(key)
+            if past and Promotion.from_json(past[0], f"{key} in {self._store.uri}") == promotion:
+                return Champion(pointer, _SUPERSEDED)
+            raise
+        with suppress(StoreError):  # the pointer has moved, and the next promotion records it
+            self._record_in_history(promotion)
+        return moved
+
+    def replace(self, pointer: Pointer, expected: Champion | None) -> Champion:
+        """Write the pointer, if the champion is still ``expected``.
+
+        Raises:
+            ConflictError: the pointer moved in the meantime; nothing was changed.
+        """
+        try:
+            etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
+        except ConflictError:
+            raise ConflictError(
+                "The champion changed in the meantime, so nothing was done;"
+                " see `evernear registry history` and run again."
+            ) from None
+        return Champion(pointer, etag)
+
+    def history(self) -> Iterator[Promotion]:
+        """All promotions and rollbacks that can be read, oldest first. The last one is the current state."""
+        champion = self.find()
+        if champion is None:
+            return
+        for entry in self._store.list(HISTORY):
+            if entry.key < history_key(champion.pointer.number):  # the current state is listed as well
+                with suppress(IntegrityError):  # `evernear store check` names it
+                    yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
+        yield champion.promotion
+
+    def find_in_history(self, number: int) -> Promotion | None:
+        """A promotion; None if its entry is missing or damaged."""
+        key = history_key(number)
+        with suppress(IntegrityError):
+            stored = self._store.find(key)
+            return Promotion.from_json(stored[0], f"{key} in {self._store.uri}") if stored else None
+        return None
+
+    def newest_in_history(self) -> tuple[int, Promotion | None]:
+        """The highest number in the history, and the newest promotion in it that can be read."""
+        highest, newest = 0, None
+        for entry in self._store.list(HISTORY):
+            if (name := PurePosixPath(entry.key).stem).isdecimal():
+                highest = max(highest, int(name))
+                newest = self.find_in_history(int(name)) or newest
+        return highest, newest
+
+    def _record_in_history(self, promotion: Promotion) -> None:
+        with suppress(ConflictError):  # it is there already
+            self._store.put_if(history_key(promotion.number), promotion.to_json(), None)
+
+
+def until_store_answers(attempt: Callable[[], Champion]) -> Champion:
+    """Repeat ``attempt`` until the store can be reached, for at most `_RETRY_TIMEOUT_S`."""
+    deadline_s, (pause_s, longest_s) = time.monotonic() + _RETRY_TIMEOUT_S, _PAUSE_S
+    while True:
+        try:
+            return attempt()
+        except TransientStoreError as error:
+            if time.monotonic() + pause_s > deadline_s:
+                raise
+            _log.warning("The champion is not recorded yet: %s Retrying in %.0f s.", error, pause_s)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def history_key(number: int) -> str:
+    """The key of a promotion in the history."""
+    return f"{HISTORY}{number:08d}.json"
