@@ -9,7 +9,7 @@ import pytest
 from deep_png import deep_png
 from PIL import Image
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels, Preprocessing
 from evernear.data.reduction import BitDepth
 from evernear.embedding.export import NETWORK_FILE

@@ -4,22 +4,27 @@ A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or
 than the image. `inspect` walks the chunks or segments of a file without decoding it, rejects files that are too
 expensive, and removes the metadata. The decoder then sees one header, one palette and one stream of pixels.
 
-Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B; Exif 2.32, section 4.6;
-RFC 9649 (WebP), sections 2 and 3; RFC 6386 (VP8), section 9.1.
+Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B.
 """
 
-import math
 import os
 import posixpath
 import re
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from evernear.common.disk import disk_errors
+from evernear.data.encoded_image import (
+    EXIF_PREFIX,
+    EncodedImage,
+    broken,
+    max_segments,
+    read_orientation,
+    too_many_segments,
+)
+from evernear.data.webp_file import inspect_webp
 from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
@@ -27,25 +32,9 @@ MAX_SIDE_PX = 2**15 - 1
 """Each row needs a pointer, and resizing needs memory for each column."""
 MAX_SCANS = 32
 """Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK, MozJPEG up to about 20."""
-SEGMENTS = 256
-MEAN_SEGMENT_SIZE_BYTES = 512
-"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one per ``MEAN_SEGMENT_SIZE_BYTES``: each takes half a
-microsecond. libpng writes chunks of 8 KiB."""
 MAX_TABLES_SIZE_BYTES = 2**16
 """Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8 KiB. Each scan may add Huffman
 tables."""
-
-WEBP_PIXEL_COST = 20 / 12
-"""Pixels that a pixel of a WebP file counts as: Pillow decodes it with 20 bytes of memory, the others with at most
-`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
-CODE_GROUP_COST = 1_720
-"""Pixels that a group of prefix codes of a lossless WebP file counts as: its five tables have at most 5,004 entries of
-4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``), and their header has 560 bytes."""
-MAX_CODE_GROUPS = 2**16
-CODE_GROUP_BLOCK_PX = 4
-"""Smallest side of the blocks that choose a group of prefix codes."""
-CODE_GROUP_MIN_BITS = 20
-"""Five codes of one symbol, 4 bits each."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
@@ -73,9 +62,6 @@ IMAGE_SUFFIXES = frozenset(
     | {".pbm", ".pgm", ".pnm", ".ppm"}
 )
 """Suffixes of files that are meant to be images, whether or not their format is supported."""
-_WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10  # flags of VP8X
-_VP8_KEY_FRAME = b"\x9d\x01\x2a"
-_VP8L_SIGNATURE = 0x2F
 # A marker; stuffed zeros and restart markers belong to the scan around them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
@@ -83,34 +69,6 @@ _COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
 _TABLES = frozenset({0xC4, 0xDB, 0xDD})  # DHT, DQT, DRI
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
 _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
-_EXIF = b"Exif\0\0"
-_ORIENTATION_TAG = 0x0112
-_EXIF_SHORT, _EXIF_LONG = 3, 4
-
-
-@dataclass(frozen=True)
-class EncodedImage:
-    """A PNG, JPEG or WebP file whose decoding cost is bounded.
-
-    ``data`` is the file without its metadata, ``orientation`` comes from EXIF, 1 to 8, and ``name`` is used in error
-    messages. ``code_groups`` is an upper bound of the groups of prefix codes in a lossless WebP file.
-    """
-
-    name: str
-    format: Literal["PNG", "JPEG", "WEBP"]
-    width_px: int
-    height_px: int
-    orientation: int
-    data: bytes
-    code_groups: int = 0
-
-    @property
-    def pixels(self) -> int:
-        """The cost of decoding in pixels: width times height, and more for a WebP file."""
-        area = self.width_px * self.height_px
-        if self.format != "WEBP":
-            return area
-        return math.ceil(area * WEBP_PIXEL_COST) + self.code_groups * CODE_GROUP_COST
 
 
 def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:
@@ -125,7 +83,7 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
     elif data.startswith(_JPEG_SIGNATURE):
         image = _inspect_jpeg(data, name)
     elif _WEBP_SIGNATURE.match(data):
-        image = _inspect_webp(data, name)
+        image = inspect_webp(data, name)
     elif data:
         other = [kind for kind, signature in _OTHER_FORMATS.items() if re.match(signature, data, re.DOTALL)]
         remedy = f" but {other[0]}; convert it" if other else ""
@@ -175,11 +133,6 @@ def is_image_file(path: str | Path) -> bool:
             os.close(descriptor)
 
 
-def broken(name: str, reason: str) -> DataError:
-    """The error for a file that does not follow its format."""
-    return DataError(f"{name} is a broken image ({reason}).")
-
-
 def _inspect_png(data: bytes, name: str) -> EncodedImage:
     """Keep IHDR, PLTE, tRNS and the pixels, which become one chunk."""
     headers: dict[bytes, memoryview] = {}
@@ -198,7 +151,7 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
         if kind == b"acTL" and not pixels and int.from_bytes(data[start : start + 4]) > 1:
             raise DataError(f"{name} is animated; a single image is expected.")
         if kind == b"eXIf":
-            orientation = _orientation(data[start:stop].removeprefix(_EXIF))
+            orientation = read_orientation(data[start:stop].removeprefix(EXIF_PREFIX))
         elif kind == b"IHDR" or (kind in (b"PLTE", b"tRNS") and not pixels):
             headers.setdefault(kind, view[start - 8 : stop + 4])
     if b"IHDR" not in headers or len(headers[b"IHDR"]) != 25:
@@ -221,7 +174,7 @@ def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
         if kind == b"IEND":
             return
         at += 12 + length
-    raise _too_many_segments(name, "chunks", len(data))
+    raise too_many_segments(name, "chunks", len(data))
 
 
 def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryview]:
@@ -263,8 +216,8 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
             parts.append(view[start:stop])
         elif marker in _COLOR_SPACE and data.startswith(_COLOR_SPACE[marker], start + 4) and not scans:
             color_space[marker] = view[start:stop]
-        elif marker == _APP1 and orientation is None and data.startswith(_EXIF, start + 4):
-            orientation = _orientation(data[start + 4 + len(_EXIF) : stop])
+        elif marker == _APP1 and orientation is None and data.startswith(EXIF_PREFIX, start + 4):
+            orientation = read_orientation(data[start + 4 + len(EXIF_PREFIX) : stop])
     if frame is None or not scans:
         raise broken(name, "it has no pixels")
     width_px, height_px = frame
@@ -293,7 +246,7 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
         if marker == _SOI or length < 2 or at > len(data):
             return
         yield marker, start, at
-    raise _too_many_segments(name, "segments", len(data))
+    raise too_many_segments(name, "segments", len(data))
 
 
 def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] | None, name: str) -> tuple[int, int]:
@@ -306,118 +259,3 @@ def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] |
         )
     height_px, width_px = struct.unpack_from(">HH", data[start + 5 : start + 9].ljust(4, b"\0"))
     return width_px, height_px
-
-
-def _inspect_webp(data: bytes, name: str) -> EncodedImage:
-    """Keep the first image and its transparency."""
-    image: tuple[bytes, int, int] | None = None
-    alpha: tuple[int, int] | None = None
-    orientation = 1
-    for kind, start, stop in _webp_chunks(data, name):
-        flags = data[start] if kind == b"VP8X" and start < stop else 0
-        if kind in (b"ANIM", b"ANMF") or flags & _WEBP_ANIMATION:
-            raise DataError(f"{name} is animated; a single image is expected.")
-        if kind == b"EXIF":
-            orientation = _orientation(data[start:stop].removeprefix(_EXIF))
-        elif kind == b"ALPH" and image is None and alpha is None:
-            alpha = start, stop
-        elif kind in (b"VP8 ", b"VP8L") and image is None:
-            image = kind, start, stop
-    if image is None:
-        raise broken(name, "it has no pixels")
-    kind, start, stop = image
-    width_px, height_px = (_vp8_size if kind == b"VP8 " else _vp8l_size)(data[start:stop], name)
-    lossless_bytes = stop - start if kind == b"VP8L" else 0
-    chunks = [_webp_chunk(kind, data[start:stop])]
-    if alpha is not None and kind == b"VP8 ":
-        transparency = data[slice(*alpha)]
-        if transparency[:1] and transparency[0] & 0b11:
-            lossless_bytes = len(transparency)
-        canvas = bytes([_WEBP_ALPHA, 0, 0, 0]) + _uint24(width_px - 1) + _uint24(height_px - 1)
-        chunks = [_webp_chunk(b"VP8X", canvas), _webp_chunk(b"ALPH", transparency), *chunks]
-    body = b"".join([b"WEBP", *chunks])
-    return EncodedImage(
-        name,
-        "WEBP",
-        width_px,
-        height_px,
-        orientation,
-        b"RIFF" + struct.pack("<I", len(body)) + body,
-        _max_code_groups(width_px, height_px, lossless_bytes),
-    )
-
-
-def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data. A truncated file ends in a truncated chunk."""
-    at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
-    for _ in range(max_segments(len(data))):
-        if at + 8 > end:
-            return
-        kind, length = struct.unpack_from("<4sI", data, at)
-        yield kind, at + 8, min(at + 8 + length, end)
-        at += 8 + length + length % 2
-    raise _too_many_segments(name, "chunks", len(data))
-
-
-def _webp_chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack("<4sI", kind, len(data)) + data + b"\0" * (len(data) % 2)
-
-
-def _vp8_size(frame: bytes, name: str) -> tuple[int, int]:
-    """Width and height of a lossy image."""
-    if len(frame) < 10 or frame[0] & 1 or frame[3:6] != _VP8_KEY_FRAME:
-        raise broken(name, "it has no header")
-    width, height = struct.unpack_from("<HH", frame, 6)
-    return width & 0x3FFF, height & 0x3FFF
-
-
-def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
-    """Width and height of a lossless image."""
-    if len(stream) < 5 or stream[0] != _VP8L_SIGNATURE or stream[4] >> 5:
-        raise broken(name, "it has no header")
-    (header,) = struct.unpack_from("<I", stream, 1)
-    return (header & 0x3FFF) + 1, (header >> 14 & 0x3FFF) + 1
-
-
-def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """Maximum number of groups of prefix codes in a lossless stream of ``lossless_bytes``; 0 without one.
-
-    The stream must be decoded to count them, so this assumes one for each block, as far as its bits suffice.
-    """
-    blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
-    return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))
-
-
-def _uint24(value: int) -> bytes:
-    return value.to_bytes(3, "little")
-
-
-def max_segments(size_bytes: int) -> int:
-    """Maximum number of chunks or segments in a file of ``size_bytes``."""
-    return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
-
-
-def _too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
-    return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
-
-
-def _orientation(tiff: bytes) -> int:
-    """The orientation in EXIF data, 1 to 8; invalid data are ignored, as in a viewer.
-
-    Only the first directory is read, and only this tag: Pillow would load every tag, and each can claim the whole data
-    as its value.
-    """
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
-    if order is None:
-        return 1
-    try:
-        (at,) = struct.unpack_from(f"{order}I", tiff, 4)
-        (count,) = struct.unpack_from(f"{order}H", tiff, at)
-        for entry in range(at + 2, at + 2 + 12 * count, 12):
-            tag, kind = struct.unpack_from(f"{order}HH", tiff, entry)
-            if tag == _ORIENTATION_TAG and kind in (_EXIF_SHORT, _EXIF_LONG):
-                (value,) = struct.unpack_from(f"{order}{'H' if kind == _EXIF_SHORT else 'I'}", tiff, entry + 8)
-                return value if value in range(1, 9) else 1
-    except struct.error:
-        pass
-    return 1

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.embedding.export import NETWORK_FILE
 from evernear.embedding.image_vectors import embed_images

@@ -17,7 +17,7 @@ import pytest
 from fake_servers import ANSWER, grpc_server
 from prep_server import ReleaseStore, prep_client
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.release.archive_reader import ReleaseParts
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving import http_limits

@@ -9,7 +9,7 @@ from grpc_interceptor.exceptions import ResourceExhausted, Unavailable
 from kserve import Model
 from prometheus_client import Counter, Gauge
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.data.preprocess import Pixels
 from evernear.errors import DataError
 from evernear.release.manifest import ReleaseManifest

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from evernear.data.image_file import EncodedImage
+from evernear.data.encoded_image import EncodedImage
 from evernear.errors import (
     EvernearError,
     IntegrityError,

@@ -1,0 +1,88 @@
+"""An image file whose decoding cost is bounded, and what its formats share.
+
+Source: Exif 2.32, section 4.6.
+"""
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+from evernear.errors import DataError
+
+SEGMENTS = 256
+MEAN_SEGMENT_SIZE_BYTES = 512
+"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one per ``MEAN_SEGMENT_SIZE_BYTES``: each takes half a
+microsecond. libpng writes chunks of 8 KiB."""
+WEBP_PIXEL_COST = 20 / 12
+"""Pixels that a pixel of a WebP file counts as: Pillow decodes it with 20 bytes of memory, the others with at most
+`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
+CODE_GROUP_COST = 1_720
+"""Pixels that a group of prefix codes of a lossless WebP file counts as: its five tables have at most 5,004 entries of
+4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``), and their header has 560 bytes."""
+EXIF_PREFIX = b"Exif\0\0"
+"""Precedes EXIF data in a JPEG file, and in some WebP files."""
+_ORIENTATION_TAG = 0x0112
+_EXIF_SHORT, _EXIF_LONG = 3, 4
+
+
+@dataclass(frozen=True)
+class EncodedImage:
+    """A PNG, JPEG or WebP file whose decoding cost is bounded.
+
+    ``data`` is the file without its metadata, ``orientation`` comes from EXIF, 1 to 8, and ``name`` is used in error
+    messages. ``code_groups`` is an upper bound of the groups of prefix codes in a lossless WebP file.
+    """
+
+    name: str
+    format: Literal["PNG", "JPEG", "WEBP"]
+    width_px: int
+    height_px: int
+    orientation: int
+    data: bytes
+    code_groups: int = 0
+
+    @property
+    def pixels(self) -> int:
+        """The cost of decoding in pixels: width times height, and more for a WebP file."""
+        area = self.width_px * self.height_px
+        if self.format != "WEBP":
+            return area
+        return math.ceil(area * WEBP_PIXEL_COST) + self.code_groups * CODE_GROUP_COST
+
+
+def broken(name: str, reason: str) -> DataError:
+    """The error for a file that does not follow its format."""
+    return DataError(f"{name} is a broken image ({reason}).")
+
+
+def max_segments(size_bytes: int) -> int:
+    """Maximum number of chunks or segments in a file of ``size_bytes``."""
+    return SEGMENTS + size_bytes // MEAN_SEGMENT_SIZE_BYTES
+
+
+def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
+    """The error for a file of more than `max_segments` chunks or segments."""
+    return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
+
+
+def read_orientation(tiff: bytes) -> int:
+    """The orientation in EXIF data, 1 to 8; invalid data are ignored, as in a viewer.
+
+    Only the first directory is read, and only this tag: Pillow would load every tag, and each can claim the whole data
+    as its value.
+    """
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (at,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (count,) = struct.unpack_from(f"{order}H", tiff, at)
+        for entry in range(at + 2, at + 2 + 12 * count, 12):
+            tag, kind = struct.unpack_from(f"{order}HH", tiff, entry)
+            if tag == _ORIENTATION_TAG and kind in (_EXIF_SHORT, _EXIF_LONG):
+                (value,) = struct.unpack_from(f"{order}{'H' if kind == _EXIF_SHORT else 'I'}", tiff, entry + 8)
+                return value if value in range(1, 9) else 1
+    except struct.error:
+        pass
+    return 1
