@@ -10,8 +10,8 @@ import pytest
 
 from evernear import local_run
 from evernear.common.progress import Event
+from evernear.common.run_directories import DIRECTORY_FORMAT, progress, prune_runs, run_directories
 from evernear.errors import SettingsError
-from evernear.local_run import DIRECTORY_FORMAT, progress, run_directories
 from evernear.settings import load
 
 STARTED = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
@@ -65,11 +65,11 @@ def test_oldest_runs_are_deleted(tmp_path: Path) -> None:
         (runs / name / "train" / "network.pt").write_bytes(b"weights")
     (runs / "20251101-000000.000000").symlink_to(runs / "mine")
     (runs / "20251102-000000.000000").write_text("a file")
-    local_run._prune(tmp_path, runs / names[-1], 2)
+    prune_runs(tmp_path, runs / names[-1], 2)
     remaining = {path.name for path in runs.iterdir()}
     assert remaining == {*names[-2:], "mine", "20251101", "20251101-000000.000000", "20251102-000000.000000"}
     assert (runs / "mine" / "train" / "network.pt").exists()
-    local_run._prune(tmp_path, runs / names[-1], 2)
+    prune_runs(tmp_path, runs / names[-1], 2)
     assert {path.name for path in runs.iterdir()} == remaining
 
 
@@ -99,11 +99,11 @@ def test_runs_dated_in_the_future_are_older_than_new_ones(tmp_path: Path, monkey
 def test_order_of_runs_survives_a_clock_that_is_set_back(tmp_path: Path) -> None:
     """The newer run has the earlier name. Both are in the past by now."""
     older, newer = make_runs(tmp_path, "20251122-110000.000000", "20251122-090000.000000")
-    local_run._prune(tmp_path, older, 20)
+    prune_runs(tmp_path, older, 20)
     (tmp_path / "run.order").write_text(f"{older.name}\n")
-    local_run._prune(tmp_path, newer, 20)
+    prune_runs(tmp_path, newer, 20)
     assert run_directories(tmp_path) == [older, newer]
-    local_run._prune(tmp_path, newer, 1)
+    prune_runs(tmp_path, newer, 1)
     assert run_directories(tmp_path) == [newer]
 
 

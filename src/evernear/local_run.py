@@ -17,7 +17,6 @@ from typing import Literal
 
 import psutil
 from filelock import FileLock, Timeout
-from pydantic import AwareDatetime
 
 from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.endings import describe_ending, shadowed_modules
@@ -25,6 +24,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.locations import with_absolute_locations
 from evernear.common.masking import copy_masked
 from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
+from evernear.common.run_directories import DIRECTORY_FORMAT, prune_runs
 from evernear.common.scratch import scratch, scratch_name
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.promotions import whoami
@@ -35,10 +35,6 @@ from evernear.settings.sources import flat
 POLL_S = 0.1
 PAGE_FILE = "run.html"
 """The run page in a run's directory."""
-DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
-"""Name of a run's directory: the time of its start in UTC."""
-ORDER_FILE = "run.order"
-"""In the working directory: the names of the runs' directories, one per line, in the order in which they started."""
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
 """Time after the end of all steps until the log is complete, unless a process that they left holds it open."""
@@ -69,22 +65,6 @@ class RunResult(Frozen):
     gate_settings: tuple[str, ...] = ()
     """``key=value`` with which the gate would have promoted a held candidate."""
     next_steps: tuple[NextStep, ...] = ()
-
-
-class RunProgress(Frozen):
-    """A run in progress, as ``evernear status`` shows it."""
-
-    directory: str
-    process: int
-    started: AwareDatetime
-    step: str = ""
-    """The step that reported last; empty before the first one."""
-    message: str = ""
-    """The last progress of that step."""
-
-    def __str__(self) -> str:
-        where = ": ".join(filter(None, [self.step, self.message])) or "starting"
-        return f"{where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
 
 
 class RunFailedError(EvernearError):
@@ -118,7 +98,7 @@ def run_pipeline(
         directory = settings.workdir.resolve() / "runs" / datetime.now(UTC).strftime(DIRECTORY_FORMAT)
         with disk_errors(directory):
             directory.mkdir(parents=True)
-        _prune(settings.workdir, directory, settings.keep_runs)
+        prune_runs(settings.workdir, directory, settings.keep_runs)
         failures, steps_s = _follow(settings, pipeline, directory, temporary, show, command or RunCommand())
         wall_s = time.monotonic() - started_s
         for page in directory.glob("*/notify/page.html"):
@@ -127,70 +107,6 @@ def run_pipeline(
             more = f" The run page shows more: {directory / PAGE_FILE}" if (directory / PAGE_FILE).exists() else ""
             raise RunFailedError(f"{failures[0].message}{more}", failures[0].exit_code)
         return _result(directory, steps_s, wall_s)
-
-
-def progress(workdir: Path) -> RunProgress | None:
-    """The run that uses ``workdir`` now; None if there is none."""
-    try:
-        process = int((workdir / "run.pid").read_text())
-        # A process that started later has reused the process ID of a killed run.
-        if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
-            return None
-        directory = run_directories(workdir)[-1]
-        started = datetime.strptime(directory.name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
-    except (OSError, ValueError, IndexError, psutil.NoSuchProcess):
-        return None
-    events, _ = read_events(directory / "events.jsonl")
-    last = {"step": events[-1].step, "message": events[-1].message} if events else {}
-    return RunProgress(directory=str(directory), process=process, started=started, **last)
-
-
-def run_directories(workdir: Path) -> list[Path]:
-    """The directories of the runs in ``workdir``, in the order in which the runs started.
-
-    `ORDER_FILE` states the order, because names are in the order of time only if nobody sets the clock back. Of
-    runs that the file does not list, those dated in the future are older than the others: they cannot be newer.
-
-    Raises:
-        OSError: ``workdir`` has no directory of runs.
-    """
-    try:
-        listed = (workdir / ORDER_FILE).read_text().splitlines()
-    except (OSError, ValueError):
-        listed = []
-    position = {name: number for number, name in enumerate(listed)}
-    now = datetime.now(UTC)
-
-    def age(directory: Path) -> tuple[int, bool, datetime]:
-        started = _started(directory.name) or now
-        return position.get(directory.name, -1), started <= now, started
-
-    return sorted(filter(_is_run, (workdir.resolve() / "runs").iterdir()), key=age)
-
-
-def _prune(workdir: Path, own: Path, keep: int) -> None:
-    """Delete all runs but the newest ``keep``, of which ``own`` is the newest, and record their order.
-
-    Directories that cannot be deleted are left to the next run.
-    """
-    earlier = [directory for directory in run_directories(workdir) if directory != own]
-    surplus = max(0, len(earlier) + 1 - keep)
-    for directory in earlier[:surplus]:
-        shutil.rmtree(directory, ignore_errors=True)
-    write_atomically(workdir / ORDER_FILE, "".join(f"{path.name}\n" for path in (*earlier[surplus:], own)))
-
-
-def _is_run(path: Path) -> bool:
-    """Whether `run_pipeline` created ``path``, so that nothing else is deleted."""
-    return _started(path.name) is not None and path.is_dir() and not path.is_symlink()
-
-
-def _started(name: str) -> datetime | None:
-    """The start of the run whose directory is called ``name``, by the clock of that time; None for another name."""
-    try:
-        return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
-    except ValueError:
-        return None
 
 
 def require_utf8(settings: Settings) -> None:

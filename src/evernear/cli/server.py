@@ -21,9 +21,9 @@ def status(
     as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
     """Show the run in progress, the server, its releases and the champion; with target kubernetes, the cluster's."""
+    from evernear.common.run_directories import progress
     from evernear.deployment import open_target
     from evernear.deployment.follow import follow_state
-    from evernear.local_run import progress
     from evernear.serving.endpoints import home_of
 
     settings = local_settings(config, overrides, workdir)

