@@ -1,6 +1,7 @@
 """moto with atomic conditional writes, as S3 has them: moto checks the condition and writes in two steps."""
 
 import io
+import sys
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
 _CONDITIONS = {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"}
 
 
-def start_moto() -> ThreadedMotoServer:
-    """Start moto on a free port of the loopback interface."""
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+def start_moto(port: int = 0) -> ThreadedMotoServer:
+    """Start moto on a port of the loopback interface; 0: a free one."""
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     moto.start()
     server, lock = moto._server, threading.Lock()
     assert server is not None
@@ -30,3 +31,8 @@ def start_moto() -> ThreadedMotoServer:
 
     server.app = atomic
     return moto
+
+
+if __name__ == "__main__":  # python atomic_moto.py PORT: for settings that are global in moto, such as authorization
+    start_moto(int(sys.argv[1]))
+    threading.Event().wait()

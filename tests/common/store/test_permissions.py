@@ -56,7 +56,7 @@ def secured_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 def moto_with_users(directory: Path) -> Iterator[SecuredServer]:
     (port,) = free_ports(1)
     # A separate process, because authorization is global state in moto.
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, str(REPOSITORY / "tests" / "atomic_moto.py"), str(port)]
     environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": "inf"}
     with (
         (directory / "log").open("wb") as log,
