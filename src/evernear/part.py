@@ -22,6 +22,10 @@ def worker_of(kind: str) -> OpenWorker:
     Raises:
         SettingsError: another version of evernear made the plan.
     """
+    if kind == "embed":
+        from evernear.embedding.embed import open_worker
+
+        return open_worker
     if kind == "predict":
         from evernear.serving.batch import open_worker
 

@@ -6,6 +6,7 @@ are local to each function, so that a step loads only the libraries it needs.
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from evernear.embedding.train import Steps
     from evernear.evaluation.evaluate import Evaluation
     from evernear.evaluation.measure import Observer
+    from evernear.kubeflow.nodes import PartsRecord, StepNodes
+    from evernear.settings.parts_job import Nodes
 
 Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest` returns them."""
@@ -48,6 +51,10 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         chosen = of_run(settings, **parameters, store=store)
         open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
         open_target(chosen).require_deployable()  # an error here saves hours of training
+        if (chosen.index.nodes, chosen.evaluation.nodes) != (1, 1):
+            from evernear.kubeflow.nodes import require_nodes
+
+            require_nodes(chosen)
         if chosen.index.backend != FAISS:
             with index_backend(chosen.index.backend) as backend:
                 backend.check(chosen.index)
@@ -180,24 +187,42 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 
 
 def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str) -> Tree:
-    """Embed the gallery and query splits; return the metadata of the artifact: new and reused embeddings."""
+    """Embed the gallery and query splits; return the metadata of the artifact: new and reused embeddings.
+
+    The embeddings are in the store; the artifact describes them.
+    """
     with _step("embed", run, settings) as (running, chosen):
+        from evernear.common.parts import PARTS
+        from evernear.common.store.folder import put_folder
         from evernear.data.shards import Dataset
-        from evernear.embedding.embed import embed_dataset
+        from evernear.embedding.embed import combine_embeddings, network_folder, open_here, plan_embedding
         from evernear.embedding.export import training_dataset
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         trained_labels = training_dataset(Path(network), data, opened).manifest.label_counts("train")
         trained = chosen.classes.current_labels(label for label, count in trained_labels.items() if count)
         untrained = frozenset(data.labels).difference(trained)
-        on_images = _image_countdown(running, data.count("gallery") + data.count("query"))
-        result = embed_dataset(
-            Path(network), data, Path(embeddings), store=opened, untrained=untrained, on_images=on_images
+        parts = plan_embedding(
+            Path(network),
+            data,
+            opened,
+            f"{PARTS}{run}",
+            untrained,
+            part_size_bytes=chosen.parts_job.part_size_bytes,
         )
+        nodes = _nodes(chosen.index.nodes, running, chosen)
+        if not nodes.is_one:
+            put_folder(opened, network_folder(parts), Path(network))
+        on_images = _image_countdown(running, parts.plan.units)
+        ran = nodes.run(parts, partial(open_here, Path(network), data, opened, on_images))
+        result = combine_embeddings(parts, Path(network), data, Path(embeddings), opened.uri)
+        if ran:
+            RunRecord(opened, run).save(parts_embed=ran.model_dump(mode="json"))
         computed = result.count - result.reused
         running.summary = (
             f"{quantity(computed, 'embedding')} of {result.dim} dimensions computed, {result.reused:,} reused"
         )
+        running.summary += _on_nodes(ran)
     return {"computed": computed, "reused": result.reused, "untrained_classes": sorted(untrained)}
 
 
@@ -421,6 +446,18 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
         warnings = "".join(f"; WARNING: {warning}" for warning in run_ended(record, html))
         running.summary = result.headline() + warnings
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
+
+
+def _nodes(nodes: "Nodes", running: Step, chosen: RunSettings) -> "StepNodes":
+    """What runs the parts of a step."""
+    from evernear.kubeflow.nodes import StepNodes
+
+    return StepNodes(nodes, chosen, running.report)
+
+
+def _on_nodes(ran: "PartsRecord | None") -> str:
+    """The end of the summary of a step whose parts ran on several nodes."""
+    return f" on {quantity(ran.nodes, 'node')} in {quantity(ran.parts, 'part')}" if ran else ""
 
 
 def _countdown(running: Step) -> "Callable[[Steps], None]":

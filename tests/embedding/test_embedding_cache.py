@@ -190,7 +190,7 @@ def test_train_images_of_an_untrained_class_join_the_gallery(
     assert sum(batch_sizes) == first.count == 720 + added
     again = embed_dataset(network_dir, dataset, tmp_path / "again", store=growing.store, untrained=frozenset("38"))
     assert again.reused == 720 + added
-    assert again.shards == first.shards
+    assert [shard.sha256 for shard in again.shards] == [shard.sha256 for shard in first.shards]
     blocks = list(Embeddings.open(tmp_path / "again").blocks("gallery"))
     labels = np.concatenate([block.labels for block in blocks])
     assert sorted(dataset.labels[number] for number in set(labels[700:])) == ["3", "8"]

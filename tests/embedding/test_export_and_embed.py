@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evernear.data.shards import Dataset
-from evernear.embedding import embed as embed_module
+from evernear.embedding import embeddings as embeddings_module
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained, save_trained
 from evernear.embedding.data_loader import to_tensor
@@ -140,19 +140,16 @@ def test_embeddings_have_the_order_labels_and_digests_of_the_dataset(
     assert embeddings.count("test") == 0
 
 
-def test_shards_have_a_bounded_size(
+def test_embeddings_are_read_in_blocks_of_a_bounded_size(
     digits: Dataset, network_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embed_dataset(network_dir, digits, tmp_path / "one", ("gallery",))
-    monkeypatch.setattr(embed_module, "SHARD_SIZE", 100)
-    described = embed_dataset(network_dir, digits, tmp_path / "many", ("gallery",), batch_size=33)
+    embed_dataset(network_dir, digits, tmp_path, ("gallery",))
+    (whole,) = Embeddings.open(tmp_path).blocks("gallery")
+    monkeypatch.setattr(embeddings_module, "BLOCK_SIZE", 100)
+    blocks = list(Embeddings.open(tmp_path).blocks("gallery"))
     total = digits.count("gallery")
-    assert [shard.count for shard in described.shards] == [100] * (total // 100) + [total % 100]
-    whole, parts = (
-        np.concatenate([block.digests for block in Embeddings.open(tmp_path / name).blocks("gallery")])
-        for name in ("one", "many")
-    )
-    np.testing.assert_array_equal(whole, parts)
+    assert [len(block.labels) for block in blocks] == [100] * (total // 100) + [total % 100]
+    np.testing.assert_array_equal(np.concatenate([block.digests for block in blocks]), whole.digests)
 
 
 def test_open_rejects_a_changed_shard(digits: Dataset, network_dir: Path, tmp_path: Path) -> None:

@@ -255,6 +255,7 @@ def with_shuffled_labels(embeddings: Path, directory: Path) -> None:
     for shard in description.shards:
         rows = np.load(embeddings / shard.file)
         rows["label"] = rng.permutation(rows["label"])
+        (directory / shard.file).parent.mkdir(parents=True, exist_ok=True)
         np.save(directory / shard.file, rows)
         shards.append(shard.model_copy(update={"sha256": sha256_file(directory / shard.file)}))
     shuffled = description.model_copy(update={"shards": tuple(shards)})

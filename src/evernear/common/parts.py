@@ -4,7 +4,7 @@
 
     <folder>/plan.json                    the plan, written last and once
     <folder>/<plan>/parts/000000.json     one part: what to do
-    <folder>/<plan>/results/000000.json   the result of a part; a part that has one is skipped
+    <folder>/<plan>/results/000000        its time and its result; a part that has one is skipped
     <folder>/<plan>/failed/000000.json    why a part failed, if the same error would only occur again
 
 Parts follow from a listing and a fixed size, never from the number of processes, so that results are the same for any
@@ -12,18 +12,21 @@ number. An `Executor` runs parts, follows them and returns: `Processes` on this 
 (`evernear.kubeflow.indexed_job`). Both run `run_part`.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 from pydantic import AwareDatetime, Field
@@ -44,6 +47,10 @@ from evernear.errors import (
 
 FINAL_EXIT_CODE = 42
 """Exit code of a process whose part failed for good; no error class and no signal has it."""
+PARTS = "parts/"
+"""Where the steps of runs have their parts in the store: ``parts/<run>/<step>-<identity>/``."""
+REQUESTS_IN_FLIGHT = 16
+"""Small objects that are read or written at a time."""
 Worker = Callable[[int, bytes], bytes]
 """Runs a part, by its number and its value, and returns its result. The same part gives the same result."""
 OpenWorker = Callable[["Parts"], Worker]
@@ -70,6 +77,13 @@ class Part(Frozen):
     """Base of the values of parts. ``units`` is the size of the part, for rate and time left."""
 
     units: int = Field(ge=0)
+
+
+class PartResult(NamedTuple):
+    """What the worker of a part returned, and how long it took."""
+
+    value: bytes
+    time_s: float
 
 
 class PartFailure(Frozen):
@@ -104,14 +118,19 @@ class Parts:
         parts: Iterable[Part],
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> "Parts":
-        """Write ``parts`` one by one, then the plan; ``notes`` is called once the parts are exhausted.
+        """Write ``parts``, then the plan; ``notes`` is called once the parts are exhausted.
 
         If another process was first, its plan is returned and these parts are deleted.
         """
         plan_id, count, units = uuid4().hex[:12], 0, 0
-        for part in parts:
-            store.put(_key(folder, plan_id, "parts", count), part.model_dump_json().encode())
-            count, units = count + 1, units + part.units
+
+        def write(numbered: tuple[int, Part]) -> int:
+            number, part = numbered
+            store.put(_key(folder, plan_id, "parts", number), part.model_dump_json().encode())
+            return part.units
+
+        for part_units in _concurrently(write, enumerate(parts)):
+            count, units = count + 1, units + part_units
         plan = Plan(
             id=plan_id, kind=kind, shared=shared, parts=count, units=units, notes=notes(), planned=datetime.now(UTC)
         )
@@ -138,20 +157,25 @@ class Parts:
     def result(self, number: int) -> bytes | None:
         """The result of a part; None if it has none."""
         stored = self.store.find(self._key("results", number))
-        return stored[0] if stored else None
+        return _parse_result(stored[0]).value if stored else None
 
-    def results(self) -> Iterator[bytes]:
+    def results(self) -> Iterator[PartResult]:
         """The results of all parts, in order.
 
         Raises:
             MissingObjectError: a part has no result.
         """
-        return (self.store.get(self._key("results", number)) for number in range(self.plan.parts))
 
-    def save_result(self, number: int, result: bytes) -> None:
+        def read(number: int) -> PartResult:
+            return _parse_result(self.store.get(self._key("results", number)))
+
+        return _concurrently(read, range(self.plan.parts))
+
+    def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
         """Write the result of a part, unless another process was first."""
+        head = json.dumps({"time_s": round(time_s, 3)}).encode()
         try:
-            self.store.put_if(self._key("results", number), result, None)
+            self.store.put_if(self._key("results", number), head + b"\n" + result, None)
         except ConflictError:
             return
 
@@ -181,7 +205,29 @@ class Parts:
 
 
 def _key(folder: str, plan_id: str, kind: str, number: int) -> str:
-    return f"{folder}/{plan_id}/{kind}/{number:06}.json"
+    return f"{folder}/{plan_id}/{kind}/{number:06}{'' if kind == 'results' else '.json'}"
+
+
+def _parse_result(data: bytes) -> PartResult:
+    """A stored result: its time as JSON on the first line, then the worker's result."""
+    head, _, value = data.partition(b"\n")
+    return PartResult(value, json.loads(head)["time_s"])
+
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+
+def _concurrently(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
+    """Yield ``function`` of each item in order, a few items ahead of the consumer."""
+    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "parts") as pool:
+        pending: deque[Future[Value]] = deque()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > REQUESTS_IN_FLIGHT:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def is_final(error: EvernearError) -> bool:
@@ -199,19 +245,34 @@ def run_part(parts: Parts, number: int, worker: Worker) -> None:
     """
     if parts.result(number) is not None:
         return
+    started_s = time.monotonic()
     try:
-        parts.save_result(number, worker(number, parts.part(number)))
+        parts.save_result(number, worker(number, parts.part(number)), time.monotonic() - started_s)
     except EvernearError as error:
         if is_final(error):
             parts.save_failure(number, error)
         raise
 
 
+class PodUsage(NamedTuple):
+    """The pods that ran parts."""
+
+    nodes: int
+    """Pods that ran at a time, at most."""
+    retries: int
+    """Pods that failed, so that their part ran again."""
+    cpus: float | None
+    """CPU limit of a pod; None if it has none."""
+    memory_bytes: float | None
+
+
 class Executor(Protocol):
     """Runs parts, follows them and returns when all have a result."""
 
-    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
         """Run the parts ``numbers``; call ``on_done`` with the number of parts that ended since the last call.
+
+        Returns the pods that ran them; None without any.
 
         Raises:
             EvernearError: a part failed, with its own sentence.
@@ -288,8 +349,10 @@ def _run_in_process(number: int) -> None:
     _run_in_this_process(number)
 
 
-def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> None:
+def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
     """Run every part that has no result; ``report`` receives the parts done and the number of all parts.
+
+    Returns the pods that ran them; None without any.
 
     Raises:
         EvernearError: a part failed. Finished parts are skipped when this is called again.
@@ -304,4 +367,4 @@ def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], Non
         done += count
         report(done, total)
 
-    executor.run(parts, missing, on_done)
+    return executor.run(parts, missing, on_done)

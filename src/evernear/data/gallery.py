@@ -5,6 +5,7 @@ See docs/decisions/0002-splits-and-gallery.md and 0078-neighbors-as-pictures.md.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from evernear.data.manifest import Manifest, Shard, Split
@@ -27,26 +28,49 @@ def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict
     }
 
 
-def image_blocks(
-    dataset: Dataset, split: Split, batch_size: int, joining: Mapping[str, int]
-) -> Iterator[tuple[Iterator[Block], int]]:
-    """Yield the blocks and image count of each shard to embed for ``split``, in the order of the embeddings.
+@dataclass(frozen=True)
+class ShardImages:
+    """Images of one shard: the first of each label, as many as are ``taken``, or all."""
+
+    shard: Shard
+    taken: Counter[str] | None
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return self.shard.count if self.taken is None else self.taken.total()
+
+    def blocks(self, dataset: Dataset, batch_size: int) -> Iterator[Block]:
+        """The images in order, at most ``batch_size`` at a time."""
+        if self.taken is None:
+            return dataset.shard_blocks(self.shard, batch_size)
+        return _first(dataset, self.shard, self.taken, batch_size)
+
+
+def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) -> Iterator[ShardImages]:
+    """The images to embed for ``split``, in the order of the embeddings; reads no shard.
 
     The gallery ends with train images: the first ``joining`` of each label, as far as there are so many.
     """
     for shard in dataset.shards(split):
-        yield dataset.shard_blocks(shard, batch_size), shard.count
+        yield ShardImages(shard, None)
     if split == "gallery":
-        for shard, taken in _joining_shards(dataset, joining):
-            yield _first(dataset, shard, taken, batch_size), taken.total()
+        yield from _joining_shards(dataset, joining)
+
+
+def image_blocks(
+    dataset: Dataset, split: Split, batch_size: int, joining: Mapping[str, int]
+) -> Iterator[tuple[Iterator[Block], int]]:
+    """Yield the blocks and the image count of each of the `images_to_embed`."""
+    for images in images_to_embed(dataset, split, joining):
+        yield images.blocks(dataset, batch_size), images.count
 
 
 class GalleryPlace(NamedTuple):
-    """Where an image of the gallery is: at a position in a shard, of those that are ``taken`` of it, or of all."""
+    """Where an image of the gallery is: at a position among images of a shard."""
 
-    shard: Shard
+    images: ShardImages
     position: int
-    taken: Counter[str] | None
 
 
 def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> GalleryPlace:
@@ -58,14 +82,10 @@ def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> Gall
         IntegrityError: the index has no such row.
     """
     position = row
-    for shard in dataset.shards("gallery") if row >= 0 else ():
-        if position < shard.count:
-            return GalleryPlace(shard, position, None)
-        position -= shard.count
-    for shard, taken in _joining_shards(dataset, joined) if row >= 0 else ():
-        if position < taken.total():
-            return GalleryPlace(shard, position, taken)
-        position -= taken.total()
+    for images in images_to_embed(dataset, "gallery", joined) if row >= 0 else ():
+        if position < images.count:
+            return GalleryPlace(images, position)
+        position -= images.count
     raise IntegrityError(f"The gallery of the snapshot {dataset.digest[:12]} has no row {row}.")
 
 
@@ -75,25 +95,25 @@ def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
     Raises:
         IntegrityError: the shard is missing or damaged.
     """
-    if place.taken is None:
-        return dataset.image(place.shard, place.position)
-    position = place.position
-    for block in _first(dataset, place.shard, place.taken, 4096):
+    shard, position = place.images.shard, place.position
+    if place.images.taken is None:
+        return dataset.image(shard, position)
+    for block in place.images.blocks(dataset, 4096):
         if position < len(block):
             one = slice(position, position + 1)
             return Block(block.images[one], block.labels[one], block.digests[one])
         position -= len(block)
-    raise IntegrityError(f"The shard {place.shard.sha256} does not have the images that its manifest counts.")
+    raise IntegrityError(f"The shard {shard.sha256} does not have the images that its manifest counts.")
 
 
-def _joining_shards(dataset: Dataset, joining: Mapping[str, int]) -> Iterator[tuple[Shard, Counter[str]]]:
-    """The train shards with images that join the gallery, and the number of these of each label."""
+def _joining_shards(dataset: Dataset, joining: Mapping[str, int]) -> Iterator[ShardImages]:
+    """The train images that join the gallery."""
     missing = Counter(joining)
     for shard in dataset.shards("train"):
         taken = Counter(shard.label_counts) & missing
         missing -= taken
         if taken:
-            yield shard, taken
+            yield ShardImages(shard, taken)
 
 
 def _first(dataset: Dataset, shard: Shard, taken: Counter[str], batch_size: int) -> Iterator[Block]:

@@ -1,17 +1,33 @@
-"""Embed the images of a dataset in batches, in bounded memory."""
+"""Embed the images of a dataset in parts (`evernear.common.parts`), in bounded memory.
 
-import io
+::
+
+    <folder>/embed-<identity>/...                 the plan, its parts and their results
+    <folder>/embed-<identity>/<sha256>.npy        the embeddings of one part
+    <folder>/embed-<identity>/network/...         the network, if other machines run parts
+
+A part is a range of whole shards, so that it has its cached embeddings to itself and its batches are the same for any
+number of machines. Its result names the object that it wrote, and combining them reads no embedding.
+"""
+
+import json
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from evernear.common.disk import sha256_bytes, write_atomically
-from evernear.common.store import Store
-from evernear.data.gallery import image_blocks, joining_gallery
+from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.parts import Part, Parts, Processes, Worker, run_parts
+from evernear.common.store import FileStore, Store
+from evernear.common.store.folder import fetch_folder
+from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.embedding_cache import EmbeddingCache, Rows, Vectors
@@ -21,8 +37,8 @@ from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
 from evernear.embedding.torchscript import optimized
 from evernear.errors import IntegrityError
 
-SHARD_SIZE = 8_192
-"""Embeddings per shard: 4.5 MB at 128 dimensions."""
+KIND = "embed"
+PART_SIZE_BYTES = 2**30
 BATCH_SIZE = 256
 
 
@@ -58,6 +74,26 @@ def _apply(head: nn.Module, features: Vectors) -> Vectors:
     return head(torch.from_numpy(features)).numpy()
 
 
+class EmbedPart(Part):
+    """Images of whole shards of one split, in the order of their embeddings; ``units`` are images."""
+
+    split: Split
+    shards: tuple[tuple[str, dict[str, int] | None], ...]
+    """The sha256 of each shard, and the images of each label to take from it (None: all)."""
+
+
+class Shared(Frozen):
+    """What all parts share."""
+
+    dataset: str
+    digest: str
+    network_sha256: str
+    splits: tuple[Split, ...]
+    joining_sha256: str
+    batch_size: int
+    part_size_bytes: int
+
+
 def embed_dataset(
     network_dir: Path,
     dataset: Dataset,
@@ -70,40 +106,138 @@ def embed_dataset(
 ) -> EmbeddingsDescription:
     """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``; write shards to ``out_dir``.
 
-    With a ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``untrained`` are classes
-    that the network was not trained on; for a frozen network, all are. Train images join the gallery as
-    `joining_gallery` says. ``on_images`` is called after each batch.
+    As `plan_embedding` and `combine_embeddings`, in this process and without another store for the result. With a
+    ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``on_images`` is called after each
+    batch.
 
     Raises:
         IntegrityError: the network does not match its description or expects images of another shape, or the cache is
             damaged.
     """
-    network_description = describe_network(network_dir)
-    expected = network_description.preprocessing.shape
+    parts = plan_embedding(network_dir, dataset, FileStore(out_dir), "parts", untrained, splits, batch_size)
+    run_parts(parts, Processes(1, partial(open_here, network_dir, dataset, store, on_images)), lambda *_: None)
+    return combine_embeddings(parts, network_dir, dataset, out_dir, store_uri="")
+
+
+def plan_embedding(
+    network_dir: Path,
+    dataset: Dataset,
+    results: Store,
+    folder: str,
+    untrained: frozenset[str] = frozenset(),
+    splits: Sequence[Split] = ("gallery", "query"),
+    batch_size: int = BATCH_SIZE,
+    part_size_bytes: int = PART_SIZE_BYTES,
+) -> Parts:
+    """Plan the parts in ``folder`` of ``results``, or return those of an earlier call for the same embeddings.
+
+    ``untrained`` are classes that the network was not trained on; for a frozen network, all are. Train images join the
+    gallery as `joining_gallery` says. A part has shards of at most ``part_size_bytes``, or one.
+
+    Raises:
+        IntegrityError: the network expects images of another shape.
+    """
+    described = describe_network(network_dir)
+    expected = described.preprocessing.shape
     if expected != dataset.shape:
         height, width, channels = dataset.shape
         raise IntegrityError(
             f"The network in {network_dir} takes images of {expected[0]}x{expected[1]}x{expected[2]}, "
             f"but the images of {dataset.manifest.name} are {height}x{width}x{channels}."
         )
-    if network_description.frozen:
-        untrained = frozenset(dataset.labels)
-    joining = joining_gallery(dataset.manifest, untrained)
-    dim = network_description.embedding_dim
+    joining = joining_gallery(dataset.manifest, frozenset(dataset.labels) if described.frozen else untrained)
+    shared = Shared(
+        dataset=dataset.manifest.name,
+        digest=dataset.digest,
+        network_sha256=described.sha256,
+        splits=tuple(splits),
+        joining_sha256=sha256_bytes(json.dumps(joining).encode()),
+        batch_size=batch_size,
+        part_size_bytes=part_size_bytes,
+    )
+    folder = f"{folder}/{KIND}-{sha256_bytes(shared.to_json())[:16]}"
+    planned = (part for split in splits for part in _parts(dataset, split, joining, part_size_bytes))
+    return Parts.find(results, folder) or Parts.make(results, folder, KIND, shared.model_dump(mode="json"), planned)
+
+
+def _parts(dataset: Dataset, split: Split, joining: dict[str, int], size_bytes: int) -> Iterator[EmbedPart]:
+    image_bytes = int(np.prod(dataset.shape))
+    group: list[ShardImages] = []
+    for images in images_to_embed(dataset, split, joining):
+        if group and image_bytes * (images.count + sum(each.count for each in group)) > size_bytes:
+            yield _part(split, group)
+            group = []
+        group.append(images)
+    if group:
+        yield _part(split, group)
+
+
+def _part(split: Split, group: list[ShardImages]) -> EmbedPart:
+    shards = tuple((each.shard.sha256, None if each.taken is None else dict(each.taken)) for each in group)
+    return EmbedPart(units=sum(each.count for each in group), split=split, shards=shards)
+
+
+def open_here(
+    network_dir: Path, dataset: Dataset, cache: Store | None, on_images: OnImages | None, parts: Parts
+) -> Worker:
+    """Open the network in ``network_dir``, and return what embeds a part. An `OpenWorker` of its last argument."""
+    embedder = ExportedEmbedder(network_dir, cache, on_images)
+    return partial(_embed_part, embedder, dataset, describe_network(network_dir).embedding_dim, parts)
+
+
+def open_worker(parts: Parts) -> Worker:
+    """As `open_here`, on another machine: the network is in the folder of the parts."""
+    shared = Shared.model_validate(parts.plan.shared)
+    dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
+    if dataset is None:
+        raise IntegrityError(f"{parts.store.uri} no longer has the snapshot {shared.digest[:12]} of {shared.dataset}.")
+    network_dir = Path(tempfile.mkdtemp(prefix="evernear-network-"))  # the process ends with the part
+    fetch_folder(parts.store, network_folder(parts), network_dir)
+    return open_here(network_dir, dataset, parts.store, None, parts)
+
+
+def network_folder(parts: Parts) -> str:
+    """Where workers on other machines find the network."""
+    return f"{parts.folder}/network"
+
+
+def _embed_part(
+    embedder: ExportedEmbedder, dataset: Dataset, dim: int, parts: Parts, number: int, value: bytes
+) -> bytes:
+    """Write the embeddings of a part to the store under their sha256, and return its `EmbeddingShard`."""
+    part = EmbedPart.from_json(value, f"part {number} in {parts.store.uri}")
+    batch_size = Shared.model_validate(parts.plan.shared).batch_size
+    by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
+    images = [ShardImages(by_hash[sha256], None if taken is None else Counter(taken)) for sha256, taken in part.shards]
     dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
-    embedder = ExportedEmbedder(network_dir, store, on_images)
-    shards: list[EmbeddingShard] = []
-    for split in splits:
-        embedded = embedder.embed(image_blocks(dataset, split, batch_size, joining))
-        batches = (_rows(block, vectors, dtype) for block, vectors in embedded)
-        for index, rows in enumerate(_rebatch(batches, SHARD_SIZE)):
-            shards.append(_write_shard(out_dir, split, index, rows))
+    reused_before = embedder.reused
+    with tempfile.TemporaryDirectory(prefix="evernear-embeddings-") as scratch:
+        path = Path(scratch) / "embeddings.npy"
+        embedded = embedder.embed((each.blocks(dataset, batch_size), each.count) for each in images)
+        _write_npy(path, dtype, part.units, (_rows(block, vectors, dtype) for block, vectors in embedded))
+        sha256 = sha256_file(path)
+        file = f"{parts.folder}/{sha256}.npy"
+        parts.store.put(file, path)
+    reused = embedder.reused - reused_before
+    return EmbeddingShard(file=file, sha256=sha256, split=part.split, count=part.units, reused=reused).to_json()
+
+
+def combine_embeddings(
+    parts: Parts, network_dir: Path, dataset: Dataset, out_dir: Path, store_uri: str
+) -> EmbeddingsDescription:
+    """Write the description of all parts' embeddings to ``out_dir``. ``store_uri`` is empty if they are in it as well.
+
+    Raises:
+        MissingObjectError: a part has no result.
+    """
+    described = describe_network(network_dir)
+    where = f"a result in {parts.store.uri}"
     description = EmbeddingsDescription(
-        network_sha256=network_description.sha256,
+        network_sha256=described.sha256,
         dataset_digest=dataset.digest,
-        dim=dim,
-        shards=tuple(shards),
-        reused=embedder.reused,
+        dim=described.embedding_dim,
+        store_uri=store_uri,
+        shards=tuple(EmbeddingShard.from_json(result.value, where) for result in parts.results()),
     )
     description.save(out_dir / DESCRIPTION_FILE)
     return description
@@ -115,23 +249,10 @@ def _rows(block: Block, vectors: Vectors, dtype: np.dtype[np.void]) -> Rows:
     return rows
 
 
-def _rebatch(batches: Iterator[Rows], size: int) -> Iterator[Rows]:
-    """Yield the same rows in batches of ``size``, the last one shorter."""
-    pending: list[Rows] = []
-    for batch in batches:
-        pending.append(batch)
-        while sum(map(len, pending)) >= size:
-            rows = np.concatenate(pending)
-            yield rows[:size]
-            pending = [rows[size:]]
-    if sum(map(len, pending)):
-        yield np.concatenate(pending)
-
-
-def _write_shard(directory: Path, split: Split, index: int, rows: Rows) -> EmbeddingShard:
-    buffer = io.BytesIO()
-    np.save(buffer, rows, allow_pickle=False)
-    data = buffer.getvalue()
-    file = f"{split}-{index:05d}.npy"
-    write_atomically(directory / file, data)
-    return EmbeddingShard(file=file, sha256=sha256_bytes(data), split=split, count=len(rows))
+def _write_npy(path: Path, dtype: np.dtype[np.void], count: int, blocks: Iterable[Rows]) -> None:
+    """Write ``count`` rows in NumPy's file format, one block at a time."""
+    header: dict[str, Any] = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    with disk_errors(path), path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for rows in blocks:
+            file.write(rows.tobytes())

@@ -1,6 +1,10 @@
-"""Embeddings on disk. This module does not import torch, so that building an index does not load it."""
+"""Embeddings: a description, and objects in a store. This module does not import torch, so that an index does not."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,19 +13,26 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import sha256_file
 from evernear.common.frozen import Frozen
+from evernear.common.store import FileStore, open_store
 from evernear.data.manifest import Split
-from evernear.errors import IntegrityError
+from evernear.errors import IntegrityError, MissingObjectError
 
 DESCRIPTION_FILE = "embeddings.json"
+BLOCK_SIZE = 8_192
+"""Embeddings that are read at a time: 4.5 MB at 128 dimensions."""
+_FETCHES_IN_FLIGHT = 4
 
 
 class EmbeddingShard(Frozen):
-    """One file of embeddings."""
+    """One object of embeddings."""
 
     file: str
+    """The key in the store."""
     sha256: str
     split: Split
     count: int
+    reused: int = 0
+    """Embeddings that came from the cache."""
 
 
 class EmbeddingsDescription(Frozen):
@@ -32,9 +43,14 @@ class EmbeddingsDescription(Frozen):
     network_sha256: str
     dataset_digest: str
     dim: int
+    store_uri: str = ""
+    """The store that has the shards; empty if they are beside the description."""
     shards: tuple[EmbeddingShard, ...]
-    reused: int = 0
-    """Embeddings that came from the cache."""
+
+    @property
+    def reused(self) -> int:
+        """Number of embeddings that came from the cache."""
+        return sum(shard.reused for shard in self.shards)
 
     @property
     def count(self) -> int:
@@ -54,37 +70,63 @@ class EmbeddingBlock:
 class Embeddings:
     """The embeddings that `embed` wrote; verified, and read in blocks."""
 
-    def __init__(self, directory: Path, description: EmbeddingsDescription) -> None:
-        self.directory = directory
+    def __init__(self, description: EmbeddingsDescription, files: dict[str, Path]) -> None:
         self.description = description
         self.network_sha256 = description.network_sha256
         self.dim = description.dim
+        self._files = files
 
     @staticmethod
     def open(directory: Path) -> "Embeddings":
-        """Open the embeddings in ``directory``.
+        """Open the embeddings whose description is in ``directory``. Those in a bucket are copied to this machine.
 
         Raises:
             IntegrityError: the description is missing or invalid, or a shard is missing or changed.
         """
         description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
-        for shard in description.shards:
-            path = directory / shard.file
-            if not path.is_file() or sha256_file(path) != shard.sha256:
-                raise IntegrityError(f"{path} is missing or has changed since it was written; {description.remedy}.")
-        return Embeddings(directory, description)
+        store = open_store(description.store_uri) if description.store_uri else FileStore(directory)
+        if isinstance(store, FileStore):
+            files = {shard.file: store.path(shard.file) for shard in description.shards}
+            for shard in description.shards:
+                if not files[shard.file].is_file() or sha256_file(files[shard.file]) != shard.sha256:
+                    raise _damaged(description, str(files[shard.file]))
+            return Embeddings(description, files)
+
+        scratch = Path(tempfile.mkdtemp(prefix="evernear-embeddings-"))
+
+        def fetch(shard: EmbeddingShard) -> tuple[str, Path]:
+            try:
+                return shard.file, store.fetch(shard.file, scratch / f"{shard.sha256}.npy", shard.sha256)
+            except (IntegrityError, MissingObjectError) as error:
+                raise _damaged(description, f"{store.uri}/{shard.file}") from error
+
+        try:
+            with ThreadPoolExecutor(_FETCHES_IN_FLIGHT, "fetch") as pool:
+                embeddings = Embeddings(description, dict(pool.map(fetch, description.shards)))
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        weakref.finalize(embeddings, shutil.rmtree, scratch, ignore_errors=True)
+        return embeddings
 
     def count(self, split: Split) -> int:
         """Number of embeddings of ``split``."""
         return sum(shard.count for shard in self.description.shards if shard.split == split)
 
     def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """Yield the embeddings of ``split`` in the dataset's order, one shard at a time."""
+        """Yield the embeddings of ``split`` in the dataset's order, in blocks of `BLOCK_SIZE` and at the end less."""
         for shard in self.description.shards:
-            if shard.split == split:
-                rows = np.load(self.directory / shard.file, allow_pickle=False)
+            if shard.split != split:
+                continue
+            stored = np.load(self._files[shard.file], mmap_mode="r", allow_pickle=False)
+            for start in range(0, len(stored), BLOCK_SIZE):
+                rows = np.array(stored[start : start + BLOCK_SIZE])
                 yield EmbeddingBlock(
                     np.ascontiguousarray(rows["embedding"]),
                     rows["label"].astype(np.int64),
                     np.ascontiguousarray(rows["digest"]),
                 )
+
+
+def _damaged(description: EmbeddingsDescription, name: str) -> IntegrityError:
+    return IntegrityError(f"{name} is missing or has changed since it was written; {description.remedy}.")

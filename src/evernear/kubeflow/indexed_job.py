@@ -10,8 +10,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from kubernetes.utils.quantity import parse_quantity
+
 from evernear.common.disk import sha256_bytes
-from evernear.common.parts import FINAL_EXIT_CODE, Parts
+from evernear.common.parts import FINAL_EXIT_CODE, Parts, PodUsage
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
 from evernear.errors import PartError, SettingsError
 from evernear.kubeflow.job import (
@@ -45,7 +47,7 @@ class IndexedJob:
     kubernetes: KubernetesSettings
     report: Callable[[str], None]
 
-    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
         """Run the parts ``numbers``, as `Executor.run`.
 
         A Job that an earlier attempt left behind is adopted while it runs. A pod whose part has a result ends at once.
@@ -56,7 +58,7 @@ class IndexedJob:
             SettingsError: the store is a directory, no namespace or no image is known, or the PodTemplate is missing.
         """
         if not numbers:
-            return
+            return None
         require_shared(parts.store.uri, "the parts")
         namespace = namespace_of(self.settings.namespace, "parts_job.namespace", "Job")
         cluster = Cluster.of(self.kubernetes.model_copy(update={"namespace": namespace}))
@@ -69,11 +71,13 @@ class IndexedJob:
         manifest = indexed_job(parts, self.nodes, self.settings, template)
         with owned(cluster, manifest, _has_ended, POLL_S) as name:
             self.report(f"Job {name}: {len(numbers)} of {parts.plan.parts} parts on up to {self.nodes} nodes")
-            self._follow(cluster, name, parts, frozenset(numbers), on_done)
+            status = self._follow(cluster, name, parts, frozenset(numbers), on_done)
+        return _usage(manifest, status)
 
     def _follow(
         self, cluster: Cluster, name: str, parts: Parts, numbers: frozenset[int], on_done: Callable[[int], None]
-    ) -> None:
+    ) -> Tree:
+        """Wait until the Job is complete, and return its status."""
         deadline_s = time.monotonic() + self.settings.timeout_s + START_GRACE_S
         done, state, has_started, waiting_since_s = 0, "", False, time.monotonic()
         while True:
@@ -94,7 +98,7 @@ class IndexedJob:
                     self.report(current)
                     state = current
                 if condition(resource, "Complete"):
-                    return
+                    return status
                 if failed := condition(resource, "FailureTarget") or condition(resource, "Failed"):
                     raise PartError(_cause(name, failed, parts, self.settings.template))
                 has_started = has_started or _has_pods(resource)
@@ -176,6 +180,19 @@ def indexes(text: str) -> frozenset[int]:
         first, _, last = interval.partition("-")
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
+
+
+def _usage(manifest: Tree, status: Tree) -> PodUsage:
+    """The pods of a Job that is complete, and the limits of each."""
+    containers = manifest["spec"]["template"]["spec"]["containers"]
+    limits: list[Tree] = [container.get("resources", {}).get("limits", {}) for container in containers]
+
+    def total(resource: str) -> float | None:
+        quantities = [limit.get(resource) for limit in limits]
+        return float(sum(map(parse_quantity, quantities))) if all(quantities) else None
+
+    nodes, retries = manifest["spec"]["parallelism"], status.get("failed") or 0
+    return PodUsage(nodes=nodes, retries=retries, cpus=total("cpu"), memory_bytes=total("memory"))
 
 
 def _has_ended(resource: Tree) -> bool:

@@ -66,7 +66,7 @@ class PredictPart(Part):
     files: tuple[tuple[str, int], ...]
 
 
-class PartResult(Frozen):
+class PredictResult(Frozen):
     """What a part wrote. ``failed`` are the names of some images without a prediction."""
 
     images: int = Field(ge=0)
@@ -120,8 +120,8 @@ def summarize(parts: Parts) -> BatchSummary:
     """Combine the results of all parts."""
     images = errors = 0
     failed: list[str] = []
-    for data in parts.results():
-        result = PartResult.from_json(data, f"a result in {parts.store.uri}")
+    for stored in parts.results():
+        result = PredictResult.from_json(stored.value, f"a result in {parts.store.uri}")
         images, errors = images + result.images, errors + result.errors
         failed += result.failed[: _SHOWN - len(failed)]
     return BatchSummary(images=images, errors=errors, failed=tuple(failed))
@@ -146,7 +146,7 @@ def open_worker(parts: Parts) -> Worker:
                         if row["error"]:
                             failed.add(row["path"])
             parts.store.put(f"part-{number:06}.parquet", path)
-        result = PartResult(images=len(part.files), errors=failed.count, failed=tuple(failed.names[:_SHOWN]))
+        result = PredictResult(images=len(part.files), errors=failed.count, failed=tuple(failed.names[:_SHOWN]))
         return result.to_json()
 
     return predict_part

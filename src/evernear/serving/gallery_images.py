@@ -70,9 +70,9 @@ class GalleryImages:
                 "`evernear reindex`."
             )
         place = gallery_place(dataset, release.joined_gallery, row)
-        key = shard_key(release.dataset_name, place.shard.sha256)
+        key = shard_key(release.dataset_name, place.images.shard.sha256)
         if not any(info.key == key for info in self._store.list(key)):
-            remove_cached(place.shard.sha256)
+            remove_cached(place.images.shard.sha256)
             return None
         block = image_at(dataset, place)
         return GalleryImage(dataset.labels[block.labels[0]], block.digests[0].tobytes().hex(), block.images[0])

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Section
 
 
@@ -16,3 +17,7 @@ class EvaluationSettings(Section):
         description="Epochs of the open-set probe; 0: a quarter of those of training, 60% with Muon.",
     )
     batch_size: int = Field(default=512, ge=1, description="Images per forward pass.")
+    nodes: Nodes = Field(
+        default=1,
+        description="Nodes that answer the queries of the test split, as ``index.nodes``.",
+    )

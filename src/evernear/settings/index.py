@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from evernear import plugins
+from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Fraction, Section, absolute
 
 
@@ -57,6 +58,12 @@ class IndexSettings(Section):
         gt=0.0,
         lt=1.0,
         description="Largest share of known images to call unknown; takes precedence over false_accept_rate.",
+    )
+
+    nodes: Nodes = Field(
+        default=1,
+        description="Nodes that embed the images, as an [Indexed Job](many-machines.md) if more than 1; auto: by the"
+        " measured rate, at most parts_job.max_nodes.",
     )
 
     @field_validator("backend")

@@ -1,8 +1,13 @@
 """The settings of the section ``parts_job``."""
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from evernear.settings.section import Section
+
+Nodes = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""Pods of an Indexed Job that run the parts of a step; 1: the step's own process."""
 
 
 class PartsJobSettings(Section):
@@ -23,6 +28,12 @@ class PartsJobSettings(Section):
         default="",
         pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
         description="LocalQueue of Kueue, as the label kueue.x-k8s.io/queue-name; if empty, no queue.",
+    )
+    max_nodes: int = Field(default=8, ge=1, description="Largest number of nodes that auto may choose.")
+    part_size_bytes: int = Field(
+        default=2**30,
+        ge=1,
+        description="Size of a part of embed or evaluate: images in the form of the dataset, by whole shards.",
     )
     timeout_s: int = Field(default=24 * 3600, ge=60, description="`activeDeadlineSeconds` of the Job.")
     retries: int = Field(

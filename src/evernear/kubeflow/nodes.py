@@ -1,0 +1,146 @@
+"""Where the parts of a step run: in the step's own process, or on several nodes (`index.nodes`, `evaluation.nodes`).
+
+Kubernetes' client is imported only if a step uses other nodes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from evernear.common.frozen import Frozen
+from evernear.common.parts import Executor, OpenWorker, Parts, PodUsage, Processes, run_part, run_parts
+from evernear.common.progress import Countdown
+from evernear.errors import SettingsError
+from evernear.settings import RunSettings
+from evernear.settings.parts_job import Nodes
+
+AUTO = "auto"
+WORTH_A_NODE_S = 600.0
+"""Work for which ``auto`` adds a node: several times what the start of a pod and of its libraries takes."""
+
+
+class PartsRecord(Frozen):
+    """How the parts of a step ran on several nodes; what the run page shows."""
+
+    nodes: int
+    parts: int
+    retries: int
+    cpus: float | None
+    """CPU limit of a pod; None if it has none."""
+    memory_bytes: float | None
+    parts_s: float
+    """Time of all parts together, without the starts of pods: about what one node would have taken."""
+    elapsed_s: float
+    """Time since the parts were planned."""
+
+
+@dataclass(frozen=True)
+class StepNodes:
+    """Runs the parts of one step as its settings say."""
+
+    nodes: Nodes
+    chosen: RunSettings
+    report: Callable[[str], None]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the step's own process runs all parts."""
+        return self.nodes == 1 or (self.nodes == AUTO and _obstacle(self.chosen) is not None)
+
+    def run(self, parts: Parts, open_here: OpenWorker) -> PartsRecord | None:
+        """Run all parts of ``parts`` that have no result. ``open_here`` opens the worker of this process.
+
+        Returns a record if pods ran parts, otherwise None.
+
+        Raises:
+            EvernearError: a part failed, or the Job; see `evernear.kubeflow.indexed_job`.
+        """
+        countdown = Countdown(self.report)
+
+        def on_parts(done: int, total: int) -> None:
+            if not self.is_one:
+                countdown(done, total, f"{done:,} of {total:,} parts")
+
+        usage = run_parts(parts, self._executor(open_here), on_parts)
+        if usage is None:
+            return None
+        return PartsRecord(
+            **usage._asdict(),
+            parts=parts.plan.parts,
+            parts_s=sum(result.time_s for result in parts.results()),
+            elapsed_s=(datetime.now(UTC) - parts.plan.planned).total_seconds(),
+        )
+
+    def _executor(self, open_here: OpenWorker) -> Executor:
+        if self.is_one:
+            return Processes(1, open_here)
+        if self.nodes == AUTO:
+            return _Auto(self.chosen.parts_job.max_nodes, open_here, self._job)
+        return self._job(self.nodes)
+
+    def _job(self, nodes: int) -> Executor:
+        from evernear.kubeflow.indexed_job import IndexedJob
+
+        return IndexedJob(nodes, self.chosen.parts_job, self.chosen.kubernetes, self.report)
+
+
+@dataclass(frozen=True)
+class _Auto:
+    """Runs parts in this process until the time left, at the rate of the last part, is worth more nodes.
+
+    Parts that a cache answers are fast, wherever they are in the order, so they start no Job.
+    """
+
+    max_nodes: int
+    open_here: OpenWorker
+    job: Callable[[int], Executor]
+
+    def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
+        """Run the parts ``numbers``, as `Executor.run`."""
+        worker = self.open_here(parts) if numbers else None
+        for position, number in enumerate(numbers, 1):
+            started_s = time.monotonic()
+            assert worker is not None  # noqa: S101 - opened above
+            run_part(parts, number, worker)
+            on_done(1)
+            left = numbers[position:]
+            nodes = nodes_for(len(left) * (time.monotonic() - started_s), len(left), self.max_nodes)
+            if nodes > 1:
+                return self.job(nodes).run(parts, left, on_done)
+        return None
+
+
+def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
+    """The nodes for ``left_s`` seconds of work in ``parts``: one for each `WORTH_A_NODE_S`."""
+    return min(max_nodes, parts, math.ceil(left_s / WORTH_A_NODE_S))
+
+
+def require_nodes(chosen: RunSettings) -> None:
+    """Check at the start of a run that its steps can use the nodes that they ask for.
+
+    Raises:
+        SettingsError: they ask for several, and the store is a directory, or no image or namespace is known.
+    """
+    for nodes in (chosen.index.nodes, chosen.evaluation.nodes):
+        if nodes not in (1, AUTO):
+            _require_nodes(chosen)
+
+
+def _require_nodes(chosen: RunSettings) -> None:
+    from evernear.kubeflow.indexed_job import require_shared
+    from evernear.kubeflow.job import image_of, namespace_of
+
+    require_shared(chosen.store_uri, "the store")
+    image_of(chosen.parts_job.image, "parts_job.image")
+    namespace_of(chosen.parts_job.namespace, "parts_job.namespace", "Job")
+
+
+def _obstacle(chosen: RunSettings) -> SettingsError | None:
+    """Why ``auto`` cannot use other nodes."""
+    try:
+        _require_nodes(chosen)
+    except SettingsError as error:
+        return error
+    return None
