@@ -22,7 +22,6 @@ from pipelines.tasks import (
     configure_tasks,
     mount_inference_token,
     mount_scratch,
-    pass_image,
     set_accelerator,
 )
 
@@ -99,4 +98,3 @@ def continuous_training(
     mount_inference_token(others, task_token_secret)
     set_accelerator(training, train_accelerator, train_accelerators)
     mount_scratch((*training, *others), task_scratch_claim)
-    pass_image(trained)

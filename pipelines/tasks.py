@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from kfp import dsl, kubernetes
 
+from evernear.kubeflow import IMAGE_VARIABLE
+
 S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
 MILVUS_SECRET, MILVUS_KEYS = "evernear-milvus", ("EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN")
 TRACKING_SECRET = "evernear-tracking"  # noqa: S105 - the name of a Secret
@@ -21,6 +23,8 @@ TRACKING_KEYS = (
 RUN = dsl.PIPELINE_JOB_ID_PLACEHOLDER
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
+PARTS_S = DAY_S
+"""Time limit of a step whose parts may run on several nodes: an hour more than parts_job.timeout_s."""
 BACKOFF_S = 30
 CONFIG = dsl.PipelineConfig(ttl_seconds_after_finished=7 * DAY_S, active_deadline_seconds=3 * DAY_S)
 """A run that hangs (an unschedulable pod, for example) ends after three days. Pods are deleted after a week."""
@@ -42,10 +46,10 @@ POLICIES = {
     "train": TaskPolicy(DAY_S, reads_images=True),
     "export": TaskPolicy(HOUR_S, reads_images=True),
     "reuse": TaskPolicy(HOUR_S),
-    "embed": TaskPolicy(12 * HOUR_S, reads_images=True),
+    "embed": TaskPolicy(PARTS_S, reads_images=True),
     "probe": TaskPolicy(DAY_S, reads_images=True),
     "index": TaskPolicy(4 * HOUR_S, retries=0, searches_gallery=True),  # pure computation
-    "evaluate": TaskPolicy(4 * HOUR_S, reads_images=True, searches_gallery=True),
+    "evaluate": TaskPolicy(PARTS_S, reads_images=True, searches_gallery=True),
     "gate": TaskPolicy(HOUR_S),
     "archive": TaskPolicy(HOUR_S, reads_images=True, searches_gallery=True),
     # A retry would roll out a failed release again, or roll back one more release.
@@ -57,11 +61,15 @@ POLICIES = {
 
 
 def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str, memory: str) -> None:
-    """Set the Secrets, the CPU and memory limits and the policy of each task, and disable KFP's cache.
+    """Set the image, the Secrets, the CPU and memory limits and the policy of each task, and disable KFP's cache.
+
+    A task knows the name of its own image, so that pods that it starts run the same code.
 
     The cache can never hit because each ingest makes a new artifact. Expensive steps keep checkpoints in the store.
     """
     for task in tasks:
+        assert task.container_spec is not None  # noqa: S101 - the task is a component
+        task.set_env_variable(IMAGE_VARIABLE, task.container_spec.image)
         task.set_caching_options(enable_caching=False)
         policy = POLICIES[task.name]
         kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
@@ -97,12 +105,6 @@ def set_accelerator(tasks: Iterable[dsl.PipelineTask], accelerator: str, count: 
     for task in tasks:
         _pass_to_group(task, accelerator, count)
         task.set_accelerator_type(accelerator).set_accelerator_limit(count)
-
-
-def pass_image(task: dsl.PipelineTask) -> None:
-    """Pass the name of its own image to a task that starts other pods."""
-    assert task.container_spec is not None  # noqa: S101 - the task is a component
-    task.set_env_variable("EVERNEAR_IMAGE", task.container_spec.image)
 
 
 def _pass_to_group(task: dsl.PipelineTask, *parameters: str) -> None:

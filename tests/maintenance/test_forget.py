@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
+from evernear.common.store.folder import put_folder
 from evernear.data.ingest import ingest_source
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, save_manifest
@@ -128,6 +129,7 @@ def release(
         train_network(dataset, TINY, directory / "trained", store)
         export_network(directory / "trained", dataset, network, TINY.parity_tolerance)
     embed_dataset(network, dataset, directory / "embeddings", store=store)
+    put_folder(store, f"parts/{directory.name}", directory / "embeddings" / "parts")
     described = build_index(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")
     verdict = decided(System(dataset, network, directory / "index"), None, promote=True)
     verdict.save(directory / "verdict.json")
@@ -246,7 +248,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert forgotten.queries == 4
     assert forgotten.submissions == 2, "one looks like b, and one was called c for a while"
     assert [info.key for info in prepared.store.list(SUBMITTED)] == [f"{SUBMITTED}{64 * '0'}.json"]
-    assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints) > 0
+    assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints, forgotten.parts) > 0
     assert forgotten.pages == 3
     assert find(prepared.store).model_dump(exclude={"labels"}) == {
         "images": 0,
@@ -257,6 +259,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
         "shards": 0,
         "embeddings": 0,
         "checkpoints": 0,
+        "parts": 0,
         "pages": 0,
         "queries": 0,
         "submissions": 0,

@@ -85,11 +85,13 @@ def test_for_cluster_requires_an_image_digest() -> None:
             for_cluster("continuous-training", moving)
 
 
-def test_train_step_knows_its_image() -> None:
+@pytest.mark.parametrize("pipeline", ["continuous-training", "reindex"])
+def test_every_step_knows_its_image(pipeline: str) -> None:
     image = "registry.example/evernear-train@sha256:" + "ab" * 32
-    spec = next(yaml.safe_load_all(for_cluster("continuous-training", image)))
-    container = spec["deploymentSpec"]["executors"]["exec-train"]["container"]
-    assert container["env"] == [{"name": IMAGE_VARIABLE, "value": image}]
+    spec = next(yaml.safe_load_all(for_cluster(pipeline, image)))
+    for name, executor in spec["deploymentSpec"]["executors"].items():
+        variables = executor["container"]["env"]
+        assert {"name": IMAGE_VARIABLE, "value": image} in variables, name
 
 
 @pytest.mark.parametrize("path", COMPONENTS, ids=lambda path: path.stem)

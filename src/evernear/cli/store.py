@@ -71,7 +71,7 @@ def prune(
     workdir: WorkdirOption = None,
 ) -> None:
     """Delete what nothing needs: old releases, except the champion, its parent and the target of a rollback, and
-    snapshots, shards, embeddings, checkpoints and records of runs that nothing names. Refuses while a run is in
+    snapshots, shards, embeddings, checkpoints, parts and records of runs that nothing names. Refuses while a run is in
     progress.
     """
     from evernear.common.store import open_store

@@ -6,7 +6,7 @@ trained on one. `find` only reads. `forget_images` deletes:
 
 - affected releases, with their archives and their collections in Milvus;
 - affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
-- cached embeddings of removed images, and all training checkpoints;
+- cached embeddings of removed images, all training checkpoints, and all parts of steps with their results;
 - sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
 - logged queries, and images that were sent to review, that may show a class of a removed image.
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
+from evernear.common.parts import PARTS
 from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.store import Store
 from evernear.common.store.lease import Lease
@@ -69,6 +70,8 @@ class Forgotten(Frozen):
     embeddings: int
     """Objects in the embedding cache."""
     checkpoints: int
+    parts: int
+    """Objects of parts of steps, such as the embeddings of a run."""
     pages: int
     """Pages and sample images of runs, and the list of suspect labels."""
     queries: int
@@ -140,6 +143,7 @@ class _Forgetting:
         self._embeddings = list(self._stale_embeddings())
         has_affected = any(dataset.affected or dataset.shards for dataset in self._datasets)
         self._checkpoints = [info.key for info in store.list(CHECKPOINTS)] if has_affected else []
+        self._parts = [info.key for info in store.list(PARTS)] if has_affected else []
         self._pages = list(self._stale_pages())
         self._given = self._labels_given()
         self._queries = dict(self._affected_queries())
@@ -155,6 +159,7 @@ class _Forgetting:
             shards=sum(len(dataset.shards) for dataset in self._datasets),
             embeddings=len(self._embeddings),
             checkpoints=len(self._checkpoints),
+            parts=len(self._parts),
             pages=len(self._pages),
             queries=sum(dropped for _, dropped in self._queries.values()),
             submissions=len(self._submissions),
@@ -164,7 +169,7 @@ class _Forgetting:
     def delete(self) -> None:
         """Delete everything, shards and snapshots last."""
         remove_releases(self._registry, self._releases)
-        for key in (*self._embeddings, *self._checkpoints, *self._pages, *self._submissions):
+        for key in (*self._embeddings, *self._checkpoints, *self._parts, *self._pages, *self._submissions):
             self._store.delete(key)
         for key, (data, _) in self._queries.items():
             self._store.put(key, data)

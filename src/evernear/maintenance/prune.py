@@ -4,6 +4,7 @@
 
 - records of runs that made no remaining release, but for the newest ones;
 - training checkpoints, unless one may belong to a training that was interrupted after the newest release;
+- parts of steps and their results, as checkpoints;
 - cached embeddings of networks of no remaining release, and of shards that begin with a removed image; a frozen
   network has cached features of its backbone instead;
 - pretrained weights of no remaining release, as checkpoints;
@@ -27,6 +28,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
 from evernear.common.frozen import Frozen
+from evernear.common.parts import PARTS
 from evernear.common.run_record import ABANDONED_AFTER, EXIT_STEP, RUNS, STARTING, RunRecord, may_be_active, this_host
 from evernear.common.store import ObjectInfo, Store
 from evernear.common.store.lease import Lease
@@ -44,7 +46,7 @@ RESUMABLE = timedelta(days=7)
 """Age up to which the checkpoint of an interrupted training is kept."""
 PUBLISHING = timedelta(hours=1)
 """Age up to which an archive without a record may belong to a publish in progress."""
-_LISTED = (RUNS, CHECKPOINTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
+_LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
 
 
 class Surplus(Frozen):
@@ -167,6 +169,7 @@ def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
     groups = [
         _runs(store, listing[RUNS], keep, set(records)),
         _checkpoints(listing[CHECKPOINTS], listing[MANIFESTS]),
+        _parts(listing[PARTS], listing[MANIFESTS]),
         *_embeddings(store, listing[EMBEDDINGS_PREFIX], networks),
         _weights(listing[WEIGHTS], listing[MANIFESTS], {r.manifest.pretrained_sha256 for r in records.values()}),
         *_datasets(listing[DATASETS], needs),
@@ -230,6 +233,16 @@ def _checkpoints(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -
     going = [info for info in listed if info.modified < resumable]
     why = f"older than the newest release, or than {RESUMABLE.days} days: its training ended or was given up"
     return _group("training checkpoints", why, going)
+
+
+def _parts(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surplus:
+    """Parts of a step go together: without one of its objects, the step could not continue."""
+    resumable = _resumable(releases)
+    step = {info.key: info.key.split("/", 3)[:3] for info in listed}
+    continued = {tuple(step[info.key]) for info in listed if info.modified >= resumable}
+    going = [info for info in listed if tuple(step[info.key]) not in continued]
+    why = f"older than the newest release, or than {RESUMABLE.days} days: its run ended or was given up"
+    return _group("parts of steps", why, going)
 
 
 def _resumable(releases: Sequence[ObjectInfo]) -> datetime:

@@ -35,7 +35,9 @@ class PartsJobSettings(Section):
         ge=1,
         description="Size of a part of embed or evaluate: images in the form of the dataset, by whole shards.",
     )
-    timeout_s: int = Field(default=24 * 3600, ge=60, description="`activeDeadlineSeconds` of the Job.")
+    timeout_s: int = Field(
+        default=23 * 3600, ge=60, description="`activeDeadlineSeconds` of the Job; the step has 24 hours."
+    )
     retries: int = Field(
         default=3, ge=0, le=100, description="`backoffLimitPerIndex`: retries of a part that failed, lost nodes apart."
     )
