@@ -77,7 +77,7 @@ class StepNodes:
         if self.is_one:
             return Processes(1, open_here)
         if self.nodes == AUTO:
-            return _Auto(self.chosen.parts_job.max_nodes, open_here, self._job)
+            return Auto(self.chosen.parts_job.max_nodes, open_here, self._job)
         return self._job(self.nodes)
 
     def _job(self, nodes: int) -> Executor:
@@ -87,7 +87,7 @@ class StepNodes:
 
 
 @dataclass(frozen=True)
-class _Auto:
+class Auto:
     """Runs parts in this process until the time left, at the rate of the last part, is worth more nodes.
 
     Parts that a cache answers are fast, wherever they are in the order, so they start no Job.

@@ -2,11 +2,20 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from evernear.settings.section import Section
 
-Nodes = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+def _check_nodes(value: object) -> object:
+    if isinstance(value, float) and value.is_integer():  # as Kubeflow Pipelines passes a number
+        value = int(value)
+    if value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
+        return value
+    raise ValueError("should be a number above 0, or auto")
+
+
+Nodes = Annotated[int | Literal["auto"], BeforeValidator(_check_nodes)]
 """Pods of an Indexed Job that run the parts of a step; 1: the step's own process."""
 
 
