@@ -19,13 +19,19 @@ from loopback.kubernetes import LoopbackCluster
 from loopback.kubernetes.kinds import JOB
 from loopback.kubernetes.pod_security import violations
 from PIL import Image
-from releases import MakeRelease
+from releases import MakeRelease, System
 
+from evernear import steps
 from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, run_parts
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
+from evernear.data.manifest import save_manifest
+from evernear.data.shards import Dataset
+from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ClusterError, PartError, SettingsError
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
+from evernear.kubeflow.nodes import PartsRecord
 from evernear.release.registry import Registry
 from evernear.settings import KubernetesSettings, PartsJobSettings
 
@@ -82,6 +88,12 @@ def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
         return tree
 
     monkeypatch.setattr(indexed_job, "indexed_job", changed)
+
+
+def copy_dataset(dataset: Dataset, store: Store) -> None:
+    original = open_store(dataset.manifest.store_uri)
+    for info in original.list("datasets/"):
+        store.put(info.key, original.get(info.key))
 
 
 def run(parts: Parts, settings: PartsJobSettings = SETTINGS, report: Any = lambda _: None, nodes: int = 2) -> list[int]:
@@ -287,3 +299,27 @@ def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -
 def test_indexes_of_a_status() -> None:
     assert indexes("") == frozenset()
     assert indexes("0-2,7,9-10") == {0, 1, 2, 7, 9, 10}
+
+
+@pytest.mark.slow
+def test_step_embeds_on_nodes_what_it_embeds_alone(
+    loopback: LoopbackCluster, bucket: str, system: System, tmp_path: Path
+) -> None:
+    store = open_store(f"s3://{bucket}/store")
+    copy_dataset(system.dataset, store)
+    save_manifest(system.dataset.manifest.model_copy(update={"store_uri": store.uri}), tmp_path / "dataset")
+    job = SETTINGS.model_dump(include={"namespace", "image"}) | {"part_size_bytes": 1}
+    described: list[Any] = []
+    for run, nodes in (("on-nodes", 2), ("alone", 1)):
+        settings = {"store": store.uri, "index": {"nodes": nodes}, "parts_job": job}
+        paths = [str(tmp_path / "dataset"), str(system.network_dir), str(tmp_path / run)]
+        made = steps.embed(run, settings, *paths)
+        assert made["computed"] + made["reused"] == system.dataset.count("gallery") + system.dataset.count("query")
+        described.append([(shard.sha256, shard.split) for shard in Embeddings.open(tmp_path / run).description.shards])
+    assert described[0] == described[1]
+    assert jobs(loopback) == []
+    ran = RunRecord(store, "on-nodes").find("parts_embed", PartsRecord)
+    assert ran is not None
+    assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 2, 0, 2.0, 4 * 2**30)
+    assert ran.parts_s > 0
+    assert RunRecord(store, "alone").find("parts_embed", PartsRecord) is None
