@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -137,8 +138,9 @@ class Parts:
         try:
             store.put_if(f"{folder}/plan.json", plan.to_json(), None)
         except ConflictError:
-            for number in range(count):
-                store.delete(_key(folder, plan_id, "parts", number))
+            with suppress(StoreError):  # the pipeline's keys may not delete
+                for number in range(count):
+                    store.delete(_key(folder, plan_id, "parts", number))
             first = Parts.find(store, folder)
             if first is None:
                 raise
@@ -183,7 +185,8 @@ class Parts:
         """The first part that failed for good."""
         for number in self._numbers("failed"):
             key = self._key("failed", number)
-            return PartFailure.from_json(self.store.get(key), key)
+            if data := self.store.get(key):
+                return PartFailure.from_json(data, key)
         return None
 
     def save_failure(self, number: int, error: EvernearError) -> None:
@@ -192,9 +195,9 @@ class Parts:
         self.store.put(self._key("failed", number), failure.to_json())
 
     def forget_failures(self) -> None:
-        """Let parts that failed run again."""
+        """Let parts that failed run again. Their records become empty: the pipeline's keys may not delete."""
         for number in [*self._numbers("failed")]:
-            self.store.delete(self._key("failed", number))
+            self.store.put(self._key("failed", number), b"")
 
     def _numbers(self, kind: str) -> Iterator[int]:
         for info in self.store.list(f"{self.folder}/{self.plan.id}/{kind}/"):
