@@ -5,7 +5,7 @@ are local to each function, so that a step loads only the libraries it needs.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,11 +271,20 @@ def evaluate(
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
     with _step("evaluate", run, settings) as (running, chosen):
+        from evernear.common.parts import PARTS
+        from evernear.common.store.folder import put_folder
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
-        from evernear.evaluation.evaluate import evaluate_systems
+        from evernear.evaluation.evaluate import answered_by_nobody, evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
+        from evernear.evaluation.in_parts import (
+            candidate_folder,
+            open_here,
+            plan_answers,
+            stored_answers,
+            systems_to_measure,
+        )
         from evernear.evaluation.measure import observe_all
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
@@ -288,9 +297,21 @@ def evaluate(
         record, candidate = RunRecord(opened, run), Recognizer.open(Path(network), Path(index), store=opened)
         probed, described = OpenSet.load(Path(open_set)), describe_network(Path(network))
         seen, collector = training_dataset(Path(network), data, opened), ExampleCollector(candidate, data)
-        with open_champion(opened, chosen.classes) as champion, open_anchor(opened, chosen.classes) as anchor:
+        with ExitStack() as stack:
+            champion = stack.enter_context(open_champion(opened, chosen.classes))
+            anchor = stack.enter_context(open_anchor(opened, chosen.classes))
             progress = _test_countdown(running, data.count("test") * (2 if champion else 1))
             replayer = Replayer(candidate, champion)
+            answered, ran = answered_by_nobody, None
+            nodes = _nodes(chosen.evaluation.nodes, running, chosen)
+            if not nodes.is_one:
+                systems = systems_to_measure(data, candidate, champion, anchor)
+                batch_size, part_size_bytes = chosen.evaluation.batch_size, chosen.parts_job.part_size_bytes
+                parts = plan_answers(data, systems, opened, f"{PARTS}{run}", batch_size, part_size_bytes)
+                for artifact, directory in (("network", network), ("index", index)):
+                    put_folder(opened, candidate_folder(parts, artifact), Path(directory))
+                ran = nodes.run(parts, partial(open_here, systems, data))
+                answered = stack.enter_context(stored_answers(parts))
             result = evaluate_systems(
                 candidate,
                 champion,
@@ -301,6 +322,7 @@ def evaluate(
                 observe=observe_all(progress, collector.add, replayer.candidate_answers.add),
                 observe_champion=observe_all(progress, replayer.champion_answers.add),
                 anchor=anchor,
+                answered=answered,
             )
             replay, changed = replayer.replay(opened, result, chosen.serving.max_pixels)
             readable = champion and "champion" not in result.unreadable
@@ -322,6 +344,9 @@ def evaluate(
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
         )
+        running.summary += _on_nodes(ran)
+        if ran:
+            record.save(parts_evaluate=ran.model_dump(mode="json"))
     return result
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from zipfile import BadZipFile
@@ -18,7 +19,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.leakage import count_leakage
-from evernear.evaluation.measure import NO_CHANGES, Measurement, Observer, Outcomes, measure
+from evernear.evaluation.measure import NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.replay import Replay
 from evernear.settings import ClassSettings, EvaluationSettings
@@ -30,6 +31,14 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 EVALUATION_FILE = "evaluation.json"
 OUTCOMES_FILE = "outcomes.npz"
 SYSTEMS = ("candidate", "champion", "anchor")
+
+
+Answered = Callable[[str], Iterable[AnsweredBlock] | None]
+"""The answers of one of `SYSTEMS` to the test split, in order; None if they are to be computed."""
+
+
+def answered_by_nobody(_: str) -> None:
+    """No answers are computed yet."""
 
 
 class ReleasedSystem(NamedTuple):
@@ -206,6 +215,7 @@ def evaluate_systems(
     observe: Observer | None = None,
     observe_champion: Observer | None = None,
     anchor: ReleasedSystem | UnavailableSystem | None = None,
+    answered: Answered = answered_by_nobody,
 ) -> Evaluation:
     """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``; count leaked test images.
 
@@ -214,7 +224,8 @@ def evaluate_systems(
 
     The accuracy of a champion that was trained on test images is overstated. The gate reports this. A class of the
     champion that was renamed counts under its new name. A retired one is left out. ``trained_on`` is the snapshot that
-    the candidate's network was trained on (None: ``dataset``). ``observe`` and ``observe_champion`` see the
+    the candidate's network was trained on (None: ``dataset``). ``answered`` has the answers of each of `SYSTEMS` if
+    they are computed already. ``observe`` and ``observe_champion`` see the
     results of each; see `measure`.
 
     Raises:
@@ -225,13 +236,21 @@ def evaluate_systems(
     classes = champion.classes if champion else NO_CHANGES
     with group_numbers(dataset) as groups:
         measurements["candidate"], outcomes["candidate"] = measure(
-            candidate, dataset, settings, observe=observe, groups=groups
+            candidate, dataset, settings, observe=observe, groups=groups, answered=answered("candidate")
         )
         if champion:
             measurements["champion"], outcomes["champion"] = measure(
-                champion.recognizer, dataset, settings, classes=classes, observe=observe_champion, groups=groups
+                champion.recognizer,
+                dataset,
+                settings,
+                classes=classes,
+                observe=observe_champion,
+                groups=groups,
+                answered=answered("champion"),
             )
-        measured_anchor = _measure_anchor(anchor, dataset, settings, outcomes, groups) if champion and anchor else None
+        measured_anchor = (
+            _measure_anchor(anchor, dataset, settings, outcomes, groups, answered) if champion and anchor else None
+        )
     return Evaluation(
         candidate=measurements["candidate"],
         champion=measurements.get("champion"),
@@ -252,6 +271,7 @@ def _measure_anchor(
     settings: EvaluationSettings,
     outcomes: dict[str, Outcomes],
     groups: GroupNumbers | None,
+    answered: Answered,
 ) -> AnchorEvaluation:
     """Measure the anchor and add its outcomes to ``outcomes``, unless something prevents it."""
     if isinstance(anchor, UnavailableSystem):
@@ -267,7 +287,9 @@ def _measure_anchor(
         overlap, _ = _test_overlap(dataset, anchor.dataset, anchor.classes)
     except IntegrityError as error:
         return AnchorEvaluation(name=recognizer.name, fault=str(error))
-    measurement, outcomes["anchor"] = measure(recognizer, dataset, settings, classes=anchor.classes, groups=groups)
+    measurement, outcomes["anchor"] = measure(
+        recognizer, dataset, settings, classes=anchor.classes, groups=groups, answered=answered("anchor")
+    )
     return AnchorEvaluation(
         name=recognizer.name,
         measurement=measurement,

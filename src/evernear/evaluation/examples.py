@@ -166,8 +166,7 @@ class ExampleCollector:
     def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
         self._recognizer = recognizer
         self._dataset = dataset
-        total = dataset.count("test")
-        self._sampled = np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
+        self._sampled = _sampled_queries(dataset)
         self._seen = 0
         self._mistakes: list[_Query] = []
         self._map: list[tuple[Pixels, NDArray[np.float32], int, int, bool]] = []
@@ -191,13 +190,11 @@ class ExampleCollector:
                 neighbors.labels[row, :NEIGHBORS],
                 neighbors.distances[row, :NEIGHBORS],
             )
-            for row in np.flatnonzero(~correct)[np.lexsort((answers.distances[~correct], answers.unknown[~correct]))][
-                :MISTAKES
-            ]
+            for row in _clearest_mistakes(block.labels, answers)
         ]
         self._mistakes = sorted(self._mistakes, key=lambda query: query.rank)[:MISTAKES]
         first, self._seen = self._seen, self._seen + len(block)
-        for row in self._sampled[(self._sampled >= first) & (self._sampled < self._seen)] - first:
+        for row in _within(self._sampled, first, len(block)):
             self._map.append(
                 (
                     block.images[row],
@@ -294,6 +291,30 @@ class ExampleCollector:
 
     def _name(self, number: int) -> str:
         return self._dataset.labels[number]
+
+
+def queries_to_show(
+    dataset: Dataset, first: int, labels: NDArray[np.int64], answers: "Classifications"
+) -> NDArray[np.int64]:
+    """The rows of queries, from ``first`` of the test split, whose images `ExampleCollector` may need."""
+    return np.union1d(_clearest_mistakes(labels, answers), _within(_sampled_queries(dataset), first, len(labels)))
+
+
+def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
+    """The positions of the queries on the map."""
+    total = dataset.count("test")
+    return np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
+
+
+def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
+    """The rows of those of ``positions`` that are among the ``count`` from ``first``."""
+    return positions[(positions >= first) & (positions < first + count)] - first
+
+
+def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
+    """The rows of at most `MISTAKES` wrong answers: those that were not called unknown first, each by distance."""
+    wrong = np.flatnonzero(answers.labels != labels)
+    return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
 
 
 def histogram(distances: NDArray[np.float32]) -> NDArray[np.int64]:

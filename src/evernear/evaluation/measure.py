@@ -2,16 +2,16 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.frozen import Frozen
 from evernear.data.groups import GroupNumbers
-from evernear.data.manifest import Split
+from evernear.data.manifest import Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.grouped import effective_totals
@@ -27,6 +27,25 @@ RECALL_AT = 5
 NO_CHANGES = ClassSettings()
 OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
+
+
+class AnsweredBlock(NamedTuple):
+    """A block of queries with its results."""
+
+    block: Block
+    embeddings: NDArray[np.float32]
+    neighbors: "Neighbors"
+    answers: "Classifications"
+
+
+def answer_queries(
+    recognizer: "Recognizer", dataset: Dataset, shards: Sequence[Shard], batch_size: int
+) -> Iterator[AnsweredBlock]:
+    """Answer the images of ``shards`` in order, in batches that do not cross a shard."""
+    gallery = recognizer.gallery
+    for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
+        neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
+        yield AnsweredBlock(block, embeddings, neighbors, gallery.classify(embeddings, neighbors))
 
 
 def observe_all(*observers: Observer) -> Observer:
@@ -119,11 +138,13 @@ def measure(
     classes: ClassSettings = NO_CHANGES,
     observe: Observer | None = None,
     groups: GroupNumbers | None = None,
+    answered: Iterable[AnsweredBlock] | None = None,
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on every image of ``split``; ``classes`` translates the labels of an earlier release.
 
     ``observe`` is called with each block, its embeddings, their neighbors and the predictions. The intervals count
-    ``groups`` (None: images). Memory grows with the split only by the outcomes, 12 bytes per image.
+    ``groups`` (None: images). ``answered`` are the answers to the split in order, if something has computed them
+    (`evernear.evaluation.in_parts`). Memory grows with the split only by the outcomes, 12 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the input shape of the recognizer.
@@ -132,9 +153,8 @@ def measure(
     gallery = recognizer.gallery
     tally = _Tally(dataset.labels, tuple(classes.current(label) or OTHER_LABEL for label in gallery.description.labels))
     known_labels = classes.current_labels(gallery.description.known_labels)
-    for block, embeddings in recognizer.embed_split(dataset, split, settings.batch_size):
-        neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
-        answers = gallery.classify(embeddings, neighbors)
+    answered = answered or answer_queries(recognizer, dataset, dataset.shards(split), settings.batch_size)
+    for block, embeddings, neighbors, answers in answered:
         tally.add(block, neighbors, answers, groups.of(block.digests) if groups else None)
         if observe is not None:
             observe(block, embeddings, neighbors, answers)

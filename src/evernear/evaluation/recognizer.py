@@ -1,6 +1,6 @@
 """Network, index, labels and threshold, combined as they are served."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
-from evernear.data.manifest import Split
+from evernear.data.manifest import Shard, Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.embed import ExportedEmbedder
@@ -64,9 +64,15 @@ class Recognizer:
         self, dataset: Dataset, split: Split, batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
         """Yield the blocks of ``split`` in order, with the embeddings (N, D) of their images."""
+        return self.embed_shards(dataset, dataset.shards(split), batch_size)
+
+    def embed_shards(
+        self, dataset: Dataset, shards: Sequence[Shard], batch_size: int
+    ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
+        """Yield the blocks of ``shards`` in order, with the embeddings (N, D) of their images."""
         if self.embedder is None:
-            for block in dataset.blocks(split, batch_size):
-                yield block, self.embed(block.images)
+            for shard in shards:
+                for block in dataset.shard_blocks(shard, batch_size):
+                    yield block, self.embed(block.images)
         else:
-            shards = dataset.shards(split)
             yield from self.embedder.embed((dataset.shard_blocks(shard, batch_size), shard.count) for shard in shards)

@@ -65,13 +65,24 @@ def open_anchor(
 
 
 def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Path) -> ReleasedSystem:
-    """Open a release, unpacked in ``scratch``."""
-    archive = scratch / "release.mar"
-    manifest = Registry(store).fetch(version, archive).manifest
-    parts = open_release(archive, scratch / "release")
-    recognizer = Recognizer.open(parts.directory, parts.directory, version, store)
+    """Open a release, unpacked in ``scratch``, with its snapshot."""
+    manifest = Registry(store).get(version).manifest
+    recognizer = open_released(store, version, scratch)
     try:
         dataset, fault = Dataset.find(store, manifest.dataset_name, manifest.dataset_digest), None
     except IntegrityError as error:
         dataset, fault = None, str(error)
     return ReleasedSystem(recognizer, dataset, classes, fault)
+
+
+def open_released(store: Store, version: str, scratch: Path) -> Recognizer:
+    """Open the recognizer of a release, unpacked in ``scratch``.
+
+    Raises:
+        IntegrityError: the archive is damaged.
+        StoreError: the release does not exist, or the store cannot be reached.
+    """
+    archive = scratch / "release.mar"
+    Registry(store).fetch(version, archive)
+    parts = open_release(archive, scratch / "release")
+    return Recognizer.open(parts.directory, parts.directory, version, store)
