@@ -29,6 +29,7 @@ from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ClusterError, PartError, SettingsError
+from evernear.evaluation.open_set import OpenSet
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
 from evernear.kubeflow.nodes import PartsRecord
@@ -323,3 +324,25 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
     assert (ran.nodes, ran.parts, ran.retries, ran.cpus, ran.memory_bytes) == (2, 2, 0, 2.0, 4 * 2**30)
     assert ran.parts_s > 0
     assert RunRecord(store, "alone").find("parts_embed", PartsRecord) is None
+
+
+@pytest.mark.slow
+def test_step_evaluates_on_nodes_what_it_evaluates_alone(
+    loopback: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    store, release = open_store(f"s3://{bucket}/store"), make_release()
+    copy_dataset(system.dataset, store)
+    save_manifest(system.dataset.manifest.model_copy(update={"store_uri": store.uri}), tmp_path / "dataset")
+    Registry(store).publish(release.archive)
+    Registry(store).set_champion(release.version, None)
+    OpenSet(held_out=()).save(tmp_path / "open-set.json")
+    job = SETTINGS.model_dump(include={"namespace", "image"})
+    measured: list[Any] = []
+    for run, nodes in (("on-nodes", 2), ("alone", 1)):
+        settings = {"store": store.uri, "evaluation": {"nodes": nodes}, "parts_job": job}
+        candidate = [str(path) for path in (tmp_path / "dataset", system.network_dir, system.index_dir)]
+        measured.append(steps.evaluate(run, settings, *candidate, str(tmp_path / "open-set.json"), str(tmp_path / run)))
+    assert measured[0].champion.name == release.version
+    assert measured[0].model_dump() == measured[1].model_dump()
+    assert jobs(loopback) == []
+    assert RunRecord(store, "on-nodes").find("parts_evaluate", PartsRecord) is not None
