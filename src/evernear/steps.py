@@ -20,12 +20,13 @@ from evernear.settings import RunSettings, of_run, parse
 from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
+    from evernear.common.parts import PartsRecord
     from evernear.data.shards import Block
     from evernear.data.validate import Report
     from evernear.embedding.train import Steps
     from evernear.evaluation.evaluate import Evaluation
     from evernear.evaluation.measure import Observer
-    from evernear.kubeflow.nodes import PartsRecord, StepNodes
+    from evernear.kubeflow.nodes import StepNodes
     from evernear.settings.parts_job import Nodes
 
 Tree = dict[str, Any]

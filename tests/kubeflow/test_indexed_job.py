@@ -22,7 +22,7 @@ from PIL import Image
 from releases import MakeRelease, System
 
 from evernear import steps
-from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, run_parts
+from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import save_manifest
@@ -32,7 +32,6 @@ from evernear.errors import ClusterError, PartError, SettingsError
 from evernear.evaluation.open_set import OpenSet
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
-from evernear.kubeflow.nodes import PartsRecord
 from evernear.release.registry import Registry
 from evernear.settings import KubernetesSettings, PartsJobSettings
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from evernear.common.parts import PartsRecord
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
+from evernear.reporting.cost import cost
 from evernear.reporting.notify import finalize
-from evernear.reporting.page import RunReport, compare_page, cost, run_page
+from evernear.reporting.page import RunReport, compare_page, run_page
 from evernear.settings import CostSettings, RunSettings, TrainSettings
 
 STARTED = datetime(2026, 1, 2, tzinfo=UTC)
@@ -83,6 +85,22 @@ def test_nodes_of_a_train_job_have_an_unknown_cost(tmp_path: Path) -> None:
     steps = step_of("ingest"), step_of("train")
     several = record(tmp_path, "r1", *steps, train=TrainSettings(nodes=2))
     assert [each is None for each in RunReport.load(several).costs] == [False, True]
+
+
+def test_page_shows_nodes_retries_and_cost_beside_the_saved_time(tmp_path: Path) -> None:
+    saved = record(tmp_path, "r1", step_of("embed"), cost=PRICES)
+    ran = PartsRecord(nodes=4, parts=12, retries=2, cpus=2, memory_bytes=2**30, parts_s=7200, elapsed_s=2400)
+    saved.save(parts_embed=ran.model_dump(mode="json"))
+    html = run_page(saved)
+    table = html[html.index("on several nodes") :]
+    cells = re.findall(r'<td class="n">([^<]*)</td>', table[: table.index("</table>")])
+    expected = 2 * (2 * PRICES.cpu_hour + PRICES.memory_gib_hour)
+    assert cells == ["4", "12", "2", "40 min 0 s", "2 h 0 min", "1 h 20 min", f"{expected:.4f}"]
+    assert RunReport.load(saved).costs == [pytest.approx(0.16 + expected)]
+    without_limits = ran.model_copy(update={"cpus": None})
+    saved.save(parts_embed=without_limits.model_dump(mode="json"))
+    assert RunReport.load(saved).costs == [None]
+    assert "on several nodes" not in run_page(record(tmp_path, "r2", step_of("embed")))
 
 
 def test_no_cost_without_prices(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ FINAL_EXIT_CODE = 42
 """Exit code of a process whose part failed for good; no error class and no signal has it."""
 PARTS = "parts/"
 """Where the steps of runs have their parts in the store: ``parts/<run>/<step>-<identity>/``."""
+STEPS_IN_PARTS = ("embed", "evaluate")
+"""Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several nodes."""
 REQUESTS_IN_FLIGHT = 16
 """Small objects that are read or written at a time."""
 Worker = Callable[[int, bytes], bytes]
@@ -267,6 +269,21 @@ class PodUsage(NamedTuple):
     cpus: float | None
     """CPU limit of a pod; None if it has none."""
     memory_bytes: float | None
+
+
+class PartsRecord(Frozen):
+    """How the parts of a step ran on several nodes; what the run page shows."""
+
+    nodes: int
+    parts: int
+    retries: int
+    cpus: float | None
+    """CPU limit of a pod; None if it has none."""
+    memory_bytes: float | None
+    parts_s: float
+    """Time of all parts together, without the starts of pods: about what one node would have taken."""
+    elapsed_s: float
+    """Time since the parts were planned."""
 
 
 class Executor(Protocol):

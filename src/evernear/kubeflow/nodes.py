@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from evernear.common.frozen import Frozen
-from evernear.common.parts import Executor, OpenWorker, Parts, PodUsage, Processes, run_part, run_parts
+from evernear.common.parts import Executor, OpenWorker, Parts, PartsRecord, PodUsage, Processes, run_part, run_parts
 from evernear.common.progress import Countdown
 from evernear.errors import SettingsError
 from evernear.settings import RunSettings
@@ -19,21 +18,6 @@ from evernear.settings.parts_job import Nodes
 AUTO = "auto"
 WORTH_A_NODE_S = 600.0
 """Work for which ``auto`` adds a node: several times what the start of a pod and of its libraries takes."""
-
-
-class PartsRecord(Frozen):
-    """How the parts of a step ran on several nodes; what the run page shows."""
-
-    nodes: int
-    parts: int
-    retries: int
-    cpus: float | None
-    """CPU limit of a pod; None if it has none."""
-    memory_bytes: float | None
-    parts_s: float
-    """Time of all parts together, without the starts of pods: about what one node would have taken."""
-    elapsed_s: float
-    """Time since the parts were planned."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from evernear.common.output import printable
+from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
 from evernear.common.progress import duration
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import Store
@@ -30,14 +31,13 @@ from evernear.release.manifest import is_version
 from evernear.release.records import Record
 from evernear.release.registry import Registry
 from evernear.reporting import plots
+from evernear.reporting.cost import cost, cost_of_nodes
 from evernear.reporting.notify import EXIT_STEP, RunOutcome
 from evernear.settings import CostSettings, RunSettings
 from evernear.settings.sources import flat
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
 """Points of the detection error trade-off that the page lists."""
-HOUR_S = 3600
-GIB_BYTES = 2**30
 CLASSES_MAX = 50
 CONFUSION_LABELS_MAX = 30
 REASONS_MAX = 4
@@ -88,6 +88,8 @@ class RunReport:
     training: Mapping[str, Any]
     settings: Mapping[str, Any]
     lineage: Mapping[str, str]
+    nodes: Mapping[str, PartsRecord]
+    """How the parts of the steps ran that used several nodes, by step."""
 
     @staticmethod
     def load(record: RunRecord) -> "RunReport":
@@ -112,6 +114,7 @@ class RunReport:
             training=record.load("training"),
             settings=flat(record.load("settings")),
             lineage=_lineage(record.store, outcome, evaluation),
+            nodes={name: ran for name in STEPS_IN_PARTS if (ran := record.find(f"parts_{name}", PartsRecord))},
         )
 
     def facts(self) -> dict[str, str]:
@@ -168,9 +171,15 @@ class RunReport:
 
     @property
     def costs(self) -> list[float | None]:
-        """The cost of each step; None if it is unknown."""
+        """The cost of each step with the nodes of its parts; None if it is unknown."""
         nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
-        return [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
+        own = [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
+        parts = [self.cost_of_nodes(step.step) if step.step in self.nodes else 0.0 for step in self.steps]
+        return [None if a is None or b is None else a + b for a, b in zip(own, parts, strict=True)]
+
+    def cost_of_nodes(self, step: str) -> float | None:
+        """The cost of the nodes that ran the parts of a step; None if it is unknown."""
+        return cost_of_nodes(self.nodes[step], self.prices)
 
     @property
     def total_cost(self) -> float | None:
@@ -260,20 +269,6 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
         classes=classes[:CLASSES_MAX],
         curves=[plots.training_curves(report.training.get("epochs", ())) for report in runs],
     )
-
-
-def cost(step: StepRecord, prices: CostSettings) -> float | None:
-    """The cost of ``step`` in the currency of ``prices``; None if it is unknown.
-
-    A container occupies the CPUs and the memory of its limits for the whole step, used or not. Without a limit, the
-    estimate uses the CPU time, and the peak memory for the whole step.
-    """
-    if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
-        return None
-    hours = (step.ended - step.started).total_seconds() / HOUR_S
-    cpu_hours = step.cpu_s / HOUR_S if step.cpu_limit is None else step.cpu_limit * hours
-    memory_gib = (step.memory_limit_bytes or step.peak_memory_bytes) / GIB_BYTES
-    return cpu_hours * prices.cpu_hour + hours * (memory_gib * prices.memory_gib_hour + step.gpus * prices.gpu_hour)
 
 
 def page(title: str, *parts: Markup) -> str:

@@ -1,0 +1,30 @@
+"""The estimated cost of a step and of the nodes that ran its parts."""
+
+from evernear.common.parts import PartsRecord
+from evernear.common.run_record import StepRecord
+from evernear.settings import CostSettings
+
+HOUR_S = 3600
+GIB_BYTES = 2**30
+
+
+def cost(step: StepRecord, prices: CostSettings) -> float | None:
+    """The cost of ``step`` in the currency of ``prices``; None if it is unknown.
+
+    A container occupies the CPUs and the memory of its limits for the whole step, used or not. Without a limit, the
+    estimate uses the CPU time, and the peak memory for the whole step.
+    """
+    if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
+        return None
+    hours = (step.ended - step.started).total_seconds() / HOUR_S
+    cpu_hours = step.cpu_s / HOUR_S if step.cpu_limit is None else step.cpu_limit * hours
+    memory_gib = (step.memory_limit_bytes or step.peak_memory_bytes) / GIB_BYTES
+    return cpu_hours * prices.cpu_hour + hours * (memory_gib * prices.memory_gib_hour + step.gpus * prices.gpu_hour)
+
+
+def cost_of_nodes(ran: PartsRecord, prices: CostSettings) -> float | None:
+    """The cost of the pods that ran parts, for the time of the parts; None if a pod has no limits."""
+    if ran.cpus is None or ran.memory_bytes is None:
+        return None
+    per_hour = ran.cpus * prices.cpu_hour + ran.memory_bytes / GIB_BYTES * prices.memory_gib_hour
+    return ran.parts_s / HOUR_S * per_hour
