@@ -1,0 +1,147 @@
+"""The embed step in parts: ``python -m benchmarks.scale.embed``.
+
+Random images are embedded twice by processes that run ``python -m evernear.part``, as the pods of an Indexed Job do,
+one after the other: all images as one part, and in four parts. Each process loads the network and reads its
+shards; nothing is cached. With four nodes, the step would take as long as the longest part and combining the results.
+
+CPU time is what a node with as many cores needs at least; it does not depend on what else the machine does.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import machine
+from evernear.common.parts import Parts
+from evernear.common.store import FileStore
+from evernear.common.store.folder import put_folder
+from evernear.data.ledger import Ledger
+from evernear.data.manifest import Manifest, manifest_key
+from evernear.data.shards import Dataset
+from evernear.data.writer import ShardWriter
+from evernear.embedding.embed import combine_embeddings, network_folder, plan_embedding
+from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.export import export_network
+from evernear.embedding.train import train_network
+from evernear.settings import TrainSettings
+
+SHARD_BYTES = 4 * 2**20
+LABELS = 10
+PARTS = 4
+
+
+class Took(NamedTuple):
+    """How long something took."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=100_000)
+    parser.add_argument("--size-px", type=int, default=224)
+    arguments = parser.parse_args()
+    shape, machine_info = (arguments.size_px, arguments.size_px, 3), machine.describe()
+    with tempfile.TemporaryDirectory() as scratch:
+        store = FileStore(Path(scratch, "store"))
+        # The weights do not affect the speed.
+        few = write_dataset(store, "few", shape, {"train": 256, "gallery": 64})
+        train_network(few, TrainSettings(epochs=1, min_steps=0, batch_size=64), Path(scratch, "trained"))
+        export_network(Path(scratch, "trained"), few, Path(scratch, "network"), tolerance=4.0)
+        many = write_dataset(store, "many", shape, {"gallery": arguments.images})
+        rows, embedded = [], []
+        for parts in (1, PARTS):
+            size_bytes = -(-arguments.images // parts) * int(np.prod(shape)) + SHARD_BYTES
+            planned = plan_embedding(
+                Path(scratch, "network"), many, store, "parts/run", splits=("gallery",), part_size_bytes=size_bytes
+            )
+            put_folder(store, network_folder(planned), Path(scratch, "network"))
+            took = [run_part(planned, number) for number in range(planned.plan.parts)]
+            shutil.rmtree(store.path("embeddings"))
+            out, started_s, started_cpu_s = Path(scratch, f"out-{parts}"), time.monotonic(), time.process_time()
+            combine_embeddings(planned, Path(scratch, "network"), many, out, store.uri)
+            combined = Took(time.monotonic() - started_s, time.process_time() - started_cpu_s)
+            rows.append({"parts": len(took), "took": [each._asdict() for each in took], "combine": combined._asdict()})
+            blocks = [*Embeddings.open(out).blocks("gallery")]
+            embedded.append(
+                [np.concatenate([getattr(block, name) for block in blocks]) for name in ("embeddings", "digests")]
+            )
+            print(rows[-1], flush=True)
+    equal = all(np.array_equal(one, many) for one, many in zip(*embedded, strict=True))
+    longest = {
+        unit: max(each[unit] for each in rows[1]["took"]) + rows[1]["combine"][unit] for unit in ("wall_s", "cpu_s")
+    }
+    all_in_one = {unit: rows[0]["took"][0][unit] + rows[0]["combine"][unit] for unit in ("wall_s", "cpu_s")}
+    ratios = {unit: round(longest[unit] / all_in_one[unit], 3) for unit in longest}
+    result = {"images": arguments.images, "shape": shape, "equal": equal, "ratios": ratios, "rows": rows}
+    table = [
+        ["", "seconds", "CPU seconds"],
+        ["all images in one part, and combine", *(f"{all_in_one[unit]:.1f}" for unit in ("wall_s", "cpu_s"))],
+        [
+            f"the longest of {rows[1]['parts']} parts, and combine",
+            *(f"{longest[unit]:.1f}" for unit in ("wall_s", "cpu_s")),
+        ],
+        ["of which combine", *(f"{rows[1]['combine'][unit]:.2f}" for unit in ("wall_s", "cpu_s"))],
+        ["ratio", *(f"{ratios[unit]:.2f}" for unit in ("wall_s", "cpu_s"))],
+        ["embeddings equal", "yes" if equal else "NO", ""],
+    ]
+    title = f"Embedding {arguments.images:,} images of {arguments.size_px}x{arguments.size_px} in parts"
+    machine.write("scale_embed", title, machine_info, result, table)
+
+
+def run_part(parts: Parts, number: int) -> Took:
+    """Run a part in a process, as a pod does."""
+    command = [sys.executable, "-m", "evernear.part", parts.store.uri, parts.folder]
+    started_s = time.monotonic()
+    process = subprocess.Popen(command, env={**os.environ, "JOB_COMPLETION_INDEX": str(number)})
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"Part {number} failed.")
+    return Took(time.monotonic() - started_s, usage.ru_utime + usage.ru_stime)
+
+
+def write_dataset(store: FileStore, name: str, shape: tuple[int, int, int], counts: dict[str, int]) -> Dataset:
+    """Random images, without a source."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ledger = Ledger(Path(scratch, "ledger.sqlite"), name)
+        labels = [f"label-{number}" for number in range(LABELS)]
+        ledger.add_labels(labels)
+        writer = ShardWriter(store, name, shape, SHARD_BYTES, ledger, Path(scratch))
+        generator, numbers = np.random.default_rng(0), itertools.count()
+        for split, count in counts.items():
+            for start in range(0, count, 256):
+                size = min(256, count - start)
+                images = generator.integers(0, 256, (size, *shape), np.uint8)
+                digests = [next(numbers).to_bytes(32, "big") for _ in range(size)]
+                writer.append(split, images, [row % LABELS for row in range(start, start + size)], digests)
+        writer.close()
+        shards = tuple(ledger.shards().values())
+        ledger.close()
+    manifest = Manifest(
+        name=name,
+        store_uri=store.uri,
+        source="benchmark",
+        created="",
+        parent=None,
+        shape=shape,
+        labels=tuple(labels),
+        shards=shards,
+        ledger_sha256="",
+    )
+    store.put(manifest_key(name, manifest.digest), manifest.to_store())
+    return Dataset(manifest, store)
+
+
+if __name__ == "__main__":
+    main()
