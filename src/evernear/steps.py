@@ -231,6 +231,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
     """Build the index of the gallery, with the open-set threshold that belongs to the network."""
     with _step("index", run, settings) as (running, chosen):
         from evernear.common.store.identity import owner_of
+        from evernear.data.groups import queries_of_seen_groups
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
@@ -238,7 +239,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
 
         data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))
-        probed = OpenSet.load(Path(open_set))
+        probed, seen = OpenSet.load(Path(open_set)), queries_of_seen_groups(data)
         result = build_index(
             vectors,
             data.labels,
@@ -247,11 +248,24 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
             threshold=probed.threshold,
             reject_rate=probed.reject_rate,
             owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend != FAISS else "",
+            exclude_queries=seen,
         )
         queries = data.manifest.label_counts("query")
         unqueried = sum(not queries[label] for label in result.known_labels)
         note = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""
+        if seen:
+            note += "; " + _calibrated_without(len(seen), data.count("query"))
         running.summary = result.summary(chosen.index.recall) + note
+
+
+def _calibrated_without(seen: int, queries: int) -> str:
+    """The consequence for the threshold of ``seen`` query images whose group is in train or gallery as well."""
+    if seen == queries:
+        return (
+            "every query image is of a group that is in train or gallery as well, so images of new groups will be "
+            "called unknown more often"
+        )
+    return f"calibrated without {quantity(seen, 'query image')} of groups that are in train or gallery as well"
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
@@ -262,7 +276,9 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
-        result = probe_open_set(data, here, chosen.evaluation, chosen.index, _countdown(running), opened)
+        result = probe_open_set(
+            data, here, chosen.evaluation, chosen.index, _countdown(running), opened, _draw_countdown(running)
+        )
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
 
@@ -496,6 +512,12 @@ def _countdown(running: Step) -> "Callable[[Steps], None]":
         countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
 
     return report
+
+
+def _draw_countdown(running: Step) -> Callable[[int, int], None]:
+    """A callback that reports the draws of the probe that are done."""
+    countdown = Countdown(running.report)
+    return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
 
 
 def _image_countdown(running: Step, total: int) -> Callable[[int], None]:

@@ -32,12 +32,13 @@ from evernear.evaluation.statistics import Proportion
 from evernear.index.build import build_index
 from evernear.settings import ClassSettings, DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from tests.conftest import System
+from tests.open_sets import draw_of
 
 SETTINGS = EvaluationSettings()
 LENIENT = GateSettings(accuracy_floor=0.5, beat_baseline=False)
 """The small test network is less accurate than a production network."""
 NEAR, FAR = (np.linspace(start, start + 1, 40, dtype=np.float32) for start in (0, 0.8))
-PROBED = assess(NEAR, FAR, NEAR, FAR, IndexSettings(), 0.95).model_copy(update={"held_out": ("3", "8")})
+PROBED = assess([draw_of(NEAR, FAR)], IndexSettings(), 0.95).model_copy(update={"held_out": ("3", "8")})
 
 
 @pytest.fixture(scope="module")

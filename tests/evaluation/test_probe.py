@@ -1,4 +1,7 @@
+import json
+import math
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -11,20 +14,25 @@ from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.probe import assess, choose_held_out, probe_open_set, probe_recipe
+from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, probe_open_set, probe_recipe
+from evernear.evaluation.statistics import auroc
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
 from tests.conftest import System
+from tests.open_sets import draw_of
 
 TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
 
 
-@given(st.lists(st.text(max_size=3), unique=True, max_size=8), st.integers(1, 5), st.integers(0, 5))
-def test_at_least_two_classes_remain_for_training(labels, count, seed):
-    held_out = choose_held_out(labels, count, seed)
-    assert held_out <= set(labels)
-    assert len(held_out) == max(0, min(count, len(labels) - 2))
-    assert held_out == choose_held_out(labels, count, seed)
+@given(st.lists(st.text(max_size=3), unique=True, max_size=12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
+def test_no_class_is_held_out_twice_and_two_remain_for_training(labels, count, draws, seed):
+    held_out = choose_held_out(labels, count, draws, seed)
+    picked = [label for draw in held_out for label in draw]
+    assert set(picked) <= set(labels)
+    assert len(picked) == len(set(picked))
+    size = max(0, min(count, len(labels) - 2))
+    assert [len(draw) for draw in held_out] == [size] * (min(draws, len(labels) // size) if size else 0)
+    assert held_out == choose_held_out(labels, count, draws, seed)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,8 @@ def test_probe_covers_every_test_image(system: System, open_set: OpenSet):
 
 def test_unseen_classes_have_larger_distances(open_set: OpenSet):
     assert open_set.auroc is not None
-    assert open_set.auroc.low > 0.6
+    assert open_set.auroc.value > 0.7
+    assert open_set.separates
 
 
 def test_operating_point_is_on_the_roc_curve(open_set: OpenSet):
@@ -86,7 +95,7 @@ NEAR, FAR = np.linspace(0, 1, 200, dtype=np.float32), np.linspace(0.9, 1.9, 200,
 
 
 def test_both_rates_are_met_if_possible():
-    result = assess(NEAR, FAR, NEAR, FAR, IndexSettings(false_accept_rate=0.05, false_reject_rate=0.2), 0.95)
+    result = assess([draw_of(NEAR, FAR)], IndexSettings(false_accept_rate=0.05, false_reject_rate=0.2), 0.95)
     assert result.reject_rate == result.required_reject_rate == pytest.approx(0.055, abs=0.01)
     assert result.false_accepts is not None
     assert result.false_accepts.value <= 0.06
@@ -97,12 +106,91 @@ def test_both_rates_are_met_if_possible():
 @pytest.mark.parametrize("shift", [0.0, -0.5])
 def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
     """As near as known images, or nearer: every threshold would reject known images first."""
-    result = assess(NEAR, NEAR + shift, NEAR, NEAR + shift, IndexSettings(), 0.95)
+    result = assess([draw_of(NEAR, NEAR + shift)], IndexSettings(), 0.95)
     assert result.threshold == MAX_DISTANCE
     assert result.reject_rate is None
     assert result.false_rejects is not None
     assert result.false_rejects.count == 0
     assert result.summary().startswith("Unknown is switched off")
+
+
+def superpopulation(rng: np.random.Generator, classes: tuple[int, int], spread: float, shift: float) -> Draw:
+    """A draw of (known, held-out) ``classes`` of 30 images. The mean distances of classes differ by ``spread``."""
+    samples: list[Sample] = []
+    for count, middle in zip(classes, (0.0, shift), strict=True):
+        of_class = np.repeat(np.arange(count, dtype=np.int32), 30)
+        distances = 1 + (rng.normal(middle, spread, count)[of_class] + rng.normal(size=len(of_class))) / 10
+        samples.append(Sample(distances.astype(np.float32), (of_class,)))
+    return Draw(*samples, samples[0].distances, samples[1].distances)
+
+
+@pytest.mark.parametrize("classes", [(2, 1), (8, 2), (16, 4), (65, 16)])
+@pytest.mark.parametrize(("spread", "shift"), [(0.3, 1.0), (0.5, 0.3), (0.5, 1.5)])
+def test_interval_of_the_auroc_contains_the_spread_between_classes(
+    classes: tuple[int, int], spread: float, shift: float
+):
+    rng, trials = np.random.default_rng(0), 100
+    truth = NormalDist().cdf(shift / math.sqrt(2 + 2 * spread**2))
+    inside = of_images = 0
+    for _ in range(trials):
+        draw = superpopulation(rng, classes, spread, shift)
+        area = assess([draw], IndexSettings(), 0.95).auroc
+        assert area is not None
+        inside += area.low <= truth <= area.high
+        narrow = auroc(draw.known.distances, draw.unknown.distances, 0.95)
+        of_images += narrow.low <= truth <= narrow.high
+    assert inside >= 88
+    assert of_images < 85
+
+
+def test_interval_of_the_shares_contains_the_spread_between_classes():
+    """All images of one of two classes are accepted, and none of the other: the third could be either."""
+    near, far = np.linspace(0, 0.5, 500, dtype=np.float32), np.linspace(1, 1.5, 500, dtype=np.float32)
+    unknown = Sample(np.concatenate([near, far]), (np.repeat([0, 1], 500),))
+    known = Sample(near, (np.arange(500) % 8,))
+    accepted = assess([Draw(known, unknown, near, far)], IndexSettings(false_reject_rate=0.05), 0.95).false_accepts
+    assert accepted is not None
+    assert accepted.value == 0.5
+    assert accepted.high - accepted.low > 0.6
+
+
+def test_images_of_one_group_count_as_one():
+    """The same distances in every frame of a scene say as much as one frame."""
+    rng = np.random.default_rng(0)
+    known, unknown = (np.repeat(rng.normal(middle, 0.1, 40), 25).astype(np.float32) for middle in (1.0, 1.1))
+    by_class = tuple(Sample(part, (np.arange(1000) % 20,)) for part in (known, unknown))
+    by_scene = tuple(Sample(part.distances, (*part.clusterings, np.arange(1000) // 25)) for part in by_class)
+    frames, scenes = (
+        assess([Draw(*part, known, unknown)], IndexSettings(), 0.95).auroc for part in (by_class, by_scene)
+    )
+    assert frames is not None
+    assert scenes is not None
+    assert frames.value == scenes.value
+    assert scenes.high - scenes.low > 1.5 * (frames.high - frames.low)
+
+
+def test_each_draw_is_compared_with_itself():
+    """The distances of the second network are twice as large; its known images are no unknown ones of the first."""
+    near, far = NEAR / 2, FAR / 2
+    one = assess([draw_of(near, far)], IndexSettings(false_reject_rate=0.2), 0.95)
+    two = assess([draw_of(near, far), draw_of(2 * near, 2 * far)], IndexSettings(false_reject_rate=0.2), 0.95)
+    assert one.auroc is not None
+    assert two.auroc is not None
+    assert two.auroc.value == pytest.approx(one.auroc.value, abs=1e-6)
+    assert two.reject_rate == pytest.approx(one.reject_rate)
+    assert two.false_accepts is not None
+    assert one.false_accepts is not None
+    assert two.false_accepts.value == pytest.approx(one.false_accepts.value, abs=0.01)
+    assert "in 2 draws" in two.summary()
+    assert "2 draws" in two.basis()
+
+
+def test_open_set_of_an_earlier_version_is_read():
+    """The probe of evernear 0.9 had neither draws nor classes in its intervals."""
+    measured = assess([draw_of(NEAR, FAR)], IndexSettings(), 0.95)
+    earlier = measured.model_dump(mode="json", exclude={"draws"})
+    assert OpenSet.model_validate_json(json.dumps(earlier)) == measured
+    assert OpenSet.model_validate_json(json.dumps(earlier)).separates
 
 
 def test_probe_is_deterministic_and_survives_json(system: System, open_set: OpenSet):

@@ -27,6 +27,7 @@ from evernear.reporting.page import compare_page, find_run, page, run_page
 from evernear.reporting.plots import confusion_png, training_curves
 from evernear.settings import EvaluationSettings, GateSettings, IndexSettings, RunSettings, ValidationSettings
 from tests.conftest import System
+from tests.open_sets import draw_of
 
 NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)
 ALIKE = NEAR_AND_FAR[0], NEAR_AND_FAR[0]
@@ -98,7 +99,7 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Exampl
         system,
         recognizer,
         ReleasedSystem(recognizer, system.dataset),
-        assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95),
+        assess([draw_of(*NEAR_AND_FAR)], IndexSettings(), 0.95),
     )
 
 
@@ -221,8 +222,8 @@ def test_many_failed_rules_do_not_push_the_next_command_down(
     [
         (OpenSet(held_out=()), "was calibrated on gallery impostors"),
         (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
-        (assess(*NEAR_AND_FAR, *NEAR_AND_FAR, IndexSettings(), 0.95), "known images take precedence"),
-        (assess(*ALIKE, *ALIKE, IndexSettings(), 0.95), "Unknown is switched off"),
+        (assess([draw_of(*NEAR_AND_FAR)], IndexSettings(), 0.95), "known images take precedence"),
+        (assess([draw_of(*ALIKE)], IndexSettings(), 0.95), "Unknown is switched off"),
     ],
 )
 def test_page_without_a_champion_explains_the_threshold(

@@ -28,6 +28,12 @@ FROM groups JOIN images USING (digest) JOIN labels ON labels.id = images.label J
 # Images that will be read again, or may come back, keep their splits.
 _REMOVED = "SELECT groups.name AS name, '' AS label, split, digest FROM groups JOIN removed USING (digest)"
 _IN_SEVERAL_SPLITS = f"SELECT name FROM ({_LOCATED}) GROUP BY name HAVING COUNT(DISTINCT split) > 1"  # noqa: S608 - our own words
+_QUERIES_OF_SEEN_GROUPS = f"""
+WITH located AS ({_LOCATED})
+SELECT digest FROM located WHERE split = 'query' AND name IN (
+    SELECT name FROM located WHERE split IN ('train', 'gallery')
+)
+"""  # noqa: S608 - our own words
 # An image without a group counts as one.
 _OF_FEW_GROUPS = f"""
 SELECT labels.name FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (digest)
@@ -160,6 +166,11 @@ class PublishedGroups:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+
+    def queries_of_seen_groups(self) -> frozenset[bytes]:
+        """Digests of the query images whose group also has images in train or gallery."""
+        with sqlite_errors():
+            return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
 
     def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
         """The group of each of ``digests`` that belongs to one."""

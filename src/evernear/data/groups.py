@@ -93,8 +93,28 @@ def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
     if not dataset.manifest.groups:
         yield None
         return
+    with _fetched_ledger(dataset) as path, closing(GroupNumbers(path)) as numbers:
+        yield numbers
+
+
+def queries_of_seen_groups(dataset: Dataset) -> frozenset[bytes]:
+    """Digests of the query images whose group also has images in train or gallery.
+
+    They look more like the gallery than a new group does. Only a dataset that was ingested before ``data.group`` was
+    set has any, or one whose source states the splits.
+
+    Raises:
+        IntegrityError, StoreError: its ledger is missing or damaged.
+    """
+    if not dataset.manifest.groups or not dataset.manifest.problem_counts.get("split_group"):
+        return frozenset()
+    with _fetched_ledger(dataset) as path, closing(PublishedGroups(path)) as ledger:
+        return ledger.queries_of_seen_groups()
+
+
+@contextmanager
+def _fetched_ledger(dataset: Dataset) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
         path = Path(scratch, "ledger.sqlite")
         Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        with closing(GroupNumbers(path)) as numbers:
-            yield numbers
+        yield path

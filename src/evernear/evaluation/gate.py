@@ -36,7 +36,8 @@ Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
 
 Known images called unknown (`false_rejects`)
     The rule fails if the lower end of the interval is above ``gate.false_reject_ceiling``. A few images more than that
-    on a small test split are noise.
+    on a small test split are noise. The reason says if test images are called unknown significantly more often than the
+    query images that set the threshold: then they look different from the gallery.
 
 Live queries (`replay`)
     The candidate must not change more of the champion's answers to stored live queries than the differences on the
@@ -49,7 +50,6 @@ First release (`beats_baselines`)
     significantly better must not be significantly better itself.
 """
 
-import math
 from collections.abc import Iterator
 
 from evernear.common.output import named, quantity
@@ -64,11 +64,11 @@ from evernear.evaluation.gate_anchor import (
     levels,
     smallest_detectable_loss,
 )
+from evernear.evaluation.gate_unknown import false_reject_rule
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.replay import replay_rule
 from evernear.evaluation.statistics import p_by_chance
-from evernear.evaluation.verdict import Rule, System, Verdict
-from evernear.index.description import MAX_DISTANCE
+from evernear.evaluation.verdict import Rule, System, Verdict, ceiling_setting, floor_setting
 from evernear.settings import ClassSettings, GateSettings
 
 
@@ -101,7 +101,7 @@ def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings
     candidate = evaluation.candidate
     yield _accuracy_floor(candidate, settings)
     yield _class_recall_floor(candidate, settings)
-    yield _false_rejects(evaluation, settings)
+    yield false_reject_rule(evaluation, settings)
     yield _index_recall(candidate, settings)
     yield _parity(candidate, settings)
     yield _test_images_unseen(evaluation)
@@ -130,7 +130,7 @@ def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         candidate=accuracy.value,
         bound=floor,
         reason=f"{reason}.",
-        setting="" if passed else _floor("gate.accuracy_floor", accuracy.value),
+        setting="" if passed else floor_setting("gate.accuracy_floor", accuracy.value),
     )
 
 
@@ -214,25 +214,10 @@ def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         candidate=recalls[worst].value,
         bound=floor,
         reason=reason,
-        setting=_floor("gate.class_recall_floor", min(recall.high for recall in recalls.values())) if fallen else "",
+        setting=floor_setting("gate.class_recall_floor", min(recall.high for recall in recalls.values()))
+        if fallen
+        else "",
     )
-
-
-def _false_rejects(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    name, ceiling, rejected = "false_rejects", settings.false_reject_ceiling, evaluation.candidate.false_rejects
-    if rejected is None:
-        reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
-        return Rule(name=name, passed=False, bound=ceiling, reason=reason)
-    passed = rejected.low <= ceiling
-    if evaluation.candidate.threshold >= MAX_DISTANCE:
-        reason = evaluation.open_set.summary() or "Unknown is switched off: every image counts as known."
-    else:
-        reason = (
-            f"{rejected} of the known test images are called unknown, "
-            f"{'not ' if passed else ''}significantly more than {ceiling:.0%}."
-        )
-    setting = "" if passed else _ceiling("gate.false_reject_ceiling", rejected.low)
-    return Rule(name=name, passed=passed, candidate=rejected.value, bound=ceiling, reason=reason, setting=setting)
 
 
 def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:
@@ -242,7 +227,7 @@ def _index_recall(candidate: Measurement, settings: GateSettings) -> Rule:
         f"The index finds the exact nearest neighbor for {recall} of the queries, "
         f"{'at least' if passed else 'less than'} {floor:.2%}."
     )
-    setting = "" if passed else _floor("gate.index_recall_floor", recall.value)
+    setting = "" if passed else floor_setting("gate.index_recall_floor", recall.value)
     return Rule(name="index_recall", passed=passed, candidate=recall.value, bound=floor, reason=reason, setting=setting)
 
 
@@ -298,7 +283,7 @@ def _same_test_set(evaluation: Evaluation, champion: Measurement, settings: Gate
             f"{floor:.0%}: the dataset has another source or other splits, so the accuracies are not comparable. A "
             "person may still promote the release."
         )
-    setting = "" if passed or overlap is None else _floor("gate.test_overlap_floor", overlap)
+    setting = "" if passed or overlap is None else floor_setting("gate.test_overlap_floor", overlap)
     return Rule(name="same_test_set", passed=passed, candidate=overlap, bound=floor, reason=reason, setting=setting)
 
 
@@ -399,7 +384,7 @@ def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: 
         else f"No class has a significant recall drop of more than {bound:.1%}; the worst change is "
         f"{0.0 - drops[largest]:+.1%} for {largest}."
     )
-    setting = _ceiling("gate.class_recall_drop", drops[largest]) if fallen else ""
+    setting = ceiling_setting("gate.class_recall_drop", drops[largest]) if fallen else ""
     return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason, setting=setting)
 
 
@@ -407,13 +392,3 @@ def _system(measurement: Measurement) -> System:
     return System(
         name=measurement.name, network_sha256=measurement.network_sha256, index_digest=measurement.index_digest
     )
-
-
-def _floor(key: str, value: float) -> str:
-    """The setting ``key`` for a floor that ``value`` reaches, in hundredths; empty if ``value`` is not finite."""
-    return f"{key}={math.floor(value * 100) / 100:g}" if math.isfinite(value) else ""
-
-
-def _ceiling(key: str, value: float) -> str:
-    """The same for a ceiling."""
-    return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""

@@ -13,6 +13,9 @@ class OpenSet(Frozen):
     """
 
     held_out: tuple[str, ...]
+    """The classes that any draw held out."""
+    draws: int = 1
+    """Networks that were probed, each without other classes."""
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
     """Share of test images of held-out classes accepted where 95% of the known ones are (FPR at 95% TPR)."""
@@ -27,14 +30,18 @@ class OpenSet(Frozen):
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Test images of held-out classes accepted at ``reject_rate``; all if unknown is switched off."""
+    """Test images of held-out classes accepted at ``reject_rate``; all if unknown is switched off. The intervals of
+    all figures contain the spread between classes."""
     false_rejects: Proportion | None = None
     """Test images of the other classes rejected at ``reject_rate``; none if unknown is switched off."""
 
     @property
     def separates(self) -> bool:
-        """Whether unseen classes are significantly farther away than known ones."""
-        return self.auroc is not None and self.auroc.low > 0.5
+        """Whether images of the held-out classes are significantly farther away than known ones.
+
+        This is a statement about these classes. Others may differ, as the interval of ``auroc`` says.
+        """
+        return self.reject_rate is not None
 
     def summary(self) -> str:
         """The outcome of the calibration in one or two sentences; empty without a probe."""
@@ -42,13 +49,10 @@ class OpenSet(Frozen):
             return ""
         if not self.separates:
             return (
-                f"Unknown is switched off, and every image counts as known: with an AUROC of {self.auroc}, unseen "
-                "classes are not significantly farther away than known ones."
+                f"Unknown is switched off, and every image counts as known: with an AUROC of {self.auroc}, images of "
+                f"{self._classes()} are not significantly farther away than those of known classes."
             )
-        text = (
-            f"AUROC {self.auroc} for the {quantity(len(self.held_out), 'class', 'classes')} held out "
-            f"({named(self.held_out)}); {self.false_accepts} of their images are accepted as known."
-        )
+        text = f"AUROC {self.auroc} for {self._classes()}; {self.false_accepts} of their images are accepted as known."
         if self.required_reject_rate and self.reject_rate and self.required_reject_rate > self.reject_rate:
             text += (
                 f" A false-accept rate of {self.stated_false_accept_rate:g} would reject "
@@ -56,3 +60,18 @@ class OpenSet(Frozen):
                 f"{self.stated_false_reject_rate:g}: known images take precedence."
             )
         return text
+
+    def _classes(self) -> str:
+        """How many classes and draws the figures rest on."""
+        draws = f" in {self.draws} draws" if self.draws > 1 else ""
+        return f"the {quantity(len(self.held_out), 'class', 'classes')} held out{draws} ({named(self.held_out)})"
+
+    def basis(self) -> str:
+        """What the figures rest on, and how far they reach, in a few sentences."""
+        classes = quantity(len(self.held_out), "class", "classes")
+        draws = quantity(self.draws, "draw")
+        return (
+            f"The figures rest on {classes} in {draws}: {', '.join(self.held_out)}. Each draw held some of them out of "
+            "training and gallery. The intervals contain the differences between classes, so they also hold for "
+            "classes that you have not photographed yet, if these resemble the others."
+        )

@@ -1,14 +1,16 @@
 """The open-set probe: how well distances separate classes that the network has never seen."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
+from evernear.data.groups import GroupNumbers, group_numbers, queries_of_seen_groups
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
@@ -16,12 +18,24 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import OnStep, train_network
+from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
-from evernear.evaluation.statistics import auroc, false_accepts_at, proportion, roc
+from evernear.evaluation.statistics import (
+    Auroc,
+    Interval,
+    Placements,
+    Proportion,
+    auroc_interval,
+    false_accepts_at,
+    place,
+    proportion,
+    roc,
+)
 from evernear.index.build import build_index
 from evernear.index.calibrate import threshold_at, threshold_rejecting
 from evernear.index.description import MAX_DISTANCE
+from evernear.index.exact import digests_outside
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
@@ -31,6 +45,38 @@ PROBE_SHARE_WITH_MUON = 0.6
 """Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
 FEWEST_KNOWN = 2
 """Minimum number of classes to train on; calibration needs two in the gallery."""
+FEWEST_HELD_OUT = 2
+"""Number of classes to hold out of less than ten; of more, it is a fifth."""
+DRAWS = 5
+"""Draws of a frozen backbone. With a fifth of the classes in each, every class is held out once."""
+
+
+class Sample(NamedTuple):
+    """Images of one split in one draw: of the classes that the probe's network knows, or of those held out."""
+
+    distances: Distances
+    """Distance of each image (N,) to its nearest gallery vector."""
+    clusterings: tuple[Clusters, ...]
+    """The class of each image and, with ``data.group``, its group."""
+
+    def select(self, mask: NDArray[np.bool_]) -> Self:
+        """The images in ``mask``."""
+        return self._replace(
+            distances=self.distances[mask], clusterings=tuple(clusters[mask] for clusters in self.clusterings)
+        )
+
+
+class Draw(NamedTuple):
+    """Distances of one network, which has not seen the held-out classes."""
+
+    known: Sample
+    """Test images of known classes."""
+    unknown: Sample
+    """Test images of held-out classes."""
+    known_for_calibration: Distances
+    """Query images of known classes."""
+    unknown_for_calibration: Distances
+    """Query and gallery images of held-out classes."""
 
 
 def probe_open_set(
@@ -40,31 +86,40 @@ def probe_open_set(
     index_settings: IndexSettings,
     on_step: OnStep | None = None,
     store: Store | None = None,
+    on_draw: Callable[[int, int], None] | None = None,
 ) -> OpenSet:
     """Train with the same recipe, but for fewer epochs, without some classes, and measure their distances.
 
     The candidate cannot be probed, because it was trained on every class. ``train_settings.seed`` chooses the held-out
-    classes, which are excluded from training and gallery. Their query and gallery images, and the query images of the
-    other classes, determine the share of known images to reject. The test split determines the figures. The network is
-    discarded afterwards: the result describes the recipe. If unseen classes are not significantly farther away than
-    known ones, the release calls no image unknown. ``on_step`` is called after each training step. Features of a frozen
-    backbone come from ``store``.
+    classes, which are excluded from training and gallery. A frozen backbone is probed in several draws, each without
+    other classes, because its features are cached. The query and gallery images of the held-out classes, and the query
+    images of the other classes, determine the share of known images to reject. The test split determines the figures.
+    The networks are discarded afterwards: the result describes the recipe. If images of unseen classes are not
+    significantly farther away than known ones, the release calls no image unknown. ``on_step`` is called after each
+    training step, and ``on_draw`` after each draw with the number done and their total. Features of a frozen backbone
+    come from ``store``.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
     # Every class needs images in each split, whether it is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
-    held_out = choose_held_out(eligible, settings.held_out_classes, train_settings.seed)
+    wanted = settings.held_out_classes or max(FEWEST_HELD_OUT, len(eligible) // 5)
+    held_out = choose_held_out(eligible, wanted, DRAWS if train_settings.frozen else 1, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
     recipe = probe_recipe(dataset, train_settings, settings)
-    recognizer = _recognizer_without(held_out, dataset, recipe, index_settings, settings.batch_size, on_step, store)
-    splits: tuple[Split, ...] = ("query", "gallery", "test")
-    distances = {split: _distances(recognizer, dataset, split, held_out, settings.batch_size) for split in splits}
-    unseen = np.concatenate([distances[split][1] for split in ("query", "gallery")])
-    return assess(*distances["test"], distances["query"][0], unseen, index_settings, settings.confidence).model_copy(
-        update={"held_out": tuple(sorted(held_out))}
-    )
+    draws: list[Draw] = []
+    seen = queries_of_seen_groups(dataset)
+    with group_numbers(dataset) as groups:
+        for labels in held_out:
+            recognizer = _recognizer_without(
+                labels, dataset, recipe, index_settings, settings.batch_size, on_step, store
+            )
+            draws.append(_measure_draw(recognizer, dataset, labels, settings.batch_size, groups, seen))
+            if on_draw is not None:
+                on_draw(len(draws), len(held_out))
+    all_held_out = tuple(sorted(frozenset[str]().union(*held_out)))
+    return assess(draws, index_settings, settings.confidence).model_copy(update={"held_out": all_held_out})
 
 
 def probe_recipe(dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings) -> TrainSettings:
@@ -74,50 +129,101 @@ def probe_recipe(dataset: Dataset, train_settings: TrainSettings, settings: Eval
     return train_settings.model_copy(update={"epochs": settings.probe_epochs or epochs})
 
 
-def assess(
-    known: Distances,
-    unknown: Distances,
-    known_for_calibration: Distances,
-    unknown_for_calibration: Distances,
-    settings: IndexSettings,
-    confidence: float,
-) -> OpenSet:
-    """Choose the share of known images to reject, and measure its effect on distances ``known`` and ``unknown``."""
-    area = auroc(known, unknown, confidence)
-    accepting_threshold = threshold_at(unknown_for_calibration, settings.false_accept_rate)
-    required = float((known_for_calibration > accepting_threshold).mean())
-    measured = OpenSet(
+def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) -> OpenSet:
+    """Choose the share of known images to reject, and measure its effect on the test images of ``draws``.
+
+    Each draw has its own threshold, because the distances of two networks differ. ``held_out`` is left empty.
+    """
+    known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
+    by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
+    placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
+    value, *of_images = auroc_interval(placements, len(known.distances) // len(draws), confidence)
+    of_classes = _interval_of_classes(value, placements, known, unknown, confidence)
+    required = float(np.mean([_required_reject_rate(draw, settings.false_accept_rate) for draw in draws]))
+    separates = of_images[0] > 0.5
+    reject_rate = min(required, settings.false_reject_rate) if separates else None
+    thresholds = [
+        MAX_DISTANCE if reject_rate is None else threshold_rejecting(draw.known_for_calibration, reject_rate)
+        for draw in draws
+    ]
+    limits = list(zip(draws, thresholds, strict=True))
+    accepted = np.concatenate([draw.unknown.distances <= threshold for draw, threshold in limits])
+    rejected = np.concatenate([draw.known.distances > threshold for draw, threshold in limits])
+    return OpenSet(
         held_out=(),
-        auroc=area,
-        false_accepts_at_95=false_accepts_at(known, unknown, 0.95, confidence),
-        roc=roc(known, unknown),
+        draws=len(draws),
+        auroc=Auroc(
+            value=value,
+            low=min(of_images[0], of_classes[0]),
+            high=max(of_images[1], of_classes[1]),
+            known=len(known.distances),
+            unknown=len(unknown.distances),
+        ),
+        false_accepts_at_95=_false_accepts_at_95(known, unknown, confidence),
+        roc=roc(known.distances, unknown.distances),
+        threshold=None if separates else MAX_DISTANCE,
+        reject_rate=reject_rate,
         required_reject_rate=required,
         stated_false_accept_rate=settings.false_accept_rate,
         stated_false_reject_rate=settings.false_reject_rate,
+        false_accepts=_share(accepted, unknown.clusterings, confidence),
+        false_rejects=_share(rejected, known.clusterings, confidence),
     )
-    if measured.separates:
-        reject_rate = min(required, settings.false_reject_rate)
-        threshold = threshold_rejecting(known_for_calibration, reject_rate)
-        choice = {"reject_rate": reject_rate}
-    else:
-        threshold = MAX_DISTANCE
-        choice = {"threshold": MAX_DISTANCE}
+
+
+def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
+    """Share of known images that the threshold for ``false_accept_rate`` rejects."""
+    return float((draw.known_for_calibration > threshold_at(draw.unknown_for_calibration, false_accept_rate)).mean())
+
+
+def _interval_of_classes(
+    value: float, placements: Placements, known: Sample, unknown: Sample, confidence: float
+) -> tuple[float, float]:
+    """Limits of the area ``value`` if known and held-out classes are samples of all classes."""
+    from scipy.special import expit, logit
+
+    if not 0 < value < 1:
+        return value, value
+    half = sum_of_spreads(
+        [
+            spread_of_mean(placements.known_below, known.clusterings),
+            spread_of_mean(placements.beyond_known, unknown.clusterings),
+        ]
+    ).half_width(confidence)
+    return float(expit(logit(value) - half)), float(expit(logit(value) + half))
+
+
+def _false_accepts_at_95(known: Sample, unknown: Sample, confidence: float) -> Interval:
+    measured = false_accepts_at(known.distances, unknown.distances, 0.95, confidence)
+    accepted = unknown.distances <= np.quantile(known.distances, 0.95, method="inverted_cdf")
+    of_classes = _share(accepted, unknown.clusterings, confidence)
     return measured.model_copy(
-        update={
-            **choice,
-            "false_accepts": proportion(int((unknown <= threshold).sum()), len(unknown), confidence),
-            "false_rejects": proportion(int((known > threshold).sum()), len(known), confidence),
-        }
+        update={"low": min(measured.low, of_classes.low), "high": max(measured.high, of_classes.high)}
     )
 
 
-def choose_held_out(labels: list[str], wanted: int, seed: int) -> frozenset[str]:
-    """Choose ``wanted`` of ``labels``; fewer if that would leave less than `FEWEST_KNOWN`."""
+def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> Proportion:
+    """The share of ``outcomes`` (N,) with an interval that contains the spread between classes."""
+    effective = effective_images(outcomes, clusterings, confidence)
+    return proportion(int(outcomes.sum()), len(outcomes), confidence, effective)
+
+
+def _concatenate(samples: Sequence[Sample]) -> Sample:
+    distances, clusterings = zip(*samples, strict=True)
+    return Sample(np.concatenate(distances), tuple(np.concatenate(each) for each in zip(*clusterings, strict=True)))
+
+
+def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
+    """Choose ``wanted`` of ``labels`` for each of ``draws``, no label twice.
+
+    A draw has fewer if it would leave less than `FEWEST_KNOWN`, and there are fewer draws if the labels are used up.
+    """
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
-        return frozenset()
-    picked = np.random.default_rng(seed).choice(len(labels), wanted, replace=False)
-    return frozenset(labels[number] for number in picked)
+        return []
+    draws = min(draws, len(labels) // wanted)
+    picked = np.random.default_rng(seed).choice(len(labels), (draws, wanted), replace=False)
+    return [frozenset(labels[int(number)] for number in row) for row in picked]
 
 
 def _recognizer_without(
@@ -139,16 +245,44 @@ def _recognizer_without(
         return Recognizer.open(network, index, store=cache)
 
 
+def _measure_draw(
+    recognizer: Recognizer,
+    dataset: Dataset,
+    held_out: frozenset[str],
+    batch_size: int,
+    groups: GroupNumbers | None,
+    seen: frozenset[bytes],
+) -> Draw:
+    """Distances to the gallery of a ``recognizer`` without ``held_out``. Queries in ``seen`` do not calibrate."""
+    known, unknown = _distances(recognizer, dataset, "test", held_out, batch_size, groups)
+    queries, others = _distances(recognizer, dataset, "query", held_out, batch_size, None, seen)
+    _, gallery = _distances(recognizer, dataset, "gallery", held_out, batch_size, None)
+    return Draw(known, unknown, queries.distances, np.concatenate([others.distances, gallery.distances]))
+
+
 def _distances(
-    recognizer: Recognizer, dataset: Dataset, split: Split, held_out: Iterable[str], batch_size: int
-) -> tuple[Distances, Distances]:
-    """Nearest-neighbor distances of a split's images: first of known classes, then of held-out classes."""
+    recognizer: Recognizer,
+    dataset: Dataset,
+    split: Split,
+    held_out: Iterable[str],
+    batch_size: int,
+    groups: GroupNumbers | None,
+    exclude: frozenset[bytes] = frozenset(),
+) -> tuple[Sample, Sample]:
+    """Nearest-neighbor distances of a split's images: first of known classes, then of held-out classes.
+
+    Known images in ``exclude`` are left out, unless no other is left.
+    """
     held_out_indices = [dataset.labels.index(label) for label in held_out]
-    known, unknown = [np.empty(0, np.float32)], [np.empty(0, np.float32)]
+    gallery = recognizer.gallery
+    parts: list[Sample] = []
+    included: list[NDArray[np.bool_]] = []
     for block, embeddings in recognizer.embed_split(dataset, split, batch_size):
-        gallery = recognizer.gallery
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
-        is_held_out = np.isin(block.labels, held_out_indices)
-        known.append(distances[~is_held_out])
-        unknown.append(distances[is_held_out])
-    return np.concatenate(known), np.concatenate(unknown)
+        of_groups = (groups.of(block.digests),) if groups else ()
+        parts.append(Sample(distances, (block.labels.astype(np.int32), *of_groups)))
+        included.append(digests_outside(block.digests, exclude))
+    images = _concatenate(parts)
+    is_unknown = np.isin(images.clusterings[0], held_out_indices)
+    is_known = ~is_unknown & np.concatenate(included)
+    return images.select(is_known if is_known.any() else ~is_unknown), images.select(is_unknown)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,15 @@ class Auroc(Interval):
         return f"{self.value:.4f} ({self.low:.4f} to {self.high:.4f})"
 
 
+class Placements(NamedTuple):
+    """How known and unknown images lie among each other. The mean of either column is the area under the ROC curve."""
+
+    known_below: NDArray[np.float64]
+    """Of each known image (N,), the share of unknown ones that are farther away."""
+    beyond_known: NDArray[np.float64]
+    """Of each unknown image (M,), the share of known ones that are nearer."""
+
+
 class Roc(Frozen):
     """The ROC curve of a distance threshold: at most `ROC_POINTS` points, all finite."""
 
@@ -82,7 +92,7 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
     If the images depend on each other, ``effective`` is the number of independent ones that say as much
     (`evernear.evaluation.grouped.effective_totals`).
     """
-    z, share = _deviations(confidence), count / total
+    z, share = deviations(confidence), count / total
     n = total if effective is None else effective
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
@@ -120,16 +130,25 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     (2006, Statist. Med. 25:559, method 5) assumes a distribution and takes the error at the ends of the interval, so it
     does not collapse.
     """
+    placements = place(known, unknown)
+    value, low, high = auroc_interval(placements, len(known), confidence)
+    return Auroc(value=value, low=low, high=high, known=len(known), unknown=len(unknown))
+
+
+def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
+    """Compare each distance of known (N,) and unknown (M,) images with all of the others. Ties count half."""
     from scipy.stats import rankdata
 
     m, n = len(unknown), len(known)
     ranks = rankdata(np.concatenate([unknown, known]))
-    beyond_known = (ranks[:m] - rankdata(unknown)) / n
-    known_below = 1 - (ranks[m:] - rankdata(known)) / m
-    value = float(beyond_known.mean())
-    z = _deviations(confidence)
-    ends = [*_newcombe(value, m, n, z), *_delong(value, beyond_known, known_below, z)]
-    return Auroc(value=value, low=min(ends), high=max(ends), known=n, unknown=m)
+    return Placements(1 - (ranks[m:] - rankdata(known)) / m, (ranks[:m] - rankdata(unknown)) / n)
+
+
+def auroc_interval(placements: Placements, known: int, confidence: float) -> tuple[float, float, float]:
+    """The area, and the interval of `auroc` for a comparison with ``known`` images."""
+    value, z = float(placements.beyond_known.mean()), deviations(confidence)
+    ends = [*_newcombe(value, len(placements.beyond_known), known, z), *_delong(value, placements, z)]
+    return value, min(ends), max(ends)
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
@@ -194,19 +213,17 @@ def false_accepts_at(
     return Interval(value=accepted / m, low=min(float(low), wilson.low), high=max(float(high), wilson.high))
 
 
-def _deviations(confidence: float) -> float:
+def deviations(confidence: float) -> float:
     """Half-width, in standard deviations, of the central normal interval with probability ``confidence``."""
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
-def _delong(
-    value: float, beyond_known: NDArray[np.float64], known_below: NDArray[np.float64], z: float
-) -> tuple[float, float]:
+def _delong(value: float, placements: Placements, z: float) -> tuple[float, float]:
     from scipy.special import expit, logit
 
-    if not 0 < value < 1 or min(len(beyond_known), len(known_below)) < 2:
+    if not 0 < value < 1 or min(map(len, placements)) < 2:
         return value, value
-    variance = sum(float(part.var(ddof=1)) / len(part) for part in (beyond_known, known_below))
+    variance = sum(float(part.var(ddof=1)) / len(part) for part in placements)
     half = z * math.sqrt(variance) / (value * (1 - value))
     return float(expit(logit(value) - half)), float(expit(logit(value) + half))
 

@@ -1,5 +1,6 @@
 """The verdict of the gate. Reading a verdict imports neither torch nor FAISS."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
@@ -116,3 +117,13 @@ def _digest(verdict: Verdict) -> str:
     # Verdicts of earlier versions lack these fields, and stay valid.
     unset = {name for name in ("anchor", "detectable_loss", "caution") if not getattr(verdict, name)}
     return sha256_bytes(verdict.model_dump_json(exclude={"digest", *unset}).encode())
+
+
+def floor_setting(key: str, value: float) -> str:
+    """The setting ``key`` for a floor that ``value`` reaches, in hundredths; empty if ``value`` is not finite."""
+    return f"{key}={math.floor(value * 100) / 100:g}" if math.isfinite(value) else ""
+
+
+def ceiling_setting(key: str, value: float) -> str:
+    """The same for a ceiling."""
+    return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""

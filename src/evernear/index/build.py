@@ -42,10 +42,12 @@ def build_index(
     threshold: float | None = None,
     reject_rate: float | None = None,
     owner: str = "",
+    exclude_queries: frozenset[bytes] = frozenset(),
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
-    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. ``threshold`` and
+    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. Queries with a digest in
+    ``exclude_queries`` do not calibrate, unless there are no others. ``threshold`` and
     ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection
     belongs to the store ``owner``. The description is written last, so a directory without ``index.json`` is an
     unfinished index.
@@ -62,7 +64,7 @@ def build_index(
     if next(select_labels(embeddings.blocks("gallery"), known), None) is None:
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     numbers, sums = _labels(embeddings, known)
-    queries = sample_queries(embeddings, known)
+    queries = sample_queries(embeddings, known, exclude=exclude_queries)
     gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), owner)
     exact = exact_neighbors(queries, gallery.blocks())
     with _parameter_errors(settings, embeddings):

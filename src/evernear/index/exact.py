@@ -27,8 +27,15 @@ class ExactNeighbors:
     """Distance to the nearest vector of another class; infinite without another class."""
 
 
-def sample_queries(embeddings: Embeddings, known: NDArray[np.bool_], size: int = SAMPLE_SIZE) -> EmbeddingBlock:
+def sample_queries(
+    embeddings: Embeddings,
+    known: NDArray[np.bool_],
+    size: int = SAMPLE_SIZE,
+    exclude: frozenset[bytes] = frozenset(),
+) -> EmbeddingBlock:
     """At most ``size`` queries of the query split, evenly spaced, of the labels in the mask ``known``, sorted by label.
+
+    Of them, those with a digest in ``exclude`` are left out, unless none would be left.
 
     Raises:
         DataError: none is left.
@@ -41,7 +48,14 @@ def sample_queries(embeddings: Embeddings, known: NDArray[np.bool_], size: int =
         for columns in zip(*((block.embeddings, block.labels, block.digests) for block in selected), strict=True)
     )
     order = np.argsort(labels, kind="stable")
+    included = digests_outside(digests, exclude)[order]
+    order = order[included] if included.any() else order
     return EmbeddingBlock(vectors[order], labels[order], digests[order])
+
+
+def digests_outside(digests: NDArray[np.uint8], exclude: frozenset[bytes]) -> NDArray[np.bool_]:
+    """Whether each of ``digests`` (N, 32) is not in ``exclude``."""
+    return np.array([digest.tobytes() not in exclude for digest in digests] if exclude else [True] * len(digests), bool)
 
 
 def _positions(embeddings: Embeddings, known: NDArray[np.bool_], size: int) -> NDArray[np.int64]:

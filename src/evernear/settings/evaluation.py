@@ -10,7 +10,11 @@ class EvaluationSettings(Section):
     """How candidate and champion are measured."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
-    held_out_classes: int = Field(default=2, ge=1, description="Classes left out of the open-set probe's training.")
+    held_out_classes: int = Field(
+        default=0,
+        ge=0,
+        description="Classes left out of each draw of the open-set probe; 0: a fifth of the classes, at least 2.",
+    )
     probe_epochs: int = Field(
         default=0,
         ge=0,
