@@ -231,7 +231,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
     """Build the index of the gallery, with the open-set threshold that belongs to the network."""
     with _step("index", run, settings) as (running, chosen):
         from evernear.common.store.identity import owner_of
-        from evernear.data.groups import queries_of_seen_groups
+        from evernear.data.groups import group_numbers
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
@@ -239,22 +239,24 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
 
         data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))
-        probed, seen = OpenSet.load(Path(open_set)), queries_of_seen_groups(data)
-        result = build_index(
-            vectors,
-            data.labels,
-            chosen.index,
-            Path(index),
-            threshold=probed.threshold,
-            reject_rate=probed.reject_rate,
-            owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend != FAISS else "",
-            exclude_queries=seen,
-        )
+        probed = OpenSet.load(Path(open_set))
+        with group_numbers(data) as groups:
+            seen = len(groups.seen_queries()) if groups else 0
+            result = build_index(
+                vectors,
+                data.labels,
+                chosen.index,
+                Path(index),
+                threshold=probed.threshold,
+                reject_rate=probed.reject_rate,
+                owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend != FAISS else "",
+                groups=groups,
+            )
         queries = data.manifest.label_counts("query")
         unqueried = sum(not queries[label] for label in result.known_labels)
         note = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""
         if seen:
-            note += "; " + _calibrated_without(len(seen), data.count("query"))
+            note += "; " + _calibrated_without(seen, data.count("query"))
         running.summary = result.summary(chosen.index.recall) + note
 
 

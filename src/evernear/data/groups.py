@@ -66,8 +66,9 @@ def _stem(path: str) -> str:
 class GroupNumbers:
     """Numbers the groups of a snapshot's images as they are asked for, from its ledger."""
 
-    def __init__(self, ledger: Path) -> None:
-        self._ledger = PublishedGroups(ledger)
+    def __init__(self, ledger: Path, divided: bool) -> None:
+        """Read ``ledger``. ``divided`` says whether a group has images in several splits."""
+        self._ledger, self._divided = PublishedGroups(ledger), divided
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
@@ -77,6 +78,22 @@ class GroupNumbers:
         of_image: list[str | bytes] = [keys.get(image) or image for image in images]
         numbers = (self._numbers.setdefault(key, len(self._numbers)) for key in of_image)
         return np.fromiter(numbers, np.int32, len(images))
+
+    def independent(self, digests: NDArray[np.uint8]) -> float:
+        """The number of independent images among N >= 1 images, with the estimate of Kish (1965, section 8.2).
+
+        See `evernear.evaluation.grouped.effective_totals`.
+        """
+        sizes = np.unique(self.of(digests), return_counts=True)[1]
+        return float(sizes.sum() ** 2 / (sizes**2).sum())
+
+    def seen_queries(self) -> frozenset[bytes]:
+        """Digests of the query images whose group also has images in train or gallery.
+
+        They look more like the gallery than a new group does. Only a dataset that was ingested before ``data.group``
+        was set has any, or one whose source states the splits.
+        """
+        return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 
     def close(self) -> None:
         """Close the ledger."""
@@ -93,28 +110,9 @@ def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
     if not dataset.manifest.groups:
         yield None
         return
-    with _fetched_ledger(dataset) as path, closing(GroupNumbers(path)) as numbers:
-        yield numbers
-
-
-def queries_of_seen_groups(dataset: Dataset) -> frozenset[bytes]:
-    """Digests of the query images whose group also has images in train or gallery.
-
-    They look more like the gallery than a new group does. Only a dataset that was ingested before ``data.group`` was
-    set has any, or one whose source states the splits.
-
-    Raises:
-        IntegrityError, StoreError: its ledger is missing or damaged.
-    """
-    if not dataset.manifest.groups or not dataset.manifest.problem_counts.get("split_group"):
-        return frozenset()
-    with _fetched_ledger(dataset) as path, closing(PublishedGroups(path)) as ledger:
-        return ledger.queries_of_seen_groups()
-
-
-@contextmanager
-def _fetched_ledger(dataset: Dataset) -> Generator[Path]:
+    divided = bool(dataset.manifest.problem_counts.get("split_group"))
     with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
         path = Path(scratch, "ledger.sqlite")
         Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        yield path
+        with closing(GroupNumbers(path, divided)) as numbers:
+            yield numbers

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from evernear.evaluation.statistics import deviations
 
 PRIOR_DEVIATION = 0.8
-"""Standard deviation between classes of the log-odds of a figure, before it is measured: 0.6 to 1.4 on the sets of
-docs/decisions/measurements/unknown-images.md."""
+"""Standard deviation between classes of the log-odds of a figure, before it is measured: 0.6 to 0.9 for the AUROC on
+three sets of photographs (docs/decisions/0077-an-honest-unknown.md)."""
 PRIOR_DEGREES = 4
 """The number of classes that `PRIOR_DEVIATION` counts as."""
 Clusters = NDArray[np.int32]

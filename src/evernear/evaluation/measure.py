@@ -15,7 +15,8 @@ from evernear.data.manifest import Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.grouped import effective_totals
-from evernear.evaluation.statistics import Proportion, exact_proportion, proportion
+from evernear.evaluation.statistics import Proportion, proportion
+from evernear.index.description import Calibration
 from evernear.settings import ClassSettings, EvaluationSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
@@ -86,7 +87,7 @@ class Measurement(Frozen):
     """Queries of classes that the system knows that are called unknown; None if no query is of such a class."""
     calibration_rejects: Proportion | None = None
     """Images of the query split, on which the threshold was calibrated, that are called unknown. The interval is exact,
-    also for a threshold chosen on these images. None in evaluations of earlier versions."""
+    also for a threshold chosen on these images, and counts groups. None in evaluations of earlier versions."""
     index_recall: Proportion
     """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
     class_recall: dict[str, Proportion]
@@ -180,7 +181,7 @@ def measure(
         recall_at_1=shares.overall("nearest"),
         recall_at_5=shares.overall("among_nearest"),
         false_rejects=shares.within(known_labels, "unknown"),
-        calibration_rejects=exact_proportion(calibration.false_rejects, calibration.queries, settings.confidence),
+        calibration_rejects=_calibration_rejects(calibration, settings.confidence),
         index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
         class_recall=shares.by_class("correct"),
         class_rejects=shares.by_class("unknown"),
@@ -188,6 +189,11 @@ def measure(
         groups=shares.groups,
     )
     return measurement, Outcomes(shares.columns["correct"], shares.labels, shares.group_numbers)
+
+
+def _calibration_rejects(calibration: Calibration, confidence: float) -> Proportion:
+    low, high = calibration.expected_false_rejects(confidence)
+    return Proportion(count=calibration.false_rejects, total=calibration.queries, low=low, high=high)
 
 
 Column = Literal["correct", "nearest", "among_nearest", "unknown"]

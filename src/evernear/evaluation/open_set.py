@@ -14,8 +14,9 @@ class OpenSet(Frozen):
 
     held_out: tuple[str, ...]
     """The classes that any draw held out."""
-    draws: int = 1
-    """Networks that were probed, each without other classes."""
+    draws: int = 0
+    """Networks that were probed, each without other classes; 0 in probes of earlier versions, whose intervals count
+    images alone."""
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
     """Share of test images of held-out classes accepted where 95% of the known ones are (FPR at 95% TPR)."""
@@ -69,9 +70,14 @@ class OpenSet(Frozen):
     def basis(self) -> str:
         """What the figures rest on, and how far they reach, in a few sentences."""
         classes = quantity(len(self.held_out), "class", "classes")
-        draws = quantity(self.draws, "draw")
+        if not self.draws:
+            return f"The figures rest on {classes}, and the intervals hold for these alone: other classes may differ."
+        training = (
+            "one network, trained without them"
+            if self.draws == 1
+            else f"{self.draws} draws, each with a network that does not know some of them"
+        )
         return (
-            f"The figures rest on {classes} in {draws}: {', '.join(self.held_out)}. Each draw held some of them out of "
-            "training and gallery. The intervals contain the differences between classes, so they also hold for "
-            "classes that you have not photographed yet, if these resemble the others."
+            f"The figures rest on {classes} and {training}. The intervals contain the differences between classes, so "
+            "they also hold for a class that you have not photographed yet, if it resembles these."
         )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.common.store import Store
-from evernear.data.groups import GroupNumbers, group_numbers, queries_of_seen_groups
+from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
@@ -19,6 +19,7 @@ from evernear.embedding.export import export_network
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import OnStep, train_network
 from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
+from evernear.evaluation.grouped import effective_totals
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import (
@@ -58,6 +59,13 @@ class Sample(NamedTuple):
     """Distance of each image (N,) to its nearest gallery vector."""
     clusterings: tuple[Clusters, ...]
     """The class of each image and, with ``data.group``, its group."""
+
+    @property
+    def independent(self) -> float:
+        """The number of independent images: all, or with groups the number that `effective_totals` estimates."""
+        if len(self.clusterings) == 1:
+            return float(len(self.distances))
+        return float(effective_totals(np.zeros_like(self.clusterings[-1]), self.clusterings[-1], 1)[0])
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
         """The images in ``mask``."""
@@ -109,13 +117,12 @@ def probe_open_set(
         return OpenSet(held_out=())
     recipe = probe_recipe(dataset, train_settings, settings)
     draws: list[Draw] = []
-    seen = queries_of_seen_groups(dataset)
     with group_numbers(dataset) as groups:
         for labels in held_out:
             recognizer = _recognizer_without(
                 labels, dataset, recipe, index_settings, settings.batch_size, on_step, store
             )
-            draws.append(_measure_draw(recognizer, dataset, labels, settings.batch_size, groups, seen))
+            draws.append(_measure_draw(recognizer, dataset, labels, settings.batch_size, groups))
             if on_draw is not None:
                 on_draw(len(draws), len(held_out))
     all_held_out = tuple(sorted(frozenset[str]().union(*held_out)))
@@ -137,7 +144,8 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) ->
     known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
     placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
-    value, *of_images = auroc_interval(placements, len(known.distances) // len(draws), confidence)
+    known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws show the same test images
+    value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, confidence)
     of_classes = _interval_of_classes(value, placements, known, unknown, confidence)
     required = float(np.mean([_required_reject_rate(draw, settings.false_accept_rate) for draw in draws]))
     separates = of_images[0] > 0.5
@@ -251,9 +259,9 @@ def _measure_draw(
     held_out: frozenset[str],
     batch_size: int,
     groups: GroupNumbers | None,
-    seen: frozenset[bytes],
 ) -> Draw:
-    """Distances to the gallery of a ``recognizer`` without ``held_out``. Queries in ``seen`` do not calibrate."""
+    """Distances to the gallery of a ``recognizer`` without ``held_out``."""
+    seen = groups.seen_queries() if groups else frozenset[bytes]()
     known, unknown = _distances(recognizer, dataset, "test", held_out, batch_size, groups)
     queries, others = _distances(recognizer, dataset, "query", held_out, batch_size, None, seen)
     _, gallery = _distances(recognizer, dataset, "gallery", held_out, batch_size, None)

@@ -131,7 +131,7 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     does not collapse.
     """
     placements = place(known, unknown)
-    value, low, high = auroc_interval(placements, len(known), confidence)
+    value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
     return Auroc(value=value, low=low, high=high, known=len(known), unknown=len(unknown))
 
 
@@ -144,10 +144,12 @@ def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placement
     return Placements(1 - (ranks[m:] - rankdata(known)) / m, (ranks[:m] - rankdata(unknown)) / n)
 
 
-def auroc_interval(placements: Placements, known: int, confidence: float) -> tuple[float, float, float]:
-    """The area, and the interval of `auroc` for a comparison with ``known`` images."""
+def auroc_interval(
+    placements: Placements, known: float, unknown: float, confidence: float
+) -> tuple[float, float, float]:
+    """The area, and the interval of `auroc` if as many of the images as ``known`` and ``unknown`` are independent."""
     value, z = float(placements.beyond_known.mean()), deviations(confidence)
-    ends = [*_newcombe(value, len(placements.beyond_known), known, z), *_delong(value, placements, z)]
+    ends = [*_newcombe(value, unknown, known, z), *_delong(value, placements, known, unknown, z)]
     return value, min(ends), max(ends)
 
 
@@ -218,17 +220,17 @@ def deviations(confidence: float) -> float:
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
-def _delong(value: float, placements: Placements, z: float) -> tuple[float, float]:
+def _delong(value: float, placements: Placements, known: float, unknown: float, z: float) -> tuple[float, float]:
     from scipy.special import expit, logit
 
     if not 0 < value < 1 or min(map(len, placements)) < 2:
         return value, value
-    variance = sum(float(part.var(ddof=1)) / len(part) for part in placements)
+    variance = sum(float(part.var(ddof=1)) / count for part, count in zip(placements, (known, unknown), strict=True))
     half = z * math.sqrt(variance) / (value * (1 - value))
     return float(expit(logit(value) - half)), float(expit(logit(value) + half))
 
 
-def _newcombe(value: float, m: int, n: int, z: float) -> tuple[float, float]:
+def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]:
     """The limits below and above ``value`` at a distance of ``z`` times the standard error of the limit."""
     from scipy.optimize import root_scalar
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import disk_errors, sha256_file, write_atomically
 from evernear.common.output import quantity
+from evernear.data.groups import GroupNumbers
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
 from evernear.index.calibrate import calibrate
@@ -42,12 +43,12 @@ def build_index(
     threshold: float | None = None,
     reject_rate: float | None = None,
     owner: str = "",
-    exclude_queries: frozenset[bytes] = frozenset(),
+    groups: GroupNumbers | None = None,
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
-    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. Queries with a digest in
-    ``exclude_queries`` do not calibrate, unless there are no others. ``threshold`` and
+    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. With ``groups``,
+    queries whose group has images in train or gallery do not calibrate, unless there are no others. ``threshold`` and
     ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection
     belongs to the store ``owner``. The description is written last, so a directory without ``index.json`` is an
     unfinished index.
@@ -64,12 +65,14 @@ def build_index(
     if next(select_labels(embeddings.blocks("gallery"), known), None) is None:
         raise DataError("The gallery is empty; raise data.gallery_fraction.")
     numbers, sums = _labels(embeddings, known)
-    queries = sample_queries(embeddings, known, exclude=exclude_queries)
+    queries = sample_queries(embeddings, known, exclude=groups.seen_queries() if groups else frozenset())
     gallery = GalleryVectors(embeddings, tuple(labels), known, len(numbers), owner)
     exact = exact_neighbors(queries, gallery.blocks())
     with _parameter_errors(settings, embeddings):
         chosen = _create(gallery, settings, queries, exact)
         calibration = calibrate(queries, exact, chosen.index, settings, threshold, reject_rate)
+    if groups is not None:
+        calibration = calibration.model_copy(update={"independent": groups.independent(queries.digests)})
 
     with disk_errors(out_dir):
         (out_dir / DESCRIPTION_FILE).unlink(missing_ok=True)

@@ -69,6 +69,8 @@ class Calibration(Frozen):
     """Queries whose nearest vector, as the index finds it, is beyond the threshold."""
     nearest_found: int
     """Queries for which the index found the exact nearest vector: its recall@1."""
+    independent: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    """The number of independent queries (`evernear.data.groups.GroupNumbers.independent`); None if all are."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
         """The range of the share of new images of known classes that the threshold calls unknown.
@@ -76,11 +78,13 @@ class Calibration(Frozen):
         It is the interval of Clopper and Pearson (1934) for `false_rejects` of `queries`. It also holds for a threshold
         that was chosen on the same queries: the share beyond the order statistic of rank n - k follows a Beta(k + 1, n
         - k) distribution, and the share beyond the next one a Beta(k, n - k + 1) distribution (Vovk 2012, "Conditional
-        validity of inductive conformal predictors", arXiv:1209.2673).
+        validity of inductive conformal predictors", arXiv:1209.2673). Of queries in groups, it counts `independent`.
         """
         from scipy.special import betaincinv
 
-        rejected, accepted, tail = self.false_rejects, self.queries - self.false_rejects, (1 - confidence) / 2
+        scale = 1.0 if self.independent is None else self.independent / self.queries
+        rejected, accepted = scale * self.false_rejects, scale * (self.queries - self.false_rejects)
+        tail = (1 - confidence) / 2
         low = float(betaincinv(rejected, accepted + 1, tail)) if rejected else 0.0
         high = float(betaincinv(rejected + 1, accepted, 1 - tail)) if accepted else 1.0
         return low, high
@@ -95,9 +99,15 @@ class Calibration(Frozen):
         if stated is None or high <= WIDE * stated:
             return text
         return (
-            f"{text}, a wide range from only {quantity(self.queries, 'query image')}: to narrow it, add images, or "
-            "raise data.query_fraction for a new dataset"
+            f"{text}, a wide range from only {quantity(self.queries, 'query image')}{self._grouped()}: to narrow it, "
+            f"add {'images' if self.independent is None else 'groups'}, or raise data.query_fraction for a new dataset"
         )
+
+    def _grouped(self) -> str:
+        """The number of independent images for a sentence; empty if all are."""
+        if self.independent is None:
+            return ""
+        return f" of groups (data.group), as good as {quantity(round(self.independent), 'independent image')}"
 
 
 def describe_threshold(threshold: float) -> str:
@@ -163,6 +173,8 @@ class IndexDescription(Frozen):
             later["collection"] = True
         elif self.collection.backend == "milvus":
             later["collection"] = {"backend"}
+        if self.calibration.independent is None:
+            later["calibration"] = {"independent"}
         return sha256_bytes(self.model_dump_json(exclude=later).encode())
 
 
