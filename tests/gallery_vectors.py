@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +20,12 @@ Numbers = NDArray[np.int64]
 
 
 class MakeEmbeddings(Protocol):
-    def __call__(self, splits: Mapping[Split, tuple[Vectors, Numbers]], rows_per_shard: int = 50) -> Embeddings: ...
+    def __call__(
+        self,
+        splits: Mapping[Split, tuple[Vectors, Numbers]],
+        rows_per_shard: int = 50,
+        digests: Mapping[Split, NDArray[np.uint8]] = ...,
+    ) -> Embeddings: ...
 
 
 def blobs(seed: int, count: int, classes: int = 5, dim: int = 16, spread: float = 0.35) -> tuple[Vectors, Numbers]:
@@ -38,14 +44,18 @@ def unit(vectors: NDArray[np.float64]) -> Vectors:
 def make_embeddings(tmp_path_factory: pytest.TempPathFactory) -> MakeEmbeddings:
     numbers = itertools.count()
 
-    def make(splits: Mapping[Split, tuple[Vectors, Numbers]], rows_per_shard: int = 50) -> Embeddings:
+    def make(
+        splits: Mapping[Split, tuple[Vectors, Numbers]],
+        rows_per_shard: int = 50,
+        digests: Mapping[Split, NDArray[np.uint8]] = MappingProxyType({}),
+    ) -> Embeddings:
         directory = tmp_path_factory.mktemp(f"embeddings{next(numbers)}")
         dim = next(iter(splits.values()))[0].shape[1]
         dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
         shards: list[EmbeddingShard] = []
         for split, (vectors, labels) in splits.items():
             rows = np.zeros(len(labels), dtype)
-            rows["embedding"], rows["label"] = vectors, labels
+            rows["embedding"], rows["label"], rows["digest"] = vectors, labels, digests.get(split, 0)
             for start in range(0, len(rows), rows_per_shard):
                 path = Path(directory) / f"{split}-{start:05d}.npy"
                 part = rows[start : start + rows_per_shard]

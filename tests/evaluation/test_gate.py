@@ -20,7 +20,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes
-from evernear.evaluation.statistics import Proportion, proportion
+from evernear.evaluation.statistics import Proportion, exact_proportion, proportion
 from evernear.evaluation.verdict import Rule, Verdict
 from evernear.settings import GateSettings
 
@@ -202,6 +202,37 @@ def test_false_rejects_hold_only_significantly_above_the_ceiling(passing: Evalua
     assert set(failed(decide(with_candidate(passing, false_rejects=proportion(1, 9, 0.95)), strict))) == {
         "false_rejects"
     }
+
+
+def test_test_images_unlike_the_gallery_are_said_in_words(passing: Evaluation):
+    """A given test split of other shops: 15.5% of it is called unknown, and 5% of the images that set the threshold."""
+    other = {"false_rejects": proportion(155, 1000, 0.95), "calibration_rejects": exact_proportion(10, 200, 0.95)}
+    reason = failed(decide(with_candidate(passing, **other), SETTINGS))["false_rejects"].reason
+    assert "significantly more than 10%. Your test images look different from your gallery: of the 200 query " in reason
+    assert "5.00% are called unknown. Add images like the test images to the training images, or," in reason
+    assert "data.group" in reason
+    within = {"false_rejects": proportion(99, 1000, 0.95), "calibration_rejects": exact_proportion(10, 1000, 0.95)}
+    verdict = decide(with_candidate(passing, **within), SETTINGS)
+    assert verdict.promote
+    assert "not significantly more than 10%. Your test images look different" in " ".join(verdict.reasons)
+    grouped = decide(with_candidate(passing, **other, groups=40), SETTINGS)
+    assert "Your test images look different" in failed(grouped)["false_rejects"].reason
+    assert "data.group" not in failed(grouped)["false_rejects"].reason
+
+
+@pytest.mark.parametrize(
+    ("tested", "calibrated"), [((99, 1000), (10, 100)), ((1, 9), (0, 10)), ((60, 1000), (50, 1000)), ((0, 50), (0, 50))]
+)
+def test_test_images_like_the_gallery_get_no_advice(
+    passing: Evaluation, tested: tuple[int, int], calibrated: tuple[int, int]
+):
+    alike = with_candidate(
+        passing,
+        false_rejects=proportion(*tested, 0.95),
+        calibration_rejects=exact_proportion(*calibrated, 0.95),
+    )
+    assert "look different" not in " ".join(decide(alike, SETTINGS).reasons)
+    assert "look different" not in " ".join(decide(with_candidate(alike, calibration_rejects=None), SETTINGS).reasons)
 
 
 def test_reason_names_the_largest_class_regression(simulation: ModuleType):

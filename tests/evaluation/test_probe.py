@@ -1,4 +1,3 @@
-import json
 import math
 from pathlib import Path
 from statistics import NormalDist
@@ -182,15 +181,59 @@ def test_each_draw_is_compared_with_itself():
     assert one.false_accepts is not None
     assert two.false_accepts.value == pytest.approx(one.false_accepts.value, abs=0.01)
     assert "in 2 draws" in two.summary()
-    assert "2 draws" in two.basis()
 
 
-def test_open_set_of_an_earlier_version_is_read():
-    """The probe of evernear 0.9 had neither draws nor classes in its intervals."""
-    measured = assess([draw_of(NEAR, FAR)], IndexSettings(), 0.95)
-    earlier = measured.model_dump(mode="json", exclude={"draws"})
-    assert OpenSet.model_validate_json(json.dumps(earlier)) == measured
-    assert OpenSet.model_validate_json(json.dumps(earlier)).separates
+def test_frames_of_few_scenes_do_not_prove_that_distances_separate():
+    """Three scenes of 100 frames: as images they separate significantly, as scenes they do not."""
+    rng = np.random.default_rng(1)
+    known, unknown = (
+        np.repeat(np.array(scenes), 100) + rng.normal(0, 0.01, 300) for scenes in ([0.5, 0.6, 0.7], [0.55, 0.65, 0.75])
+    )
+    by_class = tuple(Sample(part.astype(np.float32), (np.arange(300) % 2,)) for part in (known, unknown))
+    by_scene = tuple(Sample(part.distances, (*part.clusterings, np.arange(300) // 100)) for part in by_class)
+    frames, scenes = (
+        assess([Draw(*part, part[0].distances, part[1].distances)], IndexSettings(), 0.95)
+        for part in (by_class, by_scene)
+    )
+    assert frames.separates
+    assert not scenes.separates
+    assert scenes.threshold == MAX_DISTANCE
+
+
+def test_basis_says_how_many_classes_and_draws_the_figures_rest_on():
+    classes = tuple(f"class {number}" for number in range(80))
+    one, five = (
+        assess([draw_of(NEAR, FAR)] * draws, IndexSettings(), 0.95).model_copy(update={"held_out": classes})
+        for draws in (1, 5)
+    )
+    assert "rest on 80 classes and one network, trained without them." in one.basis()
+    assert "rest on 80 classes and 5 draws, each with a network that does not know some of them." in five.basis()
+    assert "for the 80 classes held out in 5 draws (class 0, class 1, class 2, class 3, class 4 and 75 more)" in (
+        five.summary()
+    )
+
+
+EARLIER = """{"held_out":["3","8"],"auroc":{"value":0.9575,"low":0.936,"high":0.9725,"known":200,"unknown":200},
+"false_accepts_at_95":{"value":0.13,"low":0.075,"high":0.22},"roc":{"false_accepts":[0.0,1.0],
+"true_accepts":[0.0,1.0],"thresholds":[0.5,1.9]},"threshold":null,"reject_rate":0.05,"required_reject_rate":0.055,
+"stated_false_accept_rate":0.05,"stated_false_reject_rate":0.05,
+"false_accepts":{"count":12,"total":200,"low":0.035,"high":0.102},
+"false_rejects":{"count":9,"total":200,"low":0.024,"high":0.083}}"""
+"""Written before the intervals contained the spread between classes."""
+
+
+def test_open_set_of_an_earlier_version_is_read_and_does_not_claim_more_than_it_measured(tmp_path: Path):
+    (tmp_path / "open_set.json").write_text(EARLIER)
+    (tmp_path / "unseparated.json").write_text(
+        EARLIER.replace('"threshold":null,"reject_rate":0.05', '"threshold":2.0,"reject_rate":null')
+    )
+    earlier = OpenSet.load(tmp_path / "open_set.json")
+    assert earlier.separates
+    assert "AUROC 0.9575 (0.9360 to 0.9725) for the 2 classes held out (3, 8)" in earlier.summary()
+    assert earlier.basis() == (
+        "The figures rest on 2 classes, and the intervals hold for these alone: other classes may differ."
+    )
+    assert not OpenSet.load(tmp_path / "unseparated.json").separates
 
 
 def test_probe_is_deterministic_and_survives_json(system: System, open_set: OpenSet):
