@@ -29,6 +29,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.verdict import Rule
 from evernear.index.build import build_index
 from evernear.settings import ClassSettings, DataSettings, EvaluationSettings, GateSettings, IndexSettings
 from tests.conftest import System
@@ -330,6 +331,51 @@ def test_retained_test_images_with_another_dataset(
     without = evaluate_systems(full, ReleasedSystem(full), system.dataset, PROBED, SETTINGS)
     assert without.champion_test_overlap is None
     assert "same_test_set" in {rule.name for rule in decide(without, LENIENT).rules if not rule.passed}
+
+
+@pytest.fixture
+def reviewed_and_own(system: System, tmp_path: Path) -> Path:
+    """Digits as files: the names of half of them show that they came by review."""
+    for block in system.dataset.blocks("test"):
+        for image, label, digest in zip(block.images, block.labels, block.digests, strict=True):
+            name = digest.tobytes().hex()[:16]
+            path = tmp_path / "images" / str(label) / f"{'review-' if digest[0] % 2 else 'own-'}{name}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[:, :, 0]).save(path)
+    return tmp_path / "images"
+
+
+def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
+    reviewed_and_own: Path, full: Recognizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """An earlier version placed images that came by review in the test split, and tested the champion on them."""
+    settings = DataSettings(source=f"folder:{reviewed_and_own}", test_fraction=0.5, gallery_fraction=0.3)
+    store = (tmp_path / "store").as_uri()
+    with monkeypatch.context() as patch:
+        for module in ("placing", "reviewed"):
+            patch.setattr(f"evernear.data.{module}.is_reviewed", lambda _: False)
+        earlier = Dataset(ingest_source(settings, store), open_store(store))
+    champion = ReleasedSystem(full, earlier)
+
+    def same_test_set() -> tuple[Evaluation, Rule]:
+        dataset = Dataset(ingest_source(settings, store), open_store(store))
+        evaluation = evaluate_systems(full, champion, dataset, PROBED, SETTINGS, anchor=champion)
+        return evaluation, next(rule for rule in decide(evaluation, LENIENT).rules if rule.name == "same_test_set")
+
+    evaluation, rule = same_test_set()
+    assert 0.3 < evaluation.reviewed_left_out["test"] / earlier.count("test") < 0.7
+    assert evaluation.candidate.accuracy.total == earlier.count("test") - evaluation.reviewed_left_out["test"]
+    assert evaluation.champion_test_overlap == 1.0
+    assert evaluation.anchor is not None
+    assert evaluation.anchor.test_overlap == 1.0
+    assert rule.passed
+    assert rule.reason.endswith("Images that came by review do not count.")
+
+    for path in sorted(reviewed_and_own.rglob("own-*"))[::3]:
+        path.unlink()
+    evaluation, rule = same_test_set()
+    assert evaluation.champion_test_overlap == pytest.approx(2 / 3, abs=0.15), "the person's own images count"
+    assert not rule.passed
 
 
 def test_renamed_class_is_compared_under_its_new_name(

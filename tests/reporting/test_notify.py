@@ -205,3 +205,10 @@ def test_failed_run_repeats_its_options_unless_the_directory_remembers_them(
     outcome, page = tmp_path / "outcome", tmp_path / "page.html"
     notify(record.run, record.store.uri, "continuous-training", "FAILED", "", str(outcome), str(page))
     assert RunOutcome.load(outcome).next_steps() == (NextStep("run again", command),)
+
+
+def test_notice_of_a_promotion_warns_of_a_loss_that_it_would_not_have_detected():
+    caution = "A loss of 15 points is detected with 90% probability."
+    promoted = RunOutcome(run="1", state="promoted", release=VERSION, candidate=VERSION, caution=caution)
+    assert promoted.summary().endswith(f". WARNING: {caution}")
+    assert "WARNING" not in promoted.model_copy(update={"caution": ""}).summary()
