@@ -1,0 +1,115 @@
+"""Random live queries to label, `WEEKLY` a week: their labels measure the accuracy of the release that answered them.
+
+They come from the uniform sample of files (`evernear.serving.query_log`), whatever the release answered. The labels are
+stored by `evernear.review.live_labels` and never enter a dataset.
+"""
+
+import math
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import Store
+from evernear.errors import IntegrityError
+from evernear.review.live_labels import labeled_queries
+from evernear.review.suspects import picture
+from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file, sampled_queries
+
+WEEKLY = 12
+MAX_FILES = 50
+"""Number of log files of a week that are read, a random choice: at most `MAX_FILES` times `MAX_FILE_BYTES`."""
+
+
+class RandomQuery(NamedTuple):
+    """A query to label, without its answer, which would suggest a label."""
+
+    id: str
+    image: bytes
+    """A small PNG file of the image that the client sent."""
+
+
+class Week(NamedTuple):
+    """The random queries of the present week, which begins on Monday (UTC)."""
+
+    labels: dict[str, str]
+    """The labels of the queries that have one, by id."""
+    pending: list[RandomQuery]
+    """The queries to label next, with the labeled ones at most `WEEKLY`."""
+
+
+class _Drawn(NamedTuple):
+    arrival: float
+    """Of queries with an exponential arrival time each, whose rate is the number of queries that one stands for, the
+    first ones are a weighted sample without replacement (Efraimidis and Spirakis 2006, doi:10.1016/j.ipl.2005.11.003).
+    The time follows from the id, so that everyone is shown the same queries."""
+    id: str
+    key: str
+
+
+class RandomQueries:
+    """The random queries of a store. It caches the ids in each log file, since log files never change."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._drawn: dict[str, tuple[str, list[_Drawn]]] = {}
+        self._images: dict[str, bytes | None] = {}
+
+    def this_week(self, version: str, now: datetime) -> Week:
+        """The queries of this week that the release ``version`` answered. Damaged files and images are skipped.
+
+        Raises:
+            StoreError: the store is unavailable.
+        """
+        monday = _monday(now)
+        drawn = {each.id: each for each in sorted(self._of_release(version, monday))}
+        known = {query.id: query.label for query in labeled_queries(self._store, monday).queries}
+        labels = {each: known[each] for each in drawn if each in known}
+        pending: list[RandomQuery] = []
+        images: dict[str, bytes | None] = {}
+        for each in drawn.values():
+            if len(labels) + len(pending) >= WEEKLY:
+                break
+            if each.id not in labels:
+                images[each.id] = image = self._image(each)
+                if image is not None:
+                    pending.append(RandomQuery(each.id, image))
+        self._images = images
+        return Week(labels, pending)
+
+    def _of_release(self, version: str, monday: datetime) -> Iterator[_Drawn]:
+        logs = (info for info in self._store.list(QUERIES) if info.size_bytes <= MAX_FILE_BYTES)
+        keys = [info.key for info in logs if (closed := closed_at(info.key)) and closed >= monday]
+        chosen = sorted(keys, key=lambda key: sha256_bytes(key.encode()))[:MAX_FILES]
+        self._drawn = {key: self._drawn.get(key) or self._draw(key) for key in chosen}
+        for answered_by, drawn in self._drawn.values():
+            if answered_by == version:
+                yield from drawn
+
+    def _draw(self, key: str) -> tuple[str, list[_Drawn]]:
+        """The release that answered the queries of a log file, and the ids of those whose file was logged."""
+        stored = self._store.find(key)  # it may have been removed since
+        try:
+            period, rows = parse_file(stored[0] if stored else b"", key)
+        except IntegrityError:  # the watcher reports it
+            return "", []
+        ids = [row.id for row in rows if row.id and row.file]
+        return period.version, [_Drawn(_arrival(each, period.queries / len(ids)), each, key) for each in ids]
+
+    def _image(self, drawn: _Drawn) -> bytes | None:
+        if drawn.id not in self._images:
+            stored = self._store.find(drawn.key)
+            queries = sampled_queries(stored[0], drawn.key) if stored else []
+            file = next((query.file for query in queries if query.id == drawn.id), None)
+            return picture(lambda _: file, drawn.id)
+        return self._images[drawn.id]
+
+
+def _arrival(query: str, rate: float) -> float:
+    uniform = (int(sha256_bytes(query.encode())[:13], 16) + 0.5) / 16**13
+    return -math.log(uniform) / rate
+
+
+def _monday(now: datetime) -> datetime:
+    today = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return today - timedelta(days=today.weekday())
