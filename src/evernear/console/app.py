@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from evernear.console.access import Access, Guard
-from evernear.console.pages import data, home, recognize, releases, review
+from evernear.console.pages import data, home, live, recognize, releases, review
 from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import error_response
@@ -39,6 +39,7 @@ def create_console_app(services: Services, access: Access) -> Starlette:
             *home.routes(services),
             *recognize.routes(services),
             *review.routes(services),
+            *live.routes(services),
             *data.routes(services),
             *releases.routes(services),
             Mount("/static", StaticFiles(directory=str(resources.files("evernear.console") / "static"))),

@@ -11,6 +11,7 @@ from evernear.errors import EvernearError, SettingsError
 from evernear.release.registry import Registry
 from evernear.review.answers import Answers, LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
+from evernear.review.random_queries import RandomQueries
 from evernear.review.submissions import Submissions
 from evernear.review.suspects import Suspect, load_suspects
 from evernear.serving.gallery_images import GalleryImages
@@ -36,6 +37,7 @@ class Services:
         self.registry = Registry(self.store)
         self.records = RunRecords(self.store)
         self.queue = Queue(self.store)
+        self.random_queries = RandomQueries(self.store)
         self.submissions = Submissions(self.store)
         self.gallery = GalleryImages(self.store)
 

@@ -8,8 +8,10 @@ import csv
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 from uuid import uuid4
+
+from pydantic import StringConstraints
 
 from evernear.common.disk import disk_errors
 from evernear.common.frozen import Frozen
@@ -25,6 +27,11 @@ _TIME = "%Y%m%dT%H%M%S%fZ"
 _REMEDY = "delete it and import its labels again"
 _CLOCK_TOLERANCE = timedelta(days=1)
 """Largest difference between the clocks of the machines that create releases and import labels."""
+
+
+_Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
+Labels: TypeAlias = dict[_Text, _Text]
+"""The true label of each query, by its id; for a `pydantic.TypeAdapter`."""
 
 
 class ImportedLabels(Frozen):

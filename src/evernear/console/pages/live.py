@@ -1,0 +1,93 @@
+"""Labels of live queries, which measure accuracy: of random ones from people, and by id from systems."""
+
+from collections.abc import Callable
+
+from pydantic import TypeAdapter, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from evernear.console.access import require
+from evernear.console.services import Services
+from evernear.console.web import MAX_FORM_BYTES, Form, action, field, page, png
+from evernear.errors import DataError
+from evernear.review.live_labels import Labels, import_labels
+from evernear.review.random_queries import WEEKLY, Week
+
+_LABELS = TypeAdapter(Labels)
+
+
+def routes(services: Services) -> list[Route]:
+    """The part of the page Review about random live queries, and the interface for systems."""
+
+    def week() -> tuple[Week, tuple[str, ...]] | None:
+        champion = services.registry.champion()
+        if champion is None:
+            return None
+        labels = services.registry.get(champion.version, include_pruned=True).manifest.labels
+        return services.random_queries.this_week(champion.version, services.now()), labels
+
+    def content(request: Request, notice: str = "") -> Response:
+        found = week()
+        if found is None:
+            return Response()
+        return page(
+            request, "live.html.j2", week=found[0], classes=found[1], weekly=WEEKLY, notice=notice
+        )
+
+    def show(request: Request) -> Response:
+        return content(request)
+
+    def image(request: Request) -> Response:
+        found = week()
+        query = request.query_params.get("id", "")
+        for each in found[0].pending if found else ():
+            if each.id == query:
+                return png(each.image)
+        raise DataError("The query is no longer among those to label.")
+
+    def answer(request: Request, form: Form) -> Response:
+        require(request, "label")
+        query, label = field(form, "query"), field(form, "label")
+        if not label:
+            raise DataError("Type the name of the class first.")
+        if import_labels(services.store, _valid({query: label}), services.now()).missing:
+            raise DataError("The query is no longer in the log.")
+        found = week()
+        note = f"Labeled {label}."
+        if found and label not in found[1]:
+            note += " The release has no class of this name, so that its answer counts as wrong."
+        return content(request, note)
+
+    return [
+        Route("/review/live", show),
+        Route("/review/live", action(answer), methods=["POST"]),
+        Route("/review/live/image", image),
+        Route("/labels", _labels_endpoint(services), methods=["POST"]),
+    ]
+
+
+def _labels_endpoint(services: Services) -> Callable[[Request], object]:
+    async def store_labels(request: Request) -> Response:
+        """Store a JSON object with the label of each id, and answer with the ids that are not in the log."""
+        require(request, "label")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_FORM_BYTES:
+                raise HTTPException(413, f"More than {MAX_FORM_BYTES:,} bytes of labels; send them in parts.")
+        result = await run_in_threadpool(import_labels, services.store, _valid(bytes(body)), services.now())
+        return JSONResponse({"stored": result.stored, "missing": result.missing})
+
+    return store_labels
+
+
+def _valid(labels: bytes | dict[str, str]) -> Labels:
+    try:
+        return _LABELS.validate_json(labels) if isinstance(labels, bytes) else _LABELS.validate_python(labels)
+    except ValidationError:
+        raise DataError(
+            'The labels must be a JSON object with the label of each id, such as {"7f7c4f0e": "cat"}, neither empty.'
+        ) from None
