@@ -19,10 +19,10 @@ from evernear.triggers.slack.services import Services
 
 SHOWN = 8
 LABEL, SKIP, UNDO = "review_label", "review_skip", "review_undo"
-_OPTIONS_MAX = 100
+OPTIONS_MAX = 100
 _FILE_WAITS_S = (0.5, 1, 2, 4, 8)
 """Slack processes an upload after the call that completes it (github.com/slackapi/node-slack-sdk/issues/1865)."""
-_LABEL_MAX_CHARACTERS = 75
+LABEL_MAX_CHARACTERS = 75
 
 
 @query("/evernear review", "posts live queries that the release was unsure of, to label", permission="label")
@@ -34,15 +34,21 @@ def review(call: Call) -> Message | None:
     if not items:
         return line("The review queue is empty.")
     files = [services.slack.upload_image(item.image, f"{item.id[:16]}.png") for item in items]
-    message = review_message(items, files, target.labels)
+    post_images(call, review_message(items, files, target.labels))
+    return None
+
+
+def post_images(call: Call, message: Message) -> None:
+    """Post a message with images that were just uploaded, as soon as Slack has processed them."""
+    slack, channel = call.services.slack, call.caller.channel
     for wait_s in _FILE_WAITS_S:
         try:
-            services.slack.post(call.caller.channel, message)
-            return None
+            slack.post(channel, message)
         except FileNotReadyError:
             time.sleep(wait_s)
-    services.slack.post(call.caller.channel, message)
-    return None
+        else:
+            return
+    slack.post(channel, message)
 
 
 @on_button(LABEL, permission="label")
@@ -89,19 +95,17 @@ def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence
         verdict = "unknown" if item.unknown else "near a boundary"
         suggested = [each for each in item.candidates if each in labels]
         ordered = [*suggested, *(each for each in labels if each not in suggested)]
-        options = {each: f"{item.id} {each}" for each in ordered if len(each) <= _LABEL_MAX_CHARACTERS}
+        options = {each: f"{item.id} {each}" for each in ordered if len(each) <= LABEL_MAX_CHARACTERS}
         blocks += [
             image(file, f"query {item.id[:8]}"),
             context(f"{verdict}, distance {item.dist:.2f}; nearest: {', '.join(map(code, item.candidates[:3]))}"),
             *actions(
-                select("Class", LABEL, dict(list(options.items())[:_OPTIONS_MAX])),
+                select("Class", LABEL, dict(list(options.items())[:OPTIONS_MAX])),
                 button("Not valid, skip", SKIP, item.id),
             ),
         ]
-    if len(labels) > _OPTIONS_MAX:
-        blocks.append(
-            context(f"The pickers have {_OPTIONS_MAX} of {len(labels)} classes; `evernear review` lists all.")
-        )
+    if len(labels) > OPTIONS_MAX:
+        blocks.append(context(f"The pickers have {OPTIONS_MAX} of {len(labels)} classes; `evernear review` lists all."))
     return Message(text=f"{quantity(len(items), 'live query', 'live queries')} to label", blocks=tuple(blocks))
 
 
