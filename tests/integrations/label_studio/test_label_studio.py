@@ -7,6 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from releases import MakeRelease
 from review_queue import NOW, log_queries, png
 from typer.testing import CliRunner
 
@@ -14,8 +15,11 @@ from evernear.cli.app import app
 from evernear.common.store import Store
 from evernear.errors import DataError
 from evernear.integrations.label_studio.tasks import labeling_config
+from evernear.release.registry import Registry
 from evernear.review.answers import Answers, open_label_target
+from evernear.review.live_labels import labeled_queries
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
+from evernear.serving.query_log import LoggedQuery, Period
 
 
 def invoke(store: Store, source: Path, command: str, *arguments: str) -> Any:
@@ -149,3 +153,32 @@ def test_another_file_is_refused(store: Store, source: Path, content: str) -> No
     result = invoke(store, source, "import", str(file))
     assert isinstance(result.exception, DataError)
     assert "not a JSON export of tasks" in str(result.exception)
+
+
+def test_random_queries_are_labeled_without_a_suggestion_and_enter_no_dataset(
+    store: Store, source: Path, make_release: MakeRelease
+) -> None:
+    registry = Registry(store)
+    version = registry.publish(make_release().archive).manifest.version
+    registry.set_champion(version, None)
+    file = base64.b64encode(png(1)).decode()
+    rows = [LoggedQuery(at=NOW, pred="cat", dist=0.1, unknown=False, id=f"q{n}", file=file) for n in range(4)]
+    period = Period(version=version, since=NOW, until=NOW, queries=9, unknown=0)
+    lines = "".join(f"{line.model_dump_json()}\n" for line in (period, *rows))
+    store.put(f"queries/{NOW:%Y%m%d}/{NOW:%Y%m%dT%H%M%SZ}-{version}-host-1-0.jsonl", lines.encode())
+    path = source.parent / "tasks.json"
+    invoke(store, source, "export", str(path))
+    tasks = {task["data"]["query"]: task for task in json.loads(path.read_text())}
+    assert tasks.keys() == {"q0", "q1", "q2", "q3"}
+    assert "predictions" not in tasks["q0"], "it would suggest a label"
+    removed = {"data": tasks["q0"]["data"] | {"query": "removed"}}
+    choices = {"q0": ("cat",), "q1": ("dog", "dog"), "q2": ("cat", "dog"), "q3": ()}
+    annotations = [annotated(tasks[query], *chosen) for query, chosen in choices.items()]
+    path.write_text(
+        json.dumps([*annotations, annotated(tasks["q3"], "cat", cancelled=True), annotated(removed, "cat")])
+    )
+    result = invoke(store, source, "import", str(path))
+    assert "2 answered, 0 before, 2 open, 1 disagreeing, 1 unknown, 0 refused." in result.stdout
+    assert {query.id: query.correct for query in labeled_queries(store).queries} == {"q0": True, "q1": False}
+    assert list(source.rglob("review-*")) == []
+    assert "0 answered, 2 before" in invoke(store, source, "import", str(path)).stdout

@@ -36,11 +36,16 @@ def export(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Write the review queue and the suspect labels as tasks of Label Studio, and its labeling config as FILE.xml."""
+    """Write the review queue, the suspect labels and random live queries as tasks of Label Studio.
+
+    Its labeling config is FILE.xml.
+    """
     from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import labeling_config, to_tasks
+    from evernear.release.registry import Registry
     from evernear.review.answers import Answers, open_label_target
     from evernear.review.queue import Queue
+    from evernear.review.random_queries import RandomQueries
     from evernear.review.suspects import load_suspects, picture
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
@@ -49,7 +54,9 @@ def export(
     suspects = (each for each in load_suspects(store, settings.data.source) if each.image not in answered)
     pictures = ((each, picture(target.read, each.files[0])) for each in suspects)
     items = Queue(store).pending(answered.keys(), _EXPORTED)
-    tasks = to_tasks(items, [(each, png) for each, png in pictures if png])
+    champion = Registry(store).champion()
+    pending = RandomQueries(store).this_week(champion.version, datetime.now(UTC)).pending if champion else []
+    tasks = to_tasks(items, [(each, png) for each, png in pictures if png], pending)
     write_atomically(file, json.dumps(tasks).encode())
     config = file.with_suffix(".xml")
     write_atomically(config, labeling_config(target.labels).encode())
@@ -88,7 +95,7 @@ def import_(
         data = file.read_bytes()
     suspects = load_suspects(store, settings.data.source)
     answers = Answers(store, target)
-    outcomes, refusals = import_tasks(data, answers, Queue(store), suspects, datetime.now(UTC))
+    outcomes, refusals = import_tasks(data, answers, Queue(store), suspects, datetime.now(UTC), store)
     for sentence in (*answers.set_aside.values(), *refusals):
         print_line(sentence, sys.stderr)
     print_line(f"Tasks: {', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}.")

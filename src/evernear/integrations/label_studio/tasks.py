@@ -5,15 +5,18 @@ https://labelstud.io/guide/task_format
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Self
 from xml.sax.saxutils import quoteattr
 
-from pydantic import AwareDatetime, BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
+from evernear.common.store import Store
 from evernear.errors import ConflictError, DataError, SettingsError
 from evernear.review.answers import Answer, Answers
+from evernear.review.live_labels import import_labels, labeled_queries
 from evernear.review.queue import Item, Queue
+from evernear.review.random_queries import RandomQuery
 from evernear.review.suspects import Suspect
 
 FROM_NAME, TO_NAME = "label", "image"
@@ -47,7 +50,16 @@ class _Annotation(BaseModel):
 
 
 class _Data(BaseModel):
-    evernear: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """The image's sha256 or, for a random query, the id of the request."""
+
+    evernear: str = Field(default="", pattern=r"^[0-9a-f]{64}$")
+    query: str = ""
+
+    @model_validator(mode="after")
+    def _names_an_image(self) -> Self:
+        if not self.evernear and not self.query:
+            raise ValueError("neither evernear nor query")
+        return self
 
 
 class _Task(BaseModel):
@@ -64,19 +76,29 @@ def labeling_config(labels: Sequence[str]) -> str:
     )
 
 
-def to_tasks(items: Iterable[Item], suspects: Iterable[tuple[Suspect, bytes]]) -> list[dict[str, Any]]:
-    """Tasks with the image as a data URI and the suggested class as a prediction; a suspect comes with its picture."""
+def to_tasks(
+    items: Iterable[Item], suspects: Iterable[tuple[Suspect, bytes]], random_queries: Iterable[RandomQuery] = ()
+) -> list[dict[str, Any]]:
+    """Tasks with the image as a data URI and the suggested class as a prediction; a suspect comes with its picture.
+
+    A random query has no prediction, which would suggest a label: it measures accuracy.
+    """
     tasks = [_task(item.id, item.image, "query", "", item.candidates[0] if item.candidates else "") for item in items]
     return [
         *tasks,
         *(_task(each.image, png, "suspect label", each.label, each.suggested) for each, png in suspects),
+        *(
+            {"data": {"image": _data_uri(each.image), "query": each.id, "kind": "random query"}}
+            for each in random_queries
+        ),
     ]
 
 
 def import_tasks(
-    data: bytes, answers: Answers, queue: Queue, suspects: Sequence[Suspect], now: AwareDatetime
+    data: bytes, answers: Answers, queue: Queue, suspects: Sequence[Suspect], now: AwareDatetime, store: Store
 ) -> Imported:
-    """Record the annotations of a JSON export; return the number of tasks by outcome.
+    """Record the annotations of a JSON export; return the number of tasks by outcome. Labels of random queries are
+    stored in ``store`` alone.
 
     ``answered``: recorded. ``before``: the image already had an answer. ``open``: not annotated. ``disagreeing``:
     annotators chose different classes. ``unknown``: the image is no longer in the query log or among the suspects.
@@ -89,9 +111,16 @@ def import_tasks(
     by_image = {suspect.image: suspect for suspect in suspects}
     outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
     refusals: list[str] = []
-    for task in _tasks(data):
+    tasks = _tasks(data)
+    labeled = (
+        {query.id for query in labeled_queries(store).queries} if any(task.data.query for task in tasks) else set()
+    )
+    for task in tasks:
         try:
-            outcomes[_import(task, answers, queue, by_image.get(task.data.evernear), now)] += 1
+            if task.data.query:
+                outcomes[_import_random(task, labeled, store, now)] += 1
+            else:
+                outcomes[_import(task, answers, queue, by_image.get(task.data.evernear), now)] += 1
         except (DataError, SettingsError) as error:
             outcomes["refused"] += 1
             refusals.append(str(error))
@@ -110,6 +139,15 @@ def _tasks(data: bytes) -> list[_Task]:
         f"The file is not a JSON export of tasks that `evernear labels export` wrote ({reason}); choose the format JSON"
         " in Label Studio, not JSON-MIN."
     )
+
+
+def _import_random(task: _Task, labeled: Collection[str], store: Store, now: AwareDatetime) -> str:
+    labels = {label for each in task.annotations if (label := _label(each, is_query=False))}
+    if len(labels) != 1:
+        return "disagreeing" if labels else "open"
+    if task.data.query in labeled:
+        return "before"
+    return "answered" if import_labels(store, {task.data.query: labels.pop()}, now).stored else "unknown"
 
 
 def _import(task: _Task, answers: Answers, queue: Queue, suspect: Suspect | None, now: AwareDatetime) -> str:
@@ -159,9 +197,13 @@ def _who(completed_by: int | dict[str, Any] | None) -> str:
 
 
 def _task(image: str, png: bytes, kind: str, label: str, suggested: str) -> dict[str, Any]:
-    data = {"image": f"data:image/png;base64,{base64.b64encode(png).decode()}", "evernear": image, "kind": kind}
+    data = {"image": _data_uri(png), "evernear": image, "kind": kind}
     result = {"from_name": FROM_NAME, "to_name": TO_NAME, "type": "choices", "value": {"choices": [suggested]}}
     return {
         "data": data | ({"label": label} if label else {}),
         "predictions": [{"model_version": "evernear", "result": [result]}] if suggested else [],
     }
+
+
+def _data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
