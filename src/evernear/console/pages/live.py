@@ -58,7 +58,7 @@ def routes(services: Services) -> list[Route]:
         found = week()
         note = f"Labeled {label}."
         if found and label not in found[1]:
-            note += " The release has no class of this name, so that its answer counts as wrong."
+            note += " The release has no class of this name, so its answer counts as wrong."
         return content(request, note)
 
     return [
