@@ -33,9 +33,7 @@ def routes(services: Services) -> list[Route]:
         found = week()
         if found is None:
             return Response()
-        return page(
-            request, "live.html.j2", week=found[0], classes=found[1], weekly=WEEKLY, notice=notice
-        )
+        return page(request, "live.html.j2", week=found[0], classes=found[1], weekly=WEEKLY, notice=notice)
 
     def show(request: Request) -> Response:
         return content(request)
