@@ -8,18 +8,16 @@ import typer
 
 from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from evernear.common.parts import Executor
     from evernear.release.registry import Registry
 
-INTERRUPTED = "Interrupted. Finished parts stay; run the command again to continue."
 MAX_PROCESSES = 8
 CPUS_PER_PROCESS = 4
 
@@ -67,7 +65,7 @@ def batch_predict(
         version=registry.get(release).manifest.version if release else _champion(registry),
         part_images=part_images or PART_IMAGES,
     )
-    output = open_store(_output_uri(out))
+    output = open_store(output_uri(out))
     executor = _executor(settings, processes, nodes, shared.source, settings.store_uri, output.uri)
     with message_on_interrupt(INTERRUPTED):
         parts = plan_predictions(shared, output)
@@ -75,7 +73,7 @@ def batch_predict(
             print_line(note, sys.stderr)
         images = quantity(parts.plan.units, "image")
         print_line(f"{images} in {shared.source}, listed {parts.plan.planned:%Y-%m-%d %H:%M} UTC.", sys.stderr)
-        run_parts(parts, executor, _progress())
+        run_parts(parts, executor, parts_progress())
     summary = summarize(parts)
     if as_json:
         print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
@@ -121,21 +119,3 @@ def _absolute(source: str) -> str:
     if not source:
         raise SettingsError("--source is empty; name folder:DIRECTORY or s3://bucket/prefix.")
     return source
-
-
-def _output_uri(out: str) -> str:
-    if not out:
-        raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
-    return out if out.startswith(("s3://", "file://")) else Path(out).expanduser().resolve().as_uri()
-
-
-def _progress() -> "Callable[[int, int], None]":
-    """Print parts done, and the time left, to stderr."""
-    from evernear.common.progress import Countdown
-
-    countdown = Countdown(lambda text: print_line(text, sys.stderr))
-
-    def report(done: int, total: int) -> None:
-        countdown(done, total, f"{done:,} of {quantity(total, 'part')} done")
-
-    return report

@@ -20,6 +20,7 @@ from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
 from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
+from evernear.data.sources.names import exported_position
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
 # Rows of one query: SQLite limits the parameters of a statement.
@@ -716,8 +717,12 @@ def _source_uri(source: str) -> str:
 
 
 def _decode_order(entry: FileEntry) -> int:
-    """Held-out splits come first, so that an image that is also in ``train`` is held out; within a split by hash."""
-    mixed = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:7])
+    """Held-out splits come first, so that an image that is also in ``train`` is held out; within a split by hash.
+
+    The images of an export keep the order that they had.
+    """
+    exported = exported_position(entry.name)
+    mixed = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:7]) if exported is None else exported
     held_out = ("test", "query", "gallery")
     rank = held_out.index(entry.explicit_split) if entry.explicit_split in held_out else len(held_out)
     return rank << 56 | mixed

@@ -45,23 +45,35 @@ BATCH_SIZE = 256
 class ExportedEmbedder:
     """Embeds the images of datasets with the exported network in ``network_dir``, except those that are cached.
 
-    The cache in ``store`` has the network's embeddings or, if the network is frozen, the features of its backbone.
+    The cache in ``store`` has the network's embeddings or, if the network is frozen, the features of its backbone. It
+    stays as it is if ``read_only``.
     """
 
-    def __init__(self, network_dir: Path, store: Store | None = None, on_images: OnImages | None = None) -> None:
+    def __init__(
+        self,
+        network_dir: Path,
+        store: Store | None = None,
+        on_images: OnImages | None = None,
+        read_only: bool = False,
+    ) -> None:
         described = describe_network(network_dir)
         self._head: nn.Module | None = None
         load: Callable[[], nn.Module] = partial(load_network, network_dir)
         if described.features_dim:
             backbone, self._head = load_parts(network_dir)
             load = partial(optimized, backbone)
-        cache = EmbeddingCache(store, described.identity, described.features_dim or described.embedding_dim)
+        dim = described.features_dim or described.embedding_dim
+        cache = EmbeddingCache(store, described.identity, dim, read_only)
         self._vectors = ImageVectors(cache, load, on_images)
 
     @property
     def reused(self) -> int:
         """Number of images whose vectors came from the cache."""
         return self._vectors.reused
+
+    def load(self) -> None:
+        """Load the network now, so that ``network_dir`` is not needed afterwards."""
+        self._vectors.load()
 
     def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
         """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""

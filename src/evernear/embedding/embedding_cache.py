@@ -36,8 +36,8 @@ Vectors = NDArray[np.float32]
 class EmbeddingCache:
     """The cached embeddings of one network. Without a store, nothing is cached."""
 
-    def __init__(self, store: Store | None, identity: str, dim: int) -> None:
-        self._store = store
+    def __init__(self, store: Store | None, identity: str, dim: int, read_only: bool = False) -> None:
+        self._store, self._read_only = store, read_only
         self._prefix = f"{EMBEDDINGS_PREFIX}{identity}/"
         self._dtype = np.dtype([("embedding", "<f4", (dim,)), ("digest", "u1", (32,))])
         listed = store.list(self._prefix) if store else ()
@@ -66,7 +66,7 @@ class EmbeddingCache:
                 np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
                 shard = CachedShard(cached, file)
                 yield shard
-            if shard.new:
+            if shard.new and not self._read_only:
                 self._put(key, path)
 
     def _put(self, key: str, path: Path) -> None:

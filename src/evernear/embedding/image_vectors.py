@@ -46,6 +46,10 @@ class ImageVectors:
         self.reused = 0
         """Vectors that came from the cache."""
 
+    def load(self) -> None:
+        """Load the network now instead of with the first vector to compute."""
+        _ = self._network
+
     def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
         """Yield the blocks of ``shards`` with their vectors (N, D)."""
         with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:

@@ -25,13 +25,14 @@ from evernear.common.store import Store
 from evernear.data.decoding import max_file_size_bytes
 from evernear.data.image_tree import ImageFile, ImageTree, open_tree
 from evernear.data.sources import NameSample
+from evernear.data.sources.names import OWN_FOLDER
 from evernear.errors import ConflictError, DataError, IntegrityError, TransientStoreError
 from evernear.serving.core import Predictor
 from evernear.serving.release_source import ReleaseSource
 from evernear.serving.responses import Prediction, Rejection
 
 KIND = "predict"
-FOLDER = "_evernear"
+FOLDER = OWN_FOLDER
 """The folder of the plan in the output."""
 PART_IMAGES = 5000
 """Default number of images in a part: a second to some minutes of work, by the size of the network."""
@@ -101,12 +102,14 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
     """
     parts = Parts.find(out, FOLDER)
     if parts is None:
-        if next(iter(out.children("")), None) is not None:
+        if any(name != f"{FOLDER}/" for name in out.children("")):
             raise ConflictError(f"{out.uri} is not empty, and has no predictions to continue; choose another --out.")
         tree = open_tree(shared.source)
         parts = Parts.make(
             out, FOLDER, KIND, shared.model_dump(), _parts(tree, shared), lambda: _notes(tree.skipped, shared.source)
         )
+    if parts.plan.kind != KIND:
+        raise ConflictError(f"{out.uri} has results of another command; choose another --out.")
     planned = Shared.model_validate(parts.plan.shared)
     # The size of the parts stays as it was planned; another store may have the same release.
     if (planned.source, planned.version) != (shared.source, shared.version):

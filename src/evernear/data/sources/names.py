@@ -4,6 +4,8 @@ import re
 from mimetypes import MimeTypes
 from typing import Final
 
+OWN_FOLDER = "_evernear"
+"""The folder in which commands such as ``batch-predict`` and ``dataset export`` keep the plan of their output."""
 _LITTER = frozenset(
     {"@eadir", "@recently-snapshot", "@recycle", "@tmp", "#recycle", "#snapshot", ".@__thumb"}  # Synology, QNAP
     | {"__macosx", ".appledouble", ".apdisk", ".ds_store", ".fseventsd", ".spotlight-v100", ".trashes", "icon\r"}
@@ -38,8 +40,8 @@ def is_litter(name: str) -> bool:
 
 
 def is_skipped(name: str) -> bool:
-    """Whether a file or folder in a class folder is hidden, or litter."""
-    return name.startswith(".") or is_litter(name)
+    """Whether a file or folder in a class folder is hidden, litter, or the plan of an output."""
+    return name.startswith(".") or name == OWN_FOLDER or is_litter(name)
 
 
 def skipped_path(path: str) -> str:
@@ -65,3 +67,14 @@ def reviewed_stem(sha256: str) -> str:
 def is_reviewed(path: str) -> bool:
     """Whether `reviewed_stem` made the name of the file at ``path``."""
     return re.fullmatch(r"review-[0-9a-f]{16}\.[^.]+", path.rpartition("/")[2]) is not None
+
+
+def exported_stem(position: int, digest: str) -> str:
+    """The stem of the file of an exported image: its position in its split, and its hexadecimal digest."""
+    return f"{position:09}-{digest}"
+
+
+def exported_position(path: str) -> int | None:
+    """The position in an `exported_stem` at ``path``; None if the file has another name."""
+    matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", path.rpartition("/")[2])
+    return int(matched[1]) if matched else None

@@ -1,0 +1,33 @@
+"""What the commands share that write the output of many parts: its location, and the progress."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from evernear.common.output import print_line, quantity
+from evernear.errors import SettingsError
+
+INTERRUPTED = "Interrupted. Finished parts stay; run the command again to continue."
+
+
+def output_uri(out: str) -> str:
+    """The URI of the store at ``--out``, a directory or ``s3://bucket/prefix``.
+
+    Raises:
+        SettingsError: it is empty.
+    """
+    if not out:
+        raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
+    return out if out.startswith(("s3://", "file://")) else Path(out).expanduser().resolve().as_uri()
+
+
+def parts_progress() -> Callable[[int, int], None]:
+    """Print parts done, and the time left, to stderr."""
+    from evernear.common.progress import Countdown
+
+    countdown = Countdown(lambda text: print_line(text, sys.stderr))
+
+    def report(done: int, total: int) -> None:
+        countdown(done, total, f"{done:,} of {quantity(total, 'part')} done")
+
+    return report

@@ -1,0 +1,135 @@
+"""The plan of an export: which shards of a snapshot become which file.
+
+A part (`evernear.common.parts`) is one Parquet file or tar, or the images of some shards as files. Parts are whole
+shards, so they follow from the snapshot alone, and the cached embeddings of a shard serve one part::
+
+    <out>/data/train-00000-of-00012.parquet     as Hugging Face names the files of a split
+    <out>/train-000000.tar
+    <out>/train/<label>/<position>-<digest>.png
+    <out>/_evernear/plan.json, ...
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pydantic import Field
+
+from evernear.common.frozen import Frozen
+from evernear.common.parts import Part, Parts
+from evernear.common.store import Store
+from evernear.data.manifest import SPLITS, Manifest, Split
+from evernear.data.sources.names import OWN_FOLDER, is_skipped
+from evernear.dataset_export import Format
+from evernear.errors import ConflictError, SettingsError
+
+KIND = "dataset-export"
+PART_BYTES = 2**28
+PART_IMAGES = 100_000
+"""A part ends before its shards are larger than this, or have more images; a larger shard is one part."""
+_MAX_NAME_BYTES = 255
+"""Longest name of a folder in the usual file systems."""
+
+
+class Export(Frozen):
+    """What all parts share: a snapshot of a dataset, and the release whose embeddings are exported, or empty."""
+
+    format: Format
+    store_uri: str
+    dataset: str
+    digest: str
+    release: str = ""
+
+
+class ExportPart(Part):
+    """Whole shards of one split, by their numbers in the manifest, and the position of their first image in it.
+
+    ``name`` is the key of the file without its suffix; in folders, it is the split.
+    """
+
+    split: Split
+    name: str
+    first: int = Field(ge=0)
+    shards: tuple[int, ...]
+
+
+def plan_export(export: Export, manifest: Manifest, out: Store, part_bytes: int = PART_BYTES) -> Parts:
+    """Plan the files of an export in ``out``, or return the parts that were planned there before.
+
+    Raises:
+        ConflictError: ``out`` has another export, or other files.
+        SettingsError: a label of ``manifest`` cannot be the name of a folder.
+    """
+    parts = Parts.find(out, OWN_FOLDER)
+    if export.format == "folder":
+        _require_folder_names(manifest)
+    if parts is None:
+        if any(name != f"{OWN_FOLDER}/" for name in out.children("")):
+            raise ConflictError(f"{out.uri} is not empty, and has no export to continue; choose another --out.")
+        parts = Parts.make(out, OWN_FOLDER, KIND, export.model_dump(), _parts(export.format, manifest, part_bytes))
+    if parts.plan.kind != KIND:
+        raise ConflictError(f"{out.uri} has results of another command; choose another --out.")
+    planned = Export.model_validate(parts.plan.shared)
+    # Another store may have the same snapshot.
+    if planned.model_copy(update={"store_uri": export.store_uri}) != export:
+        raise ConflictError(f"{out.uri} has an export of {_described(planned)}; choose another --out.")
+    return parts
+
+
+def _described(export: Export) -> str:
+    release = f" with the embeddings of release {export.release}" if export.release else ""
+    return f"the snapshot {export.digest[:12]} of {export.dataset} as {export.format}{release}"
+
+
+def _require_folder_names(manifest: Manifest) -> None:
+    """Require that ingest reads each label back from the folder of this name."""
+    labels = {label for shard in manifest.shards for label in shard.label_counts}
+    for label in sorted(labels):
+        if is_skipped(label) or {"/", "\\", "\0"} & set(label) or len(label.encode()) > _MAX_NAME_BYTES:
+            raise SettingsError(
+                f"The label {label!r} cannot be the name of a folder; use --format parquet or --format webdataset."
+            )
+
+
+class _Group(NamedTuple):
+    """Consecutive shards of a split: their numbers in the manifest, the position of their first image, their images."""
+
+    shards: tuple[int, ...]
+    first: int
+    images: int
+
+
+def _parts(form: Format, manifest: Manifest, part_bytes: int) -> Iterator[ExportPart]:
+    for split in SPLITS:
+        groups = list(_groups(manifest, split, part_bytes))
+        for number, group in enumerate(groups):
+            yield ExportPart(
+                units=group.images,
+                split=split,
+                name=_name(form, split, number, len(groups)),
+                first=group.first,
+                shards=group.shards,
+            )
+
+
+def _name(form: Format, split: Split, number: int, total: int) -> str:
+    match form:
+        case "parquet":
+            return f"data/{split}-{number:05}-of-{total:05}"
+        case "webdataset":
+            return f"{split}-{number:06}"
+        case "folder":
+            return split
+
+
+def _groups(manifest: Manifest, split: Split, part_bytes: int) -> Iterator[_Group]:
+    shards: tuple[int, ...] = ()
+    first = images = size_bytes = 0
+    for number, shard in enumerate(manifest.shards):
+        if shard.split != split:
+            continue
+        if shards and (size_bytes + shard.size_bytes > part_bytes or images + shard.count > PART_IMAGES):
+            yield _Group(shards, first, images)
+            shards, first, images, size_bytes = (), first + images, 0, 0
+        shards, images, size_bytes = (*shards, number), images + shard.count, size_bytes + shard.size_bytes
+    if shards:
+        yield _Group(shards, first, images)

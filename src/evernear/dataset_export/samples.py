@@ -1,0 +1,61 @@
+"""Images of a snapshot as an export writes them: as PNG files, without loss, under names that keep their order."""
+
+from dataclasses import dataclass
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from evernear.data.manifest import Split
+from evernear.data.preprocess import Pixels, pixels_digest
+from evernear.data.shards import Block
+from evernear.data.sources.names import exported_stem
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Consecutive images of a split. ``stems`` are unique in the split; ``embeddings`` is float32 (N, D)."""
+
+    split: Split
+    stems: list[str]
+    images: list[bytes]
+    """PNG files."""
+    labels: list[str]
+    numbers: list[int]
+    """The label numbers in the manifest."""
+    digests: list[str]
+    embeddings: NDArray[np.float32] | None
+
+    def __len__(self) -> int:
+        return len(self.stems)
+
+
+def samples_of(
+    block: Block, embeddings: NDArray[np.float32] | None, split: Split, first: int, labels: tuple[str, ...]
+) -> Samples:
+    """The images of a block whose first one has the position ``first`` in its split."""
+    digests = [digest.tobytes() for digest in block.digests]
+    numbers = block.labels.tolist()
+    return Samples(
+        split=split,
+        stems=[exported_stem(position, digest.hex()) for position, digest in enumerate(digests, first)],
+        images=[_png(pixels, digest) for pixels, digest in zip(block.images, digests, strict=True)],
+        labels=[labels[number] for number in numbers],
+        numbers=numbers,
+        digests=[digest.hex() for digest in digests],
+        embeddings=embeddings,
+    )
+
+
+def _png(pixels: Pixels, digest: bytes) -> bytes:
+    """The PNG file of an image (H, W, C), gray if the original with this ``digest`` was, so that it has that digest."""
+    height_px, width_px, channels = pixels.shape
+    gray = pixels[..., 0]
+    if channels > 1 and not (
+        (pixels == gray[..., None]).all() and pixels_digest("L", width_px, height_px, gray.tobytes()) == digest
+    ):
+        gray = pixels
+    buffer = BytesIO()
+    Image.fromarray(gray).save(buffer, "PNG")
+    return buffer.getvalue()

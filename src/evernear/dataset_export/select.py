@@ -1,0 +1,64 @@
+"""Choose the snapshot to export."""
+
+import re
+from pathlib import PurePosixPath
+
+from evernear.common.store import Store
+from evernear.data.manifest import Manifest, find_manifest, manifest_key
+from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.errors import DataError, MissingObjectError, SettingsError
+from evernear.release.registry import Registry
+
+_MIN_DIGITS = 8
+_SHOWN = 5
+
+
+def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: str | None) -> Manifest:
+    """The snapshot that begins with ``snapshot``, else the one of ``release``, else the newest one of ``dataset``.
+
+    An empty ``dataset`` is the only one in the store.
+
+    Raises:
+        DataError: the store has no such snapshot, or several.
+        SettingsError: ``snapshot`` is not the beginning of a digest, or no dataset was named and there are several.
+        StoreError: the release does not exist.
+    """
+    released = Registry(store).get(release).manifest if release else None
+    if snapshot is None and released is not None:
+        return _require(store, released.dataset_name, released.dataset_digest)
+    names = [dataset] if dataset else sorted(name[:-1] for name in store.children(DATASETS[:-1]) if name[-1] == "/")
+    if snapshot is not None:
+        return _beginning_with(store, names, snapshot)
+    if len(names) > 1:
+        listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        raise SettingsError(f"{store.uri} has the datasets {listed}; choose one with --set data.dataset={names[0]}.")
+    manifest = Snapshots(store, names[0]).head() if names else None
+    if manifest is None:
+        raise DataError(f"{store.uri} has no dataset{f' {dataset!r}' if dataset else ''}; `evernear run` makes one.")
+    return manifest
+
+
+def _beginning_with(store: Store, names: list[str], snapshot: str) -> Manifest:
+    if not re.fullmatch(rf"[0-9a-f]{{{_MIN_DIGITS},64}}", snapshot):
+        raise SettingsError(
+            f"--snapshot {snapshot!r} is not the digest of a snapshot, nor its first {_MIN_DIGITS} or more digits."
+        )
+    found = [
+        (name, PurePosixPath(info.key).stem)
+        for name in names
+        for info in store.list(manifest_key(name, snapshot).removesuffix(".json"))
+    ]
+    if not found:
+        raise DataError(f"{store.uri} has no snapshot {snapshot}.")
+    if len(found) > 1:
+        raise DataError(f"{len(found)} snapshots in {store.uri} begin with {snapshot}; add digits.")
+    return _require(store, *found[0])
+
+
+def _require(store: Store, name: str, digest: str) -> Manifest:
+    manifest = find_manifest(store, name, digest)
+    if manifest is None:
+        raise MissingObjectError(
+            f"{store.uri} no longer has the snapshot {digest[:12]} of the dataset {name}; choose another --snapshot."
+        )
+    return manifest

@@ -1,0 +1,82 @@
+"""An export as folders, ingested again, is the same dataset."""
+
+import shutil
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from dataset_images import write_images
+from PIL import Image
+
+from evernear.common.store import open_store
+from evernear.data.ingest import ingest_source
+from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.shards import Dataset
+from evernear.settings import DataSettings
+
+
+def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
+    """Split, label and pixels of each image by its digest."""
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    return {
+        digest.tobytes(): (split, manifest.labels[label], image.tobytes())
+        for split in SPLITS
+        for block in dataset.blocks(split)
+        for image, label, digest in zip(block.images, block.labels, block.digests, strict=True)
+    }
+
+
+def test_export_has_the_digest_of_the_snapshot_when_it_is_ingested(snapshot, ingest, export_to, tmp_path) -> None:
+    assert len(snapshot.shards) > len(SPLITS), "several shards of a split"
+    export_to(tmp_path / "out", "folder", snapshot)
+    again = ingest(f"folder:{tmp_path / 'out'}", "other")
+    assert again.digest == snapshot.digest
+    assert contents(again) == contents(snapshot)
+
+
+@pytest.mark.slow
+def test_digits_have_the_same_digest_when_they_are_ingested_again(ingest, export_to, tmp_path) -> None:
+    digits = ingest("digits")
+    export_to(tmp_path / "out", "folder", digits)
+    assert ingest(f"folder:{tmp_path / 'out'}", "other").digest == digits.digest
+
+
+def test_gray_images_among_colored_ones_stay_gray(ingest, export_to, tmp_path) -> None:
+    write_images(tmp_path / "photos", 90, mode="RGB")
+    write_images(tmp_path / "photos", 30, first=90)
+    # Gray by its pixels, but not by its file.
+    with Image.open(tmp_path / "photos" / "2" / "90.png") as gray:
+        gray.convert("RGB").save(tmp_path / "photos" / "2" / "93.png")
+    snapshot = ingest(f"folder:{tmp_path / 'photos'}")
+    assert snapshot.shape[2] == 3
+    export_to(tmp_path / "out", "folder", snapshot)
+    modes = [Image.open(BytesIO(path.read_bytes())).mode for path in (tmp_path / "out").rglob("*.png")]
+    assert (modes.count("L"), modes.count("RGB")) == (29, 91)
+    assert ingest(f"folder:{tmp_path / 'out'}", "other").digest == snapshot.digest
+
+
+@pytest.mark.parametrize("size", [(200, 150), (30, 26)])
+def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest, export_to, tmp_path, size) -> None:
+    source = f"folder:{tmp_path / 'photos'}"
+    write_images(tmp_path / "photos", 60, size=size)
+    ingest(source)
+    write_images(tmp_path / "photos", 15, first=60, size=size)
+    shutil.copytree(tmp_path / "photos" / "2", tmp_path / "photos" / "1")  # label 1 comes after 2, 10 and été
+    for path in (tmp_path / "photos" / "2").glob("*.png"):
+        path.unlink()
+    write_images(tmp_path / "photos", 15, first=90, size=size)
+    grown = ingest(source)
+    export_to(tmp_path / "out", "folder", grown)
+    first = ingest(f"folder:{tmp_path / 'out'}", "first")
+    if size[0] < 128:
+        assert contents(first) == contents(grown)
+    else:  # images have the digest of their original, which the export does not contain
+        assert sorted(contents(first).values()) == sorted(contents(grown).values())
+    export_to(tmp_path / "again", "folder", first)
+    assert ingest(f"folder:{tmp_path / 'again'}", "second").digest == first.digest
+
+
+def test_bucket_has_the_same_digest(snapshot, export_to, tmp_path: Path, bucket: str) -> None:
+    export_to(open_store(f"s3://{bucket}/out"), "folder", snapshot)
+    settings = DataSettings(source=f"s3://{bucket}/out", shard_size_bytes=2**16)
+    assert ingest_source(settings, (tmp_path / "other").as_uri()).digest == snapshot.digest

@@ -1,0 +1,24 @@
+"""Small folders of images of noise, and descriptions of exports."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from evernear.data.manifest import Manifest
+from evernear.dataset_export.plan import Export
+
+
+def write_images(folder: Path, count: int, first: int = 0, size: tuple[int, int] = (30, 26), mode: str = "L") -> None:
+    """Write images of noise into the folders of the classes 2, 10 and été."""
+    for number in range(first, first + count):
+        path = folder / ("2", "10", "été")[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shape = (size[1], size[0]) + ((3,) if mode == "RGB" else ())
+        Image.fromarray(np.random.default_rng(number).integers(0, 256, shape, np.uint8)).save(path)
+
+
+def described(form: str, manifest: Manifest, release: str = "") -> Export:
+    """The export of a snapshot in a format."""
+    values = {"format": form, "store_uri": manifest.store_uri, "dataset": manifest.name, "digest": manifest.digest}
+    return Export.model_validate({**values, "release": release})
