@@ -34,7 +34,7 @@ from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 
-SHARD_BYTES = 4 * 2**20
+SHARD_BYTES = 2**20
 LABELS = 10
 PARTS = 4
 
