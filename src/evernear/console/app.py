@@ -13,12 +13,19 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from evernear.console.access import Access, Guard
-from evernear.console.pages import data, home, live, recognize, releases, review
+from evernear.console.pages.data import DataPage
+from evernear.console.pages.home import HomePage
+from evernear.console.pages.live import LivePart
+from evernear.console.pages.recognize import TryPage
+from evernear.console.pages.releases import ReleasesPage
+from evernear.console.pages.review import ReviewPage
 from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import error_response
 from evernear.errors import EvernearError
 from evernear.serving.http_limits import BodyLimits
+
+PAGES = (HomePage, TryPage, ReviewPage, LivePart, DataPage, ReleasesPage)
 
 
 def create_console_app(services: Services, access: Access) -> Starlette:
@@ -36,12 +43,7 @@ def create_console_app(services: Services, access: Access) -> Starlette:
     return Starlette(
         routes=[
             Route("/health", _health),
-            *home.routes(services),
-            *recognize.routes(services),
-            *review.routes(services),
-            *live.routes(services),
-            *data.routes(services),
-            *releases.routes(services),
+            *(route for page in PAGES for route in page(services).routes()),
             Mount("/static", StaticFiles(directory=str(resources.files("evernear.console") / "static"))),
         ],
         middleware=[

@@ -1,1 +1,1 @@
-"""The pages. Each module has a function that returns its routes."""
+"""The pages. Each module has a class whose methods are the endpoints of one page."""

@@ -26,30 +26,42 @@ _CACHED = 512
 _SIDE_PX = 96
 
 
-def routes(services: Services) -> list[Route]:
-    """The routes of the page."""
+class DataPage:
+    """Data."""
 
-    def snapshot() -> Manifest | None:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._samples: Callable[[str, str, str], tuple[bytes, ...]] = lru_cache(_CACHED)(self._read_samples)
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/data", self._show),
+            Route("/data/classes", self._listing),
+            Route("/data/sample/{number:int}", self._sample),
+        ]
+
+    def _snapshot(self) -> Manifest | None:
         try:
-            name = dataset_name(services.settings.data, open_source(services.settings.data.source))
+            name = dataset_name(self._services.settings.data, open_source(self._services.settings.data.source))
         except EvernearError:
             name = ""
-        manifest = Snapshots(services.store, name).head() if name else None
+        manifest = Snapshots(self._services.store, name).head() if name else None
         if manifest is not None:
             return manifest
-        champion = services.registry.champion()  # a console in a cluster may not see the source
+        champion = self._services.registry.champion()  # a console in a cluster may not see the source
         if champion is None:
             return None
-        trained = services.registry.get(champion.version, include_pruned=True).manifest
-        return Snapshots(services.store, trained.dataset_name).head()
+        trained = self._services.registry.get(champion.version, include_pruned=True).manifest
+        return Snapshots(self._services.store, trained.dataset_name).head()
 
-    def content(request: Request, template: str) -> Response:
-        manifest = snapshot()
+    def _content(self, request: Request, template: str) -> Response:
+        manifest = self._snapshot()
         released: dict[str, int] = {}
-        champion = services.registry.champion()
+        champion = self._services.registry.champion()
         if champion is not None:
-            trained = services.registry.get(champion.version, include_pruned=True).manifest
-            former = find_manifest(services.store, trained.dataset_name, trained.dataset_digest)
+            trained = self._services.registry.get(champion.version, include_pruned=True).manifest
+            former = find_manifest(self._services.store, trained.dataset_name, trained.dataset_digest)
             released = _counts(former) if former else {}
         counts = _counts(manifest) if manifest else {}
         query = request.query_params.get("class", "").strip()
@@ -69,35 +81,27 @@ def routes(services: Services) -> list[Route]:
             more=len(wanted) > first + PAGE_CLASSES,
             query=query,
             samples=range(SAMPLES),
-            source=services.settings.data.source,
-            fault=services.fault,
+            source=self._services.settings.data.source,
+            fault=self._services.fault,
         )
 
-    def show(request: Request) -> Response:
-        return content(request, "data.html.j2")
+    def _show(self, request: Request) -> Response:
+        return self._content(request, "data.html.j2")
 
-    def listing(request: Request) -> Response:
-        return content(request, "class_list.html.j2")
+    def _listing(self, request: Request) -> Response:
+        return self._content(request, "class_list.html.j2")
 
-    def read_samples(name: str, digest: str, label: str) -> tuple[bytes, ...]:
-        dataset = Dataset.find(services.store, name, digest)
+    def _read_samples(self, name: str, digest: str, label: str) -> tuple[bytes, ...]:
+        dataset = Dataset.find(self._services.store, name, digest)
         return _samples(dataset, label) if dataset else ()
 
-    samples: Callable[[str, str, str], tuple[bytes, ...]] = lru_cache(_CACHED)(read_samples)
-
-    def sample(request: Request) -> Response:
-        manifest = snapshot()
+    def _sample(self, request: Request) -> Response:
+        manifest = self._snapshot()
         label, number = request.query_params.get("class", ""), request.path_params["number"]
-        found = list(samples(manifest.name, manifest.digest, label)) if manifest else []
+        found = list(self._samples(manifest.name, manifest.digest, label)) if manifest else []
         if number >= len(found):
             raise DataError("The class has no such image.")
         return png(found[number])
-
-    return [
-        Route("/data", show),
-        Route("/data/classes", listing),
-        Route("/data/sample/{number:int}", sample),
-    ]
 
 
 def _counts(manifest: Manifest) -> dict[str, int]:

@@ -19,41 +19,53 @@ from evernear.triggers.watch.schedule_state import ScheduleStore
 EVENTS_S = 1.0
 
 
-def routes(services: Services) -> list[Route]:
-    """The routes of the page."""
+class HomePage:
+    """Home."""
 
-    def state() -> dict[str, Any]:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/", self._show),
+            Route("/run-state", self._live),
+            Route("/events", self._events),
+            Route("/runs", action(self._start), methods=["POST"]),
+        ]
+
+    def _state(self) -> dict[str, Any]:
         """The run in progress, or the last one that ended."""
-        run = services.runner.current(services.records)
+        run = self._services.runner.current(self._services.records)
         last = None
         if run is None:
-            ended = next((entry for entry in services.records.entries() if entry.ended), None)
-            last = services.records.outcome(ended.run) if ended else None
-        return {"run": run, "last": last, "failure": services.runner.failure(), "now": services.now()}
+            ended = next((entry for entry in self._services.records.entries() if entry.ended), None)
+            last = self._services.records.outcome(ended.run) if ended else None
+        return {"run": run, "last": last, "failure": self._services.runner.failure(), "now": self._services.now()}
 
-    def show(request: Request) -> Response:
-        champion = services.registry.champion()
-        record = services.registry.get(champion.version, include_pruned=True) if champion else None
-        waiting = services.pending(services.answers.latest().keys() if services.answers else ())
+    def _show(self, request: Request) -> Response:
+        champion = self._services.registry.champion()
+        record = self._services.registry.get(champion.version, include_pruned=True) if champion else None
+        waiting = self._services.pending(self._services.answers.latest().keys() if self._services.answers else ())
         return page(
             request,
             "home.html.j2",
             champion=champion,
             record=record,
-            watcher=ScheduleStore(services.store).find(),
+            watcher=ScheduleStore(self._services.store).find(),
             waiting=len(waiting),
-            **state(),
+            **self._state(),
         )
 
-    def live(request: Request) -> Response:
-        return page(request, "run_state.html.j2", **state())
+    def _live(self, request: Request) -> Response:
+        return page(request, "run_state.html.j2", **self._state())
 
-    async def events(request: Request) -> Response:
+    async def _events(self, request: Request) -> Response:
         async def changes() -> AsyncIterator[str]:
             shown = ""
             while not await request.is_disconnected():
                 try:
-                    values = await run_in_threadpool(state)
+                    values = await run_in_threadpool(self._state)
                     text = render("run_state.html.j2", request=request, **values)
                     event = "run" if values["run"] else "idle"
                 except EvernearError as error:
@@ -68,17 +80,10 @@ def routes(services: Services) -> list[Route]:
 
         return StreamingResponse(changes(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
-    def start(request: Request, form: Form) -> Response:
+    def _start(self, request: Request, form: Form) -> Response:
         person = require(request, "start")
         pipeline = field(form, "pipeline")
         if pipeline not in COMMANDS:
             raise SettingsError(f"{pipeline!r} is not a pipeline; reload the page.")
-        services.runner.start(pipeline, person.name)
-        return live(request)
-
-    return [
-        Route("/", show),
-        Route("/run-state", live),
-        Route("/events", events),
-        Route("/runs", action(start), methods=["POST"]),
-    ]
+        self._services.runner.start(pipeline, person.name)
+        return self._live(request)

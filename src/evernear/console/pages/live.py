@@ -1,7 +1,5 @@
 """Labels of live queries, which measure accuracy: of random ones from people, and by id from systems."""
 
-from collections.abc import Callable
-
 from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -19,56 +17,60 @@ from evernear.review.random_queries import WEEKLY, Week
 _LABELS = TypeAdapter(Labels)
 
 
-def routes(services: Services) -> list[Route]:
+class LivePart:
     """The part of the page Review about random live queries, and the interface for systems."""
 
-    def week() -> tuple[Week, tuple[str, ...]] | None:
-        champion = services.registry.champion()
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/review/live", self._show),
+            Route("/review/live", action(self._answer), methods=["POST"]),
+            Route("/review/live/image", self._image),
+            Route("/labels", self._store_labels, methods=["POST"]),
+        ]
+
+    def _week(self) -> tuple[Week, tuple[str, ...]] | None:
+        """The queries of this week and the classes of the live release; None before the first release."""
+        champion = self._services.registry.champion()
         if champion is None:
             return None
-        labels = services.registry.get(champion.version, include_pruned=True).manifest.labels
-        return services.random_queries.this_week(champion.version, services.now()), labels
+        labels = self._services.registry.get(champion.version, include_pruned=True).manifest.labels
+        return self._services.random_queries.this_week(champion.version, self._services.now()), labels
 
-    def content(request: Request, notice: str = "") -> Response:
-        found = week()
+    def _content(self, request: Request, notice: str = "") -> Response:
+        found = self._week()
         if found is None:
             return Response()
         return page(request, "live.html.j2", week=found[0], classes=found[1], weekly=WEEKLY, notice=notice)
 
-    def show(request: Request) -> Response:
-        return content(request)
+    def _show(self, request: Request) -> Response:
+        return self._content(request)
 
-    def image(request: Request) -> Response:
-        found = week()
+    def _image(self, request: Request) -> Response:
+        found = self._week()
         query = request.query_params.get("id", "")
         for each in found[0].pending if found else ():
             if each.id == query:
                 return png(each.image)
         raise DataError("The query is no longer among those to label.")
 
-    def answer(request: Request, form: Form) -> Response:
+    def _answer(self, request: Request, form: Form) -> Response:
         require(request, "label")
         query, label = field(form, "query"), field(form, "label")
         if not label:
             raise DataError("Type the name of the class first.")
-        if import_labels(services.store, _valid({query: label}), services.now()).missing:
+        if import_labels(self._services.store, _valid({query: label}), self._services.now()).missing:
             raise DataError("The query is no longer in the log.")
-        found = week()
+        found = self._week()
         note = f"Labeled {label}."
         if found and label not in found[1]:
             note += " The release has no class of this name, so its answer counts as wrong."
-        return content(request, note)
+        return self._content(request, note)
 
-    return [
-        Route("/review/live", show),
-        Route("/review/live", action(answer), methods=["POST"]),
-        Route("/review/live/image", image),
-        Route("/labels", _labels_endpoint(services), methods=["POST"]),
-    ]
-
-
-def _labels_endpoint(services: Services) -> Callable[[Request], object]:
-    async def store_labels(request: Request) -> Response:
+    async def _store_labels(self, request: Request) -> Response:
         """Store a JSON object with the label of each id, and answer with the ids that are not in the log."""
         require(request, "label")
         body = bytearray()
@@ -76,10 +78,9 @@ def _labels_endpoint(services: Services) -> Callable[[Request], object]:
             body += chunk
             if len(body) > MAX_FORM_BYTES:
                 raise HTTPException(413, f"More than {MAX_FORM_BYTES:,} bytes of labels; send them in parts.")
+        services = self._services
         result = await run_in_threadpool(import_labels, services.store, _valid(bytes(body)), services.now())
         return JSONResponse({"stored": result.stored, "missing": result.missing})
-
-    return store_labels
 
 
 def _valid(labels: bytes | dict[str, str]) -> Labels:

@@ -19,19 +19,31 @@ FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role=
 """In place of an image that the store no longer has."""
 
 
-def routes(services: Services) -> list[Route]:
-    """The routes of the page. The application's state has the `Predictor` that recognizes."""
+class TryPage:
+    """Try. The application's state has the `Predictor` that recognizes."""
 
-    def show(request: Request) -> Response:
-        champion = services.registry.champion()
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/try", self._show),
+            Route("/try/neighbor/{version}/{row:int}", self._neighbor),
+            Route("/try", self._recognize, methods=["POST"]),
+            Route("/try/review", self._send, methods=["POST"]),
+        ]
+
+    def _show(self, request: Request) -> Response:
+        champion = self._services.registry.champion()
         return page(request, "try.html.j2", champion=champion)
 
-    def record_of(version: str) -> Record:
-        return services.registry.get(version, include_pruned=True)
+    def _record_of(self, version: str) -> Record:
+        return self._services.registry.get(version, include_pruned=True)
 
-    async def recognize(request: Request) -> Response:
+    async def _recognize(self, request: Request) -> Response:
         prediction = await _predict(request, await _image(request))
-        record = await run_in_threadpool(record_of, prediction.version)
+        record = await run_in_threadpool(self._record_of, prediction.version)
         return page(
             request,
             "answer.html.j2",
@@ -40,25 +52,18 @@ def routes(services: Services) -> list[Route]:
             threshold=record.manifest.threshold,
         )
 
-    async def send(request: Request) -> Response:
+    async def _send(self, request: Request) -> Response:
         person = require(request, "label")
         image = await _image(request)
         prediction = await _predict(request, image)
-        await run_in_threadpool(services.submissions.add, image, prediction, person.name, services.now())
+        await run_in_threadpool(self._services.submissions.add, image, prediction, person.name, self._services.now())
         return page(request, "sent.html.j2")
 
-    def neighbor(request: Request) -> Response:
-        found = services.gallery.find(request.path_params["version"], request.path_params["row"])
+    def _neighbor(self, request: Request) -> Response:
+        found = self._services.gallery.find(request.path_params["version"], request.path_params["row"])
         if found is None:
             return Response(FORGOTTEN, 404, media_type="image/svg+xml")
         return Response(found.png(), media_type="image/png")  # no browser keeps it: it may be forgotten
-
-    return [
-        Route("/try", show),
-        Route("/try/neighbor/{version}/{row:int}", neighbor),
-        Route("/try", recognize, methods=["POST"]),
-        Route("/try/review", send, methods=["POST"]),
-    ]
 
 
 async def _image(request: Request) -> bytes:

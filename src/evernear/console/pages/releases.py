@@ -14,33 +14,47 @@ from evernear.reporting.page import compare_page, run_page
 PAGE_RUNS = 25
 
 
-def routes(services: Services) -> list[Route]:
-    """The routes of the page."""
+class ReleasesPage:
+    """Runs and releases."""
 
-    def content(request: Request, template: str, notice: str = "") -> Response:
-        champion = services.registry.champion()
-        versions = list(services.registry.list())[::-1]
-        history = list(services.registry.history())[::-1] if champion else []
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/releases", self._show),
+            Route("/releases/runs", self._listing),
+            Route("/releases/promote", action(self._promote), methods=["POST"]),
+            Route("/releases/rollback", action(self._roll_back), methods=["POST"]),
+            Route("/compare", self._compare),
+            Route("/runs/{run}", self._run),
+        ]
+
+    def _content(self, request: Request, template: str, notice: str = "") -> Response:
+        champion = self._services.registry.champion()
+        versions = list(self._services.registry.list())[::-1]
+        history = list(self._services.registry.history())[::-1] if champion else []
         return page(
             request,
             template,
             champion=champion,
-            releases=[services.registry.get(version) for version in versions[:PAGE_RUNS]],
+            releases=[self._services.registry.get(version) for version in versions[:PAGE_RUNS]],
             promoted={promotion.version for promotion in history},
             history=history[:PAGE_RUNS],
             notice=notice,
-            **_runs(request),
+            **self._runs(request),
         )
 
-    def _runs(request: Request) -> dict[str, object]:
+    def _runs(self, request: Request) -> dict[str, object]:
         """One page of the runs. Only this page's outcomes are read, unless a filter needs more of them."""
         wanted = request.query_params.get("state", "")
         number = request.query_params.get("page", "1")
         first = PAGE_RUNS * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
         found: list[tuple[object, object]] = []
         skipped = 0
-        for entry in services.records.entries():
-            outcome = services.records.outcome(entry.run) if wanted or skipped >= first else None
+        for entry in self._services.records.entries():
+            outcome = self._services.records.outcome(entry.run) if wanted or skipped >= first else None
             if wanted and (outcome.state if outcome else "in progress") != wanted:
                 continue
             skipped += 1
@@ -55,43 +69,34 @@ def routes(services: Services) -> list[Route]:
             "more": len(found) > PAGE_RUNS,
         }
 
-    def show(request: Request) -> Response:
-        return content(request, "releases.html.j2")
+    def _show(self, request: Request) -> Response:
+        return self._content(request, "releases.html.j2")
 
-    def listing(request: Request) -> Response:
-        return page(request, "run_list.html.j2", **_runs(request))
+    def _listing(self, request: Request) -> Response:
+        return page(request, "run_list.html.j2", **self._runs(request))
 
-    def run(request: Request) -> Response:
-        record = RunRecord(services.store, request.path_params["run"])
+    def _run(self, request: Request) -> Response:
+        record = RunRecord(self._services.store, request.path_params["run"])
         return _report((record.get("run.html") or b"").decode() or run_page(record))
 
-    def compare(request: Request) -> Response:
+    def _compare(self, request: Request) -> Response:
         names = request.query_params.getlist("run")
         if len(names) != 2:
             raise SettingsError("Select two runs to compare.")
-        first, second = (RunRecord(services.store, name) for name in names)
+        first, second = (RunRecord(self._services.store, name) for name in names)
         return _report(compare_page(first, second))
 
-    def promote(request: Request, form: Form) -> Response:
+    def _promote(self, request: Request, form: Form) -> Response:
         person = require(request, "promote")
-        sentence = services.runner.promote(
+        sentence = self._services.runner.promote(
             field(form, "version"), _why(form), person.name, force=field(form, "force") == "yes"
         )
-        return content(request, "releases_content.html.j2", sentence)
+        return self._content(request, "releases_content.html.j2", sentence)
 
-    def roll_back(request: Request, form: Form) -> Response:
+    def _roll_back(self, request: Request, form: Form) -> Response:
         person = require(request, "promote")
-        sentence = services.runner.roll_back(field(form, "version"), _why(form), person.name)
-        return content(request, "releases_content.html.j2", sentence)
-
-    return [
-        Route("/releases", show),
-        Route("/releases/runs", listing),
-        Route("/releases/promote", action(promote), methods=["POST"]),
-        Route("/releases/rollback", action(roll_back), methods=["POST"]),
-        Route("/compare", compare),
-        Route("/runs/{run}", run),
-    ]
+        sentence = self._services.runner.roll_back(field(form, "version"), _why(form), person.name)
+        return self._content(request, "releases_content.html.j2", sentence)
 
 
 def _why(form: Form) -> str:

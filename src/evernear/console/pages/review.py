@@ -24,56 +24,69 @@ ASKED_AGAIN = 100
 """Named images, the newest first, that are asked again after a reindex."""
 
 
-def routes(services: Services) -> list[Route]:
-    """The routes of the page."""
+class ReviewPage:
+    """Review. The application's state has the `Predictor` that asks images again."""
 
-    def content(request: Request, template: str, notice: str = "", failures: Sequence[str] = ()) -> Response:
-        latest = services.answers.latest() if services.answers else {}
-        target = services.target
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/review", self._show),
+            Route("/review", action(self._answer), methods=["POST"]),
+            Route("/review/again", self._again),
+            Route("/review/image/{image}", self._image),
+            Route("/review/suspect/{image}", self._suspect_image),
+        ]
+
+    def _content(self, request: Request, template: str, notice: str = "", failures: Sequence[str] = ()) -> Response:
+        latest = self._services.answers.latest() if self._services.answers else {}
+        target = self._services.target
         suspects = (
             suspect
-            for suspect in services.suspects()
+            for suspect in self._services.suspects()
             if suspect.image not in latest and target and picture(target.read, suspect.files[0])
         )
-        pending = services.pending(latest.keys())
+        pending = self._services.pending(latest.keys())
         suggested = dict.fromkeys(label for item in pending for label in item.candidates[:1])
         return page(
             request,
             template,
-            groups=group_items(pending, services.store).groups,
+            groups=group_items(pending, self._services.store).groups,
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
             labels=list(dict.fromkeys([*suggested, *target.labels])) if target else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
             recent=list(islice(reversed(latest.values()), RECENT_ANSWERS)),
-            new=sum(answer.action == "label" for answer in _since_release(services)),
-            fault=services.fault,
-            faults=[*failures, *(services.answers.set_aside.values() if services.answers else ())],
+            new=sum(answer.action == "label" for answer in _since_release(self._services)),
+            fault=self._services.fault,
+            faults=[*failures, *(self._services.answers.set_aside.values() if self._services.answers else ())],
             notice=notice,
         )
 
-    def show(request: Request) -> Response:
-        return content(request, "review.html.j2")
+    def _show(self, request: Request) -> Response:
+        return self._content(request, "review.html.j2")
 
-    def answer(request: Request, form: Form) -> Response:
+    def _answer(self, request: Request, form: Form) -> Response:
         person = require(request, "label")
-        answers, _ = services.require_answers()
+        answers, _ = self._services.require_answers()
         kind, label = field(form, "action"), field(form, "label")
         images = form.get("image") or []
         if not images:
             raise DataError("No image is selected.")
         if kind == "label" and not label:
             raise DataError("Type the name of the class first.")
-        suspects = {suspect.image: suspect for suspect in services.suspects()}
+        suspects = {suspect.image: suspect for suspect in self._services.suspects()}
         done = 0
         failures: dict[str, EvernearError] = {}
-        with services.lock:
+        with self._services.lock:
             for image in dict.fromkeys(images):
-                each = _answer(image, kind, label, person.name, services, suspects.get(image))
+                each = _answer(image, kind, label, person.name, self._services, suspects.get(image))
                 try:
                     if kind == "undo":
                         answers.undo(each)
                     else:
-                        answers.label(b"" if each.files or kind != "label" else _original(services, image), each)
+                        answers.label(b"" if each.files or kind != "label" else _original(self._services, image), each)
                     done += 1
                 except EvernearError as error:
                     failures[str(error)] = error
@@ -81,26 +94,28 @@ def routes(services: Services) -> list[Route]:
             raise next(iter(failures.values()))
         count = quantity(done, "image")
         did = {"label": f"{count} named {label}.", "skip": f"{count} skipped.", "keep": f"{count} kept."}
-        return content(request, "review_content.html.j2", did.get(kind, f"{count} back in review."), list(failures))
+        return self._content(
+            request, "review_content.html.j2", did.get(kind, f"{count} back in review."), list(failures)
+        )
 
-    def image(request: Request) -> Response:
-        item = services.find(request.path_params["image"])
+    def _image(self, request: Request) -> Response:
+        item = self._services.find(request.path_params["image"])
         if item is None:
             raise DataError("The image is no longer in the queue.")
         return png(thumbnail(item.image))
 
-    def suspect_image(request: Request) -> Response:
-        _, target = services.require_answers()
-        suspect = next((each for each in services.suspects() if each.image == request.path_params["image"]), None)
+    def _suspect_image(self, request: Request) -> Response:
+        _, target = self._services.require_answers()
+        suspect = next((each for each in self._services.suspects() if each.image == request.path_params["image"]), None)
         name = suspect and (suspect.duplicate if "duplicate" in request.query_params else suspect.files[0])
         found = picture(target.read, name) if name else None
         if found is None:
             raise DataError("The image is no longer in the source.")
         return png(found)
 
-    async def again(request: Request) -> Response:
+    async def _again(self, request: Request) -> Response:
         predictor: Predictor = request.app.state.predictor
-        named = await run_in_threadpool(_named, services)
+        named = await run_in_threadpool(_named, self._services)
         recognized: list[tuple[Answer, bool]] = []
         for each, original in named[:ASKED_AGAIN]:
             try:
@@ -109,14 +124,6 @@ def routes(services: Services) -> list[Route]:
                 continue
             recognized.append((each, not prediction.unknown and prediction.pred == each.label))
         return page(request, "again.html.j2", asked=recognized)
-
-    return [
-        Route("/review", show),
-        Route("/review", action(answer), methods=["POST"]),
-        Route("/review/again", again),
-        Route("/review/image/{image}", image),
-        Route("/review/suspect/{image}", suspect_image),
-    ]
 
 
 def _answer(image: str, kind: str, label: str, who: str, services: Services, suspect: Suspect | None) -> Answer:
