@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from evernear.cli.interrupts import message_on_interrupt
-from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
+from evernear.cli.options import ConfigOption, JsonOption, ReleaseOption, SetOption, WorkdirOption
 from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
@@ -27,9 +27,7 @@ def batch_predict(
         str, typer.Option("--source", help="folder:DIR | s3://bucket/prefix; images at any depth, without classes.")
     ],
     out: Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="Where the Parquet files go.")],
-    release: Annotated[
-        str | None, typer.Option("--release", metavar="VERSION", help="A release. [the champion]")
-    ] = None,
+    release: ReleaseOption = None,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Each loads the release. [one for 4 CPUs, at most 8]")
     ] = None,

@@ -2,11 +2,10 @@
 
 import json
 import sys
-from typing import Annotated
 
 import typer
 
-from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_settings
+from evernear.cli.options import ConfigOption, ReleaseOption, SetOption, WorkdirOption, local_settings
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="The Kubernetes objects of a release.")
 
@@ -18,9 +17,7 @@ def _group() -> None:
 
 @app.command()
 def render(
-    release: Annotated[
-        str | None, typer.Option("--release", metavar="VERSION", help="Release in the registry. [the champion]")
-    ] = None,
+    release: ReleaseOption = None,
     config: ConfigOption = None,
     overrides: SetOption = None,
     workdir: WorkdirOption = None,

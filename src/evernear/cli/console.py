@@ -15,11 +15,13 @@ from evernear.cli.options import (
     SetOption,
     SourceOption,
     WorkdirOption,
+    assignments,
     run_layers,
 )
 from evernear.common.output import print_line, print_secret
 from evernear.errors import ServingError
-from evernear.settings.layers import command_for
+from evernear.settings import Settings
+from evernear.settings.layers import Layers, command_for
 
 PortOption = Annotated[
     int | None, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one. [console.port]", show_default=False)
@@ -41,9 +43,8 @@ def console(
     rename: RenameOption = None,
 ) -> None:
     """Serve a page in which people try images, name unknown ones, start runs, promote and roll back."""
-    named = {"console.port": port, "console.host": host}
-    words = [f"{name}={value}" for name, value in named.items() if value is not None]
-    _serve("", source, preset, config, [*(overrides or []), *words], workdir, retire, rename)
+    overrides = assignments(overrides, **{"console.port": port, "console.host": host})
+    _serve("", run_layers(source, preset, config, overrides, workdir, retire, rename))
 
 
 def review(
@@ -57,20 +58,11 @@ def review(
     rename: RenameOption = None,
 ) -> None:
     """Serve the console, and print the URL of its review page: name unknown images and correct suspect labels."""
-    words = [] if port is None else [f"console.port={port}"]
-    _serve("review", source, preset, config, [*(overrides or []), *words], workdir, retire, rename)
+    overrides = assignments(overrides, **{"console.port": port})
+    _serve("review", run_layers(source, preset, config, overrides, workdir, retire, rename))
 
 
-def _serve(
-    path: str,
-    source: SourceOption,
-    preset: PresetOption,
-    config: ConfigOption,
-    overrides: SetOption,
-    workdir: WorkdirOption,
-    retire: RetireOption,
-    rename: RenameOption,
-) -> None:
+def _serve(path: str, layers: Layers[Settings]) -> None:
     from evernear.common.store import open_store
     from evernear.release.promotions import whoami
 
@@ -83,7 +75,6 @@ def _serve(
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
 
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     settings = layers.settings()
     require_private(settings.console)
     store = open_store(settings.store_uri)

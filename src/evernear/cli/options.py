@@ -51,6 +51,9 @@ RenameOption = Annotated[
         help="A class of the champion that has a new name; repeatable. A = in the old name is written \\=.",
     ),
 ]
+ReleaseOption = Annotated[
+    str | None, typer.Option("--release", metavar="VERSION", help="A release of the registry. [the champion]")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
