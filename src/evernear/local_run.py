@@ -42,6 +42,8 @@ CLEAN_UP_S = 10.0
 """Time that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
 """With less free space, a step may fail without being able to write its error to the event file."""
+STARTED_BY_VARIABLE = "_EVERNEAR_STARTED_BY"
+"""The person for whom another process, such as the console, starts a run; else it is the user of this process."""
 Pipeline = Literal["continuous_training", "reindex"]
 
 
@@ -309,7 +311,7 @@ def pipeline_arguments(settings: Settings) -> dict[str, object]:
     return {
         "store": settings.store_uri,
         "target": settings.target,
-        "started_by": whoami(),
+        "started_by": os.environ.get(STARTED_BY_VARIABLE) or whoami(),
         "settings": settings.model_dump(mode="json", include=sections) | {"workdir": str(settings.workdir.resolve())},
     }
 

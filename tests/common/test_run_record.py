@@ -1,20 +1,18 @@
 """The run's record of a step that runs, finishes or fails."""
 
 import errno
-import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from evernear.common import progress
 from evernear.common.progress import step
-from evernear.common.run_record import RunRecord, StepProgress, StepRecord, runs_in_progress
-from evernear.common.store import FileStore, Store, open_store
+from evernear.common.run_record import RunRecord, StepProgress, StepRecord
+from evernear.common.store import Store, open_store
 from evernear.errors import DataError
 
 
@@ -146,32 +144,3 @@ def test_slow_store_neither_delays_a_step_nor_replaces_its_end(store: Store, mon
     (recorded,) = RunRecord(store, "run").steps()
     assert (recorded.state, recorded.message) == ("finished", "done")
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
-
-
-def test_runs_in_progress_are_those_that_may_still_go_on(store: Store) -> None:
-    assert isinstance(store, FileStore)
-    now = datetime.now(UTC)
-    ended_process = subprocess.Popen(["true"])
-    ended_process.wait()
-    here = StepRecord.of_this_process("train", now)
-    elsewhere = here.model_copy(update={"host": "another-pod"})
-    for run, record in {
-        "here": here,
-        "killed": here.model_copy(update={"process": ended_process.pid}),
-        "in-a-pod": elsewhere,
-        "abandoned": elsewhere,
-        "ended": elsewhere,
-        "damaged": elsewhere,
-    }.items():
-        RunRecord(store, run).save_step(record)
-    RunRecord(store, "ended").save(outcome={})
-    store.put("runs/damaged/steps/train.json", b"{")
-    store.put("runs/starting/0123", b"")
-    long_ago_s = (now - timedelta(days=8)).timestamp()
-    os.utime(store.path("runs/abandoned/steps/train.json"), (long_ago_s, long_ago_s))
-    an_hour_ago_s = (now - timedelta(hours=1)).timestamp()
-    os.utime(store.path("runs/in-a-pod/steps/train.json"), (an_hour_ago_s, an_hour_ago_s))
-    found = runs_in_progress(store, now)
-    assert [run.run for run in found] == ["here", "in-a-pod"], "the one that was heard of last comes first"
-    assert found[0].steps == (here,)
-    assert found[1].heard.timestamp() == pytest.approx(an_hour_ago_s, abs=1)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from importlib import resources
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 import numpy as np
 import pytest
+from consoles import TOKEN, console_client, with_csrf
 from PIL import Image
 from releases import MakeRelease, System
 from review_queue import NOW, log_queries, png
@@ -23,10 +25,9 @@ from starlette.testclient import TestClient
 from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store import Store, open_store
 from evernear.console.access import Access
-from evernear.console.app import create_console_app
+from evernear.console.run_records import RunEntry, RunRecords
 from evernear.console.runs import LocalRuns
 from evernear.console.server import require_private
-from evernear.console.services import Services
 from evernear.data.sources import open_source
 from evernear.errors import SettingsError
 from evernear.release.registry import Registry
@@ -38,14 +39,10 @@ from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import load
 
-TOKEN = "secret"
-
 
 def open_console(store: Store, source: str, *overrides: str, address: str = "127.0.0.1", **headers: str) -> TestClient:
     settings = load(overrides=[f"store={store.uri}", f"data.source={source}", *overrides], environment={})
-    services = Services.open(settings, store, LocalRuns(settings, ()))
-    app = create_console_app(services, Access(settings.console, TOKEN, "ann"))
-    return TestClient(app, base_url="http://console", client=(address, 1), headers=headers)
+    return console_client(settings, store, LocalRuns(settings, ()), address=address, **headers)
 
 
 def signed_in(store: Store, source: Path | str) -> TestClient:
@@ -53,11 +50,6 @@ def signed_in(store: Store, source: Path | str) -> TestClient:
     page = client.get(f"/?token={TOKEN}")
     assert page.url.query == b"", "the token leaves the address bar"
     return with_csrf(client)
-
-
-def with_csrf(client: TestClient) -> TestClient:
-    client.headers["X-Evernear-CSRF"] = client.cookies["evernear-csrf"]
-    return client
 
 
 def test_token_is_required_and_opens_a_session(store: Store, source: Path) -> None:
@@ -212,6 +204,51 @@ def test_an_image_sent_to_review_is_in_the_queue_at_once_with_its_original(store
     assert client.get(f"/review/image/{image}").content.startswith(b"\x89PNG")
     client.post("/review", data={"image": image, "action": "label", "label": "cat"})
     assert (source / "cat" / f"review-{image[:16]}.png").read_bytes() == png(7)
+
+
+def test_original_keeps_its_format(store: Store, source: Path) -> None:
+    buffer = BytesIO()
+    Image.effect_noise((64, 48), 90).save(buffer, format="JPEG")
+    prediction = Prediction(pred="cat", dist=0.9, unknown=True, neighbors=(), version="v")
+    image = Submissions(store).add(buffer.getvalue(), prediction, "ann", NOW)
+    client = signed_in(store, source)
+    client.post("/review", data={"image": image, "action": "label", "label": "bird"})
+    path = source / "bird" / f"review-{image[:16]}.jpg"
+    assert path.read_bytes() == buffer.getvalue()
+    assert b'"suffix":".jpg"' in store.get(ANSWERS)
+    client.post("/review", data={"image": image, "action": "undo"})
+    assert not path.exists()
+    assert image in client.get("/review").text
+
+
+def test_answers_about_png_files_are_those_that_earlier_versions_read(store: Store, source: Path) -> None:
+    log_queries(store, png(1))
+    client = signed_in(store, source)
+    image = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)[0]
+    client.post("/review", data={"image": image, "action": "label", "label": "bird"})
+    assert b"suffix" not in store.get(ANSWERS)
+
+
+def test_pages_show_the_progress_of_the_first_read(store: Store, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, may_end = threading.Event(), threading.Event()
+    entries = RunRecords.entries
+
+    def wait(self: RunRecords) -> list[RunEntry]:
+        reading.set()
+        assert may_end.wait(30)
+        return entries(self)
+
+    monkeypatch.setattr(RunRecords, "entries", wait)
+    with open_console(store, f"folder:{source}") as client:
+        assert reading.wait(30)
+        page = client.get(f"/?token={TOKEN}")
+        assert (page.status_code, page.headers["Refresh"]) == (200, "1")
+        assert "It reads the list of runs." in page.text
+        may_end.set()
+        monkeypatch.setattr("evernear.console.warm_up.PATIENCE_S", 30.0)
+        page = client.get("/")
+        assert "Refresh" not in page.headers
+        assert "Live release" in page.text
 
 
 def test_large_bodies_and_images_that_are_none_get_one_sentence(store: Store, source: Path) -> None:

@@ -35,7 +35,7 @@ from evernear.maintenance.forget import find, forget_images
 from evernear.release.archive import Candidate, make_archive
 from evernear.release.registry import Registry
 from evernear.review.answers import ANSWERS, Answer
-from evernear.review.submissions import SUBMITTED, Submission
+from evernear.review.submissions import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
@@ -166,6 +166,8 @@ def prepared(original: Prepared, tmp_path: Path) -> Prepared:
     sent = {"0": ("a",), "1": ("b", "a"), "2": ("a",)}
     for number, candidates in sent.items():
         copied.store.put(f"{SUBMITTED}{64 * number}.json", submission(*candidates).to_json())
+        copied.store.put(f"{ORIGINALS}{64 * number}", b"a photograph")
+    copied.store.put(f"{ORIGINALS}{64 * '3'}", b"a photograph whose sender was killed")
     named = sha256_bytes(NAMED)
     answers = (answer(64 * "2", "c"), answer(64 * "2", "", "undo"), answer(64 * "0", "a"), answer(named, "c"))
     copied.store.put(ANSWERS, b"".join(answers))
@@ -189,7 +191,7 @@ def log_lines() -> list[Period | LoggedQuery]:
 
 def submission(*candidates: str) -> Submission:
     file = base64.b64encode(b"a photograph").decode()
-    return Submission(at=NOW, who="ann", dist=0.1, unknown=True, candidates=candidates, version="v", file=file)
+    return Submission(at=NOW, who="ann", dist=0.1, unknown=True, candidates=candidates, version="v", picture=file)
 
 
 def answer(image: str, label: str, action: str = "label") -> bytes:
@@ -248,6 +250,7 @@ def test_nothing_in_the_store_has_a_removed_image(prepared: Prepared, milvus_uri
     assert forgotten.queries == 4
     assert forgotten.submissions == 2, "one looks like b, and one was called c for a while"
     assert [info.key for info in prepared.store.list(SUBMITTED)] == [f"{SUBMITTED}{64 * '0'}.json"]
+    assert [info.key for info in prepared.store.list(ORIGINALS)] == [f"{ORIGINALS}{64 * '0'}"]
     assert min(forgotten.shards, forgotten.embeddings, forgotten.checkpoints, forgotten.parts) > 0
     assert forgotten.pages == 3
     assert find(prepared.store).model_dump(exclude={"labels"}) == {

@@ -33,7 +33,7 @@ def numbers(groups: Sequence[object]) -> list[list[int]]:
 def test_images_of_one_class_are_a_group(store: Store) -> None:
     vectors, labels = blobs(0, 60, classes=3, spread=0.1)
     items = [item(number, embedding=vector) for number, vector in enumerate(vectors)]
-    grouping = group_items(items, store)
+    grouping = group_items(items, Registry(store).find)
     assert grouping.left_out == 0
     assert sorted(map(sorted, numbers(grouping.groups))) == sorted(
         np.flatnonzero(labels == label).tolist() for label in range(3)
@@ -46,21 +46,21 @@ def test_images_of_one_class_are_a_group(store: Store) -> None:
 def test_image_like_no_other_is_a_group_of_one(store: Store) -> None:
     vectors = np.eye(16, dtype=np.float32)
     items = [item(0, embedding=vectors[0]), item(1, embedding=vectors[1]), item(2, embedding=vectors[0])]
-    assert numbers(group_items(items, store).groups) == [[0, 2], [1]]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 2], [1]]
 
 
 def test_only_the_first_items_are_grouped(store: Store) -> None:
     items = [item(number, embedding=np.ones(4, np.float32)) for number in range(10)]
-    grouping = group_items(items, store, limit=7)
+    grouping = group_items(items, Registry(store).find, limit=7)
     assert numbers(grouping.groups) == [list(range(7))]
     assert grouping.left_out == 3
-    assert group_items([], store) == ((), 0)
+    assert group_items([], Registry(store).find) == ((), 0)
 
 
 def test_embeddings_of_two_networks_are_not_compared(store: Store) -> None:
     vector = np.ones(4, np.float32)
     items = [item(0, "old", embedding=vector), item(1, "new", embedding=vector), item(2, "old", embedding=vector)]
-    assert numbers(group_items(items, store).groups) == [[0, 2], [1]]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 2], [1]]
 
 
 def test_embeddings_of_one_network_are_compared_across_releases(store: Store, make_release: MakeRelease) -> None:
@@ -70,7 +70,7 @@ def test_embeddings_of_one_network_are_compared_across_releases(store: Store, ma
         Registry(store).publish(release.archive)
     vector = np.ones(4, np.float32)
     items = [item(number, release.version, embedding=vector) for number, release in enumerate(releases)]
-    assert numbers(group_items(items, store).groups) == [[0, 1]]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 1]]
 
 
 def test_release_says_how_close_images_of_one_group_are(store: Store, make_release: MakeRelease) -> None:
@@ -83,14 +83,14 @@ def test_release_says_how_close_images_of_one_group_are(store: Store, make_relea
         cosine = 1 - (factor * bound) ** 2 / 2
         pair = np.array([[1, 0], [cosine, np.sqrt(1 - cosine**2)]], np.float32)
         items = [item(number, release.version, embedding=vector) for number, vector in enumerate(pair)]
-        assert numbers(group_items(items, store).groups) == expected
+        assert numbers(group_items(items, Registry(store).find).groups) == expected
 
 
 def test_logs_without_embeddings_are_grouped_by_their_projections(store: Store) -> None:
     vectors, labels = blobs(0, 60, classes=3, dim=64, spread=0.05)
     coordinates = vectors @ random_projection(64)
     items = [item(number, coordinates=tuple(row.tolist())) for number, row in enumerate(coordinates)]
-    for group in numbers(group_items(items, store).groups)[:3]:
+    for group in numbers(group_items(items, Registry(store).find).groups)[:3]:
         assert len(set(labels[group])) == 1
         assert len(group) > 10
 
@@ -111,11 +111,12 @@ def test_images_alone_are_grouped_by_their_pixels(store: Store) -> None:
 
     images = [noisy(shapes[number % 2], *(("L", "PNG") if number < 4 else ("RGB", "JPEG"))) for number in range(8)]
     items = [item(number, image=image) for number, image in enumerate(images)]
-    assert numbers(group_items(items, store).groups) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert numbers(group_items(items, Registry(store).find).groups) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_images_of_one_brightness_do_not_stop_the_others(store: Store) -> None:
-    assert sum(len(group.items) for group in group_items([item(number) for number in range(3)], store).groups) == 3
+    groups = group_items([item(number) for number in range(3)], Registry(store).find).groups
+    assert sum(len(group.items) for group in groups) == 3
 
 
 @pytest.mark.parametrize("embedding", ["", "AAAA", "?"])

@@ -10,6 +10,7 @@ from review_queue import NOW, log_queries, png
 from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
 from evernear.errors import ConflictError, SettingsError, StoreError
+from evernear.review import queue as queue_module
 from evernear.review.answers import (
     ANSWERS,
     PENDING,
@@ -142,19 +143,46 @@ def test_undo_leaves_a_class_folder_that_was_empty_before(store: Store, source: 
     assert list((source / "bird").iterdir()) == []
 
 
-def test_queue_reads_answered_log_files_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that are read from the store from now on."""
+    keys: list[str] = []
+    find = store.find
+    monkeypatch.setattr(store, "find", lambda key: (keys.append(key), find(key))[1])
+    return keys
+
+
+def test_queue_reads_each_log_file_once(store: Store, reads: list[str]) -> None:
     log_queries(store, png(1), png(2), day=1)
     log_queries(store, png(3))
-    queue, read = Queue(store), list[str]()
+    queue = Queue(store)
     newest, *older = (item.id for item in queue.pending((), 10))
-    find = store.find
-    monkeypatch.setattr(store, "find", lambda key: (read.append(key), find(key))[1])
+    assert len(reads) == 2
     assert [item.id for item in queue.pending({newest}, 10)] == older
-    assert len(read) == 1
     assert queue.pending({newest, *older}, 10) == []
-    assert len(read) == 1
     found = queue.find(older[0])
-    assert (found and found.image, len(read)) == (png(1), 2)
+    assert (found and found.image, len(reads)) == (png(1), 2)
+
+
+def test_queue_reads_a_log_file_again_that_was_written_again(store: Store) -> None:
+    """`evernear forget` removes queries from files."""
+    log_queries(store, png(1), png(2))
+    queue = Queue(store)
+    assert len(queue.pending((), 10)) == 2
+    log_queries(store, png(1))
+    assert [item.image for item in queue.pending((), 10)] == [png(1)]
+
+
+def test_queue_keeps_no_more_images_in_memory_than_it_may(
+    store: Store, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "CACHED_BYTES", len(png(3)) + len(png(4)))
+    log_queries(store, png(1), png(2), day=1)
+    log_queries(store, png(3), png(4))
+    queue = Queue(store)
+    for _ in range(2):
+        assert [item.image for item in queue.pending((), 10)] == [png(3), png(4), png(1), png(2)]
+    assert len(reads) == 3, "only the file that is not in memory is read again"
 
 
 def test_failed_write_returns_the_image_to_the_queue(store: Store, source: Path) -> None:

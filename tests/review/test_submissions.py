@@ -1,18 +1,19 @@
 """Images that a person sent to review."""
 
-import base64
 import os
 from datetime import datetime, timedelta
+from io import BytesIO
 
 import numpy as np
 import pytest
+from PIL import Image
 from review_queue import NOW, png
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import FileStore, Store
 from evernear.errors import DataError
-from evernear.review import submissions
-from evernear.review.submissions import SUBMITTED, Submissions, remove_submissions
+from evernear.review import listing, submissions
+from evernear.review.submissions import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
 from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 
@@ -29,7 +30,17 @@ ANSWER = Prediction(
 
 def age(store: Store, image: str, at: datetime) -> None:
     assert isinstance(store, FileStore)
-    os.utime(store.path(f"{SUBMITTED}{image}.json"), (at.timestamp(), at.timestamp()))
+    for key in (f"{SUBMITTED}{image}.json", original_key(image)):
+        os.utime(store.path(key), (at.timestamp(), at.timestamp()))
+
+
+@pytest.fixture
+def reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that are read from the store from now on."""
+    keys: list[str] = []
+    find = store.find
+    monkeypatch.setattr(store, "find", lambda key: (keys.append(key), find(key))[1])
+    return keys
 
 
 def test_image_is_in_the_queue_at_once_with_its_bytes_and_its_answer(store: Store) -> None:
@@ -41,6 +52,33 @@ def test_image_is_in_the_queue_at_once_with_its_bytes_and_its_answer(store: Stor
     assert item.embedding is not None
     np.testing.assert_array_equal(item.embedding, VECTOR)
     assert Submissions(store).pending({image}, 10) == []
+
+
+def test_original_is_stored_beside_a_small_picture(store: Store, reads: list[str]) -> None:
+    buffer = BytesIO()
+    Image.effect_noise((640, 480), 90).save(buffer, format="JPEG")
+    photograph = buffer.getvalue()
+    sent = Submissions(store)
+    image = sent.add(photograph, ANSWER, "ann", NOW)
+    (item,) = sent.pending((), 10)
+    with Image.open(BytesIO(item.image)) as picture:
+        assert (picture.format, picture.size) == ("PNG", (192, 144))
+    assert sent.original(image) == photograph
+    reads.clear()
+    assert len(sent.pending((), 10)) == 1
+    assert sent.find(image) == item
+    assert reads == [], "a list reads neither originals nor what it has read before"
+
+
+def test_deleted_one_is_not_found_in_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "RECENT_S", 0.0)
+    sent = Submissions(store)
+    image = sent.add(png(7), ANSWER, "ann", NOW)
+    assert sent.find(image) is not None
+    remove_submissions(store, NOW + timedelta(hours=1))
+    assert sent.find(image) is None
+    assert sent.original(image) is None
+    assert list(store.list("")) == []
 
 
 def test_newest_come_first_up_to_the_limit(store: Store) -> None:
@@ -92,4 +130,4 @@ def test_old_ones_are_removed(store: Store) -> None:
     age(store, old, NOW - timedelta(days=15))
     assert remove_submissions(store, NOW - timedelta(days=14)) == 1
     assert [item.id for item in Submissions(store).pending((), 10)] == [new]
-    assert base64.b64encode(png(0)) not in b"".join(store.get(info.key) for info in store.list(SUBMITTED))
+    assert [info.key for info in store.list(ORIGINALS)] == [original_key(new)]

@@ -119,26 +119,19 @@ def this_host() -> str:
         return socket.gethostname()
 
 
-def runs_in_progress(store: Store, now: datetime) -> list[RunInProgress]:
-    """The runs that have not ended, the one heard of last first. Lists all runs, and reads only those in progress.
+def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime) -> list[RunInProgress]:
+    """Those of the runs ``heard`` that are in progress, the one heard of last first.
 
-    A local run whose process has died is not in progress. A run on another machine counts as in progress until it has
-    an outcome, or was not heard of for `ABANDONED_AFTER`.
+    ``heard`` has the runs without an outcome, and when a step of each last wrote to the store. A local run whose
+    process has died is not in progress. A run on another machine counts as in progress until it has an outcome, or was
+    not heard of for `ABANDONED_AFTER`.
 
     Raises:
         StoreError: the store fails.
     """
-    heard: dict[str, datetime] = {}
-    ended = {STARTING}
-    for info in store.list(RUNS):
-        run, _, name = info.key.removeprefix(RUNS).partition("/")
-        if name.startswith("steps/"):
-            heard[run] = max(info.modified, heard.get(run, info.modified))
-        elif name == f"{OUTCOME}.json":
-            ended.add(run)
     found: list[RunInProgress] = []
     for run, at in heard.items():
-        if run not in ended and now - at < ABANDONED_AFTER:
+        if now - at < ABANDONED_AFTER:
             with suppress(IntegrityError, MissingObjectError):  # damaged, or pruned in the meantime
                 steps = RunRecord(store, run).steps()
                 if may_be_active(steps, is_recent=True):

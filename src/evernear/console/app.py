@@ -21,6 +21,7 @@ from evernear.console.pages.releases import ReleasesPage
 from evernear.console.pages.review import ReviewPage
 from evernear.console.predictor import Predictor
 from evernear.console.services import Services
+from evernear.console.warm_up import WarmUp
 from evernear.console.web import error_response
 from evernear.errors import EvernearError
 from evernear.serving.http_limits import BodyLimits
@@ -34,13 +35,14 @@ def create_console_app(services: Services, access: Access) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         app.state.predictor = Predictor(services.settings)
+        app.state.warm_up.start()
         try:
             yield
         finally:
             await app.state.predictor.close()
 
     limits = services.settings.console
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", _health),
             *(route for page in PAGES for route in page(services).routes()),
@@ -58,6 +60,8 @@ def create_console_app(services: Services, access: Access) -> Starlette:
         exception_handlers={EvernearError: error_response, HTTPException: error_response},
         lifespan=lifespan,
     )
+    app.state.warm_up = WarmUp(services)
+    return app
 
 
 async def _health(_: Request) -> Response:

@@ -1,14 +1,21 @@
 """The services behind the pages."""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from uuid import uuid4
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from evernear.common.store import Store
-from evernear.console.runs import Runner, RunRecords
-from evernear.errors import EvernearError, SettingsError
-from evernear.release.registry import Registry
+from evernear.console.access import Person, Right, require
+from evernear.console.releases import Releases
+from evernear.console.run_records import RunRecords
+from evernear.console.runs import Done, Runner
+from evernear.errors import EvernearError, ServingError, SettingsError, StoreError
 from evernear.review.answers import Answers, LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
 from evernear.review.random_queries import RandomQueries
@@ -16,6 +23,8 @@ from evernear.review.submissions import Submissions
 from evernear.review.suspects import Suspect, load_suspects
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import Settings
+from evernear.triggers import audit
+from evernear.triggers.audit import AuditEvent
 
 QUEUE_ITEMS = 240
 
@@ -34,7 +43,7 @@ class Services:
     """Answers change the source one at a time."""
 
     def __post_init__(self) -> None:
-        self.registry = Registry(self.store)
+        self.releases = Releases(self.store)
         self.records = RunRecords(self.store)
         self.queue = Queue(self.store)
         self.random_queries = RandomQueries(self.store)
@@ -75,6 +84,52 @@ class Services:
     def find(self, image: str) -> Item | None:
         """An image to review, or one that was; None if it is gone."""
         return self.submissions.find(image) or self.queue.find(image)
+
+    def original(self, image: str) -> bytes:
+        """The file of an image to review: as a person sent it, or the network's input of a logged query.
+
+        Raises:
+            ServingError: it is gone.
+        """
+        sent = self.submissions.original(image)
+        item = None if sent else self.queue.find(image)
+        if sent is None and item is None:
+            raise ServingError("The image is no longer in the queue: it was too old, or deleted.")
+        return sent or (item.image if item else b"")
+
+    def perform(
+        self, request: Request, right: Right, what: str, act: Callable[[Person], Done], release: str = ""
+    ) -> Done:
+        """Let the person of ``request`` ``act`` if they have the ``right``, and write the audit log.
+
+        Raises:
+            HTTPException: they lack the right.
+        """
+        person: Person = request.state.person
+        event = AuditEvent(
+            request=f"console-{uuid4().hex[:16]}",
+            at=self.now(),
+            who=person.name,
+            what=what,
+            result="done",
+            where="console",
+            release=release,
+        )
+        try:
+            require(request, right)
+            done = act(person)
+        except HTTPException as error:
+            self._audit_failure(event.model_copy(update={"result": "refused", "detail": str(error.detail)}))
+            raise
+        except EvernearError as error:
+            self._audit_failure(event.model_copy(update={"result": "failed", "detail": str(error)}))
+            raise
+        audit.write(self.store, event.model_copy(update={"run": done.run}))
+        return done
+
+    def _audit_failure(self, event: AuditEvent) -> None:
+        with suppress(StoreError):  # the failure itself is shown
+            audit.write(self.store, event)
 
     def suspects(self) -> tuple[Suspect, ...]:
         """The images of the source whose label looks wrong."""

@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from http import HTTPStatus
-from io import BytesIO
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -16,11 +15,9 @@ from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
 from evernear.common.progress import duration
-from evernear.data.image_file import inspect
-from evernear.data.preprocess import bit_depth_of, decode_inspected
+from evernear.console.warm_up import WarmUp
 from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
 from evernear.serving.decoding import OverloadedError
-from evernear.settings.section import MAX_PIXELS
 
 MAX_FORM_BYTES = 256 * 2**10
 Form = Mapping[str, list[str]]
@@ -51,23 +48,23 @@ def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], A
     return endpoint
 
 
+def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Response]:
+    """A page that shows the progress of the application's `WarmUp` until that has ended."""
+
+    def endpoint(request: Request) -> Response:
+        warm_up: WarmUp = request.app.state.warm_up
+        if warm_up.wait():
+            return show(request)
+        response = page(request, "reading.html.j2", progress=warm_up.progress)
+        response.headers["Refresh"] = "1"
+        return response
+
+    return endpoint
+
+
 def field(form: Form, name: str) -> str:
     """The last value of a field, without spaces around it; empty if it is missing."""
     return (form.get(name) or [""])[-1].strip()
-
-
-def thumbnail(image: bytes, size_px: int = 192) -> bytes:
-    """A small PNG file of an image file.
-
-    Raises:
-        DataError: it is broken.
-    """
-    file = inspect(image, MAX_PIXELS)
-    picture = decode_inspected(file, bit_depth_of(file) or 16).image
-    picture.thumbnail((size_px, size_px))
-    buffer = BytesIO()
-    picture.save(buffer, format="PNG")
-    return buffer.getvalue()
 
 
 def png(image: bytes) -> Response:

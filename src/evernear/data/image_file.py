@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from evernear.common.disk import disk_errors
 from evernear.data.encoded_image import (
@@ -69,6 +70,13 @@ _COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
 _TABLES = frozenset({0xC4, 0xDB, 0xDD})  # DHT, DQT, DRI
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0 to SOF15
 _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
+
+
+def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
+    """The suffix of a file, by its content. A file that is neither JPEG nor WebP counts as PNG."""
+    if data.startswith(_JPEG_SIGNATURE):
+        return ".jpg"
+    return ".webp" if _WEBP_SIGNATURE.match(data) else ".png"
 
 
 def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:

@@ -42,7 +42,7 @@ from evernear.release.manifest import NETWORK_DESCRIPTION_FILE
 from evernear.release.pruning import remove_releases
 from evernear.release.registry import Registry
 from evernear.review.answers import ANSWERS, labels_given
-from evernear.review.submissions import SUBMITTED, Submission
+from evernear.review.submissions import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
 
@@ -148,6 +148,7 @@ class _Forgetting:
         self._given = self._labels_given()
         self._queries = dict(self._affected_queries())
         self._submissions = list(self._affected_submissions())
+        self._originals = list(self._affected_originals())
         champion = self._registry.champion()
         self.forgotten = Forgotten(
             images=sum(len(dataset.removed) for dataset in self._datasets),
@@ -169,7 +170,14 @@ class _Forgetting:
     def delete(self) -> None:
         """Delete everything, shards and snapshots last."""
         remove_releases(self._registry, self._releases)
-        for key in (*self._embeddings, *self._checkpoints, *self._parts, *self._pages, *self._submissions):
+        for key in (
+            *self._embeddings,
+            *self._checkpoints,
+            *self._parts,
+            *self._pages,
+            *self._originals,
+            *self._submissions,
+        ):
             self._store.delete(key)
         for key, (data, _) in self._queries.items():
             self._store.put(key, data)
@@ -259,6 +267,14 @@ class _Forgetting:
                 continue
             given = self._given.get(PurePosixPath(info.key).stem, ())
             if not self._labels.isdisjoint((*submission.candidates, *given)):
+                yield info.key
+
+    def _affected_originals(self) -> Iterator[str]:
+        """Files of affected submissions, and of none: a process was killed while it stored them."""
+        affected = {PurePosixPath(key).stem for key in self._submissions}
+        others = {PurePosixPath(info.key).stem for info in self._store.list(SUBMITTED)} - affected
+        for info in self._store.list(ORIGINALS) if self._labels else ():
+            if PurePosixPath(info.key).name not in others:
                 yield info.key
 
     def _may_show(self, query: LoggedQuery) -> bool:

@@ -4,7 +4,8 @@
 
     review/answers.jsonl                      in the store: one `Answer` per line, oldest first, never rewritten
     review/pending/<image>                    in the store: the answer is recorded, but maybe not yet in the source
-    <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...`` if the source has split folders)
+    <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...`` if the source has split folders);
+                                              .jpg or .webp for such files
 
 The last answer about an image counts. Appending is a compare-and-swap, so if two people answer at the same time, the
 second answer is refused. Changes of the source can be repeated: `Answers.recover` completes what a killed process
@@ -21,6 +22,7 @@ from pydantic import AwareDatetime, Field
 from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store, open_store
+from evernear.data.image_file import suffix_of
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
@@ -52,6 +54,8 @@ class Answer(Frozen):
     files: tuple[str, ...] = ()
     new_folder: bool = False
     """The answer created the folder of its class."""
+    suffix: Literal[".png", ".jpg", ".webp"] = ".png"
+    """The format of the image of a live query. Not stored for PNG, so that earlier versions read those answers."""
     who: str
     at: AwareDatetime
 
@@ -185,6 +189,7 @@ class Answers:
         self._store = store
         self._target = target
         self.set_aside: dict[str, str] = {}
+        self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
         """The effective answer for each image; undone ones are absent. Oldest first.
@@ -206,6 +211,8 @@ class Answers:
         if answer.action != "label":
             self._append(answer, expects_answer=False)
             return
+        if not answer.files:
+            answer = answer.model_copy(update={"suffix": suffix_of(image)})
         names = dict(_moves(answer, self._target.layout))
         try:
             new_folder = not all(map(self._target.has_folder, names.values()))
@@ -320,7 +327,13 @@ class Answers:
         self._target.remove(old, prune)
 
     def _read(self) -> tuple[list[Answer], bytes, str | None]:
-        return _read(self._store)
+        stored = self._store.find(ANSWERS)
+        if stored is None:
+            return [], b"", None
+        data, etag = stored
+        if self._parsed[0] != etag:
+            self._parsed = (etag, _parse(data, self._store))
+        return self._parsed[1], data, etag
 
     def _append(self, answer: Answer, expects_answer: bool) -> None:
         for attempt in range(_ATTEMPTS):
@@ -329,7 +342,7 @@ class Answers:
                 state = "has no answer to undo" if expects_answer else "was answered in the meantime"
                 raise ConflictError(f"The image {state}; reload the page.")
             try:
-                self._store.put_if(ANSWERS, data + answer.model_dump_json().encode() + b"\n", etag)
+                self._store.put_if(ANSWERS, data + _line(answer), etag)
                 return
             except ConflictError:
                 if attempt == _ATTEMPTS - 1:
@@ -344,21 +357,23 @@ def labels_given(store: Store) -> dict[str, frozenset[str]]:
         StoreError: the store is unavailable.
     """
     labels: dict[str, frozenset[str]] = {}
-    for answer in _read(store)[0]:
+    stored = store.find(ANSWERS)
+    for answer in _parse(stored[0], store) if stored else ():
         if answer.label:
             labels[answer.image] = labels.get(answer.image, frozenset()) | {answer.label}
     return labels
 
 
-def _read(store: Store) -> tuple[list[Answer], bytes, str | None]:
-    stored = store.find(ANSWERS)
-    if stored is None:
-        return [], b"", None
-    data, etag = stored
+def _parse(data: bytes, store: Store) -> list[Answer]:
     try:
-        return [Answer.model_validate_json(line) for line in data.splitlines()], data, etag
+        return [Answer.model_validate_json(line) for line in data.splitlines()]
     except ValueError:
         raise IntegrityError(f"{store.uri}/{ANSWERS} is not a valid audit log of answers.") from None
+
+
+def _line(answer: Answer) -> bytes:
+    omitted = {"suffix"} if answer.suffix == ".png" else None
+    return answer.model_dump_json(exclude=omitted).encode() + b"\n"
 
 
 def _fold(answers: list[Answer]) -> dict[str, Answer]:
@@ -378,7 +393,7 @@ def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
         raise SettingsError(f"{label!r} cannot be the name of a class; use a plain name without slashes.")
     mark = reviewed_stem(answer.image)
     if not answer.files:
-        yield "", f"{layout.class_folder(label)}/{mark}.png"
+        yield "", f"{layout.class_folder(label)}/{mark}{answer.suffix}"
     for number, file in enumerate(answer.files):
         path = PurePosixPath(file)
         if path.is_absolute() or ".." in path.parts:

@@ -11,7 +11,7 @@ docs/decisions/0078-neighbors-as-pictures.md.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from evernear.common.store import Store
 from evernear.data.image_file import inspect
 from evernear.data.preprocess import decode_inspected
 from evernear.errors import IntegrityError
 from evernear.release.manifest import is_version
-from evernear.release.registry import Registry
+from evernear.release.records import Record
 from evernear.review.queue import Item
 from evernear.settings.section import MAX_PIXELS
 
@@ -66,14 +65,13 @@ class _Release(NamedTuple):
     group_distance: float
 
 
-def group_items(items: Sequence[Item], store: Store, limit: int = MAX_ITEMS) -> Grouping:
+def group_items(items: Sequence[Item], find: Callable[[str], Record | None], limit: int = MAX_ITEMS) -> Grouping:
     """Group the first ``limit`` items, which are the newest if ``items`` come from the queue.
 
-    Raises:
-        StoreError: the store, which knows the network of each release, cannot be reached.
+    ``find`` returns the record of a release, as `evernear.release.registry.Registry.find`, and raises what it raises.
     """
     grouped = items[:limit]
-    releases = {version: _release(version, store) for version in {item.version for item in grouped}}
+    releases = {version: _release(version, find) for version in {item.version for item in grouped}}
     spaces: defaultdict[_Space, list[tuple[Item, Vector]]] = defaultdict(list)
     for item in grouped:
         space, vector = _compared(item, releases[item.version])
@@ -84,11 +82,11 @@ def group_items(items: Sequence[Item], store: Store, limit: int = MAX_ITEMS) -> 
     return Grouping(tuple(groups), len(items) - len(grouped))
 
 
-def _release(version: str, store: Store) -> _Release:
+def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
     """The network of a release. One that the store no longer has is compared with itself only."""
     record = None
     with suppress(IntegrityError):  # `evernear store check` reports it
-        record = Registry(store).find(version) if is_version(version) else None
+        record = find(version) if is_version(version) else None
     if record is None:
         return _Release(version, DEFAULT_DISTANCE)
     return _Release(record.manifest.network_sha256, record.manifest.group_distance or DEFAULT_DISTANCE)

@@ -1,7 +1,8 @@
 """The review queue: uncertain live queries that the servers logged with their images, minus those answered."""
 
 import base64
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,20 +10,26 @@ from numpy.typing import NDArray
 from pydantic import AwareDatetime
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store import Store
+from evernear.common.store import ObjectInfo, Store
 from evernear.data.image_file import inspect
 from evernear.errors import DataError, IntegrityError
+from evernear.review.listing import Listing
 from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
 
 MAX_FILES = 200
 """Number of log files to read, newest first: at most `MAX_FILES` times `MAX_FILE_BYTES`."""
+CACHED_BYTES = 32 * 2**20
+"""Images of the log that stay in memory."""
 MAX_PIXELS = 2**20
 """Largest width times height of a logged image, which has the size of the network's input."""
 
 
 class Item(NamedTuple):
-    """A query to label. ``id`` is the sha256 of its PNG file, so a query logged twice is one item."""
+    """An image to label. ``id`` is the sha256 of its file, so a query logged twice is one item.
+
+    ``image`` is the PNG file of the network's input, or a small picture of an image that a person sent.
+    """
 
     id: str
     image: bytes
@@ -38,12 +45,27 @@ class Item(NamedTuple):
     """The projected embedding (`evernear.release.drift_baseline`), which logs of earlier versions have as well."""
 
 
+class _LogFile(NamedTuple):
+    """The items in a file of the log. ``items`` is None if they did not fit into memory."""
+
+    written: tuple[AwareDatetime, int]
+    """When, and how many bytes: `evernear forget` writes files again."""
+    ids: frozenset[str]
+    items: tuple[Item, ...] | None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(item.image) for item in self.items or ())
+
+
 class Queue:
-    """The queue of a store. It caches the ids in each log file, since log files never change."""
+    """The queue of a store. It keeps what it read of the newest log files, up to `CACHED_BYTES` of images."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._ids: dict[str, frozenset[str]] = {}
+        self._listing = Listing(store, QUERIES)
+        self._lock = threading.Lock()
+        self._files: dict[str, _LogFile] = {}
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
         """The newest ``limit`` items that are not ``answered``, newest first. Damaged files and images are skipped.
@@ -52,35 +74,57 @@ class Queue:
             StoreError: the store is unavailable.
         """
         items: dict[str, Item] = {}
-        for key in self._keys():
-            if self._ids.get(key, frozenset("?")) <= set(answered):
-                continue
-            for item in self._read(key):
-                if item.id not in answered:
-                    items.setdefault(item.id, item)
-                if len(items) == limit:
-                    return list(items.values())
+        answered = frozenset(answered)
+        with self._lock:
+            for info in self._infos(self._listing.now()):
+                if self._ids(info, frozenset("?")) <= answered:
+                    continue
+                for item in self._read(info):
+                    if item.id not in answered:
+                        items.setdefault(item.id, item)
+                    if len(items) == limit:
+                        return list(items.values())
         return list(items.values())
 
     def find(self, image: str) -> Item | None:
         """The item with the id ``image``; None if it is no longer in the log."""
-        for key in self._keys():
-            if key not in self._ids or image in self._ids[key]:
-                for item in self._read(key):
-                    if item.id == image:
-                        return item
+        with self._lock:
+            for info in self._infos(self._listing.recent()):
+                if image in self._ids(info, frozenset([image])):
+                    for item in self._read(info):
+                        if item.id == image:
+                            return item
         return None
 
-    def _keys(self) -> list[str]:
-        logs = [info for info in self._store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
-        keys = sorted((info.key for info in logs), reverse=True)[:MAX_FILES]
-        self._ids = {key: ids for key, ids in self._ids.items() if key in keys}
-        return keys
+    def _infos(self, listed: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
+        """The newest log files, newest first. What was read of others is dropped."""
+        logs = [info for info in listed.values() if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
+        infos = sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]
+        written = {info.key: _written(info) for info in infos}
+        self._files = {key: file for key, file in self._files.items() if file.written == written.get(key)}
+        return infos
 
-    def _read(self, key: str) -> list[Item]:
-        items = [item for version, query in _queries(self._store, key) if (item := _item(version, query))]
-        self._ids[key] = frozenset(item.id for item in items)
+    def _ids(self, info: ObjectInfo, unread: frozenset[str]) -> frozenset[str]:
+        file = self._files.get(info.key)
+        return file.ids if file else unread
+
+    def _read(self, info: ObjectInfo) -> Sequence[Item]:
+        file = self._files.get(info.key)
+        if file is not None and file.items is not None:
+            return file.items
+        items = tuple(item for version, query in _queries(self._store, info.key) if (item := _item(version, query)))
+        self._files[info.key] = _LogFile(_written(info), frozenset(item.id for item in items), items)
+        total_bytes = sum(file.size_bytes for file in self._files.values())
+        for key in sorted(self._files):  # the oldest first
+            if total_bytes <= CACHED_BYTES:
+                break
+            total_bytes -= self._files[key].size_bytes
+            self._files[key] = self._files[key]._replace(items=None)
         return items
+
+
+def _written(info: ObjectInfo) -> tuple[AwareDatetime, int]:
+    return info.modified, info.size_bytes
 
 
 def _queries(store: Store, key: str) -> list[tuple[str, LoggedQuery]]:

@@ -3,13 +3,17 @@
 ::
 
     review/submitted/<sha256 of the file>.json    a `Submission`
+    review/originals/<sha256 of the file>         the file as it was sent
 
-They are deleted like logged queries: at the age ``watch.query_retention_s``, and by `evernear forget`.
+A list of them reads only the submissions, which are small. They are deleted like logged queries: at the age
+``watch.query_retention_s``, and by `evernear forget`.
 """
 
 import base64
 from collections.abc import Collection
 from datetime import datetime
+from itertools import islice
+from pathlib import PurePosixPath
 
 from pydantic import AwareDatetime, Field
 
@@ -17,13 +21,16 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.errors import DataError, IntegrityError
+from evernear.review.listing import Listing
 from evernear.review.queue import Item
+from evernear.review.thumbnails import thumbnail
 from evernear.serving.decoding import inspect_image
 from evernear.serving.embedding_codec import MAX_CHARACTERS, decode_embedding
 from evernear.serving.responses import Prediction
 from evernear.settings.section import MAX_PIXELS
 
 SUBMITTED = "review/submitted/"
+ORIGINALS = "review/originals/"
 MAX_ITEMS = 1000
 """Newest submissions that are read."""
 MAX_FILE_BYTES = 16 * 2**20
@@ -31,7 +38,7 @@ MAX_FILE_BYTES = 16 * 2**20
 
 
 class Submission(Frozen, allow_inf_nan=False):
-    """An image and the answer to it."""
+    """The answer to an image, and a small picture of it."""
 
     at: AwareDatetime
     who: str
@@ -41,15 +48,14 @@ class Submission(Frozen, allow_inf_nan=False):
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
     """The embedding of `version` (`evernear.serving.embedding_codec`), if the answer had one."""
-    file: str = Field(repr=False)
-    """The original file, in base64."""
+    picture: str = Field(repr=False)
+    """A `thumbnail` of the file, in base64."""
 
-    def item(self) -> Item:
-        """The submission as an item of the queue."""
-        image = base64.b64decode(self.file)
+    def item(self, image: str) -> Item:
+        """The submission of the file with the sha256 ``image`` as an item of the queue."""
         return Item(
-            id=sha256_bytes(image),
-            image=image,
+            id=image,
+            image=base64.b64decode(self.picture),
             at=self.at,
             unknown=self.unknown,
             dist=self.dist,
@@ -60,16 +66,15 @@ class Submission(Frozen, allow_inf_nan=False):
 
 
 class Submissions:
-    """The submissions of a store. They never change, so each is read once."""
+    """The submissions of a store. They never change, so each is read once. Originals are read when they are needed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._listing = Listing(store, SUBMITTED)
         self._items: dict[str, Item] = {}
 
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
         """Store an image for review; returns its id. Adding it again changes only the answer.
-
-        ``prediction`` is the answer of a server, which decoded the image. Here only its structure is checked.
 
         Raises:
             DataError: the file is larger than `MAX_FILE_BYTES`, or not an image.
@@ -87,9 +92,10 @@ class Submissions:
             candidates=tuple(labels),
             version=prediction.version,
             embedding=prediction.embedding,
-            file=base64.b64encode(image).decode(),
+            picture=base64.b64encode(thumbnail(image)).decode(),
         )
         digest = sha256_bytes(image)
+        self._store.put(original_key(digest), image)
         self._store.put(_key(digest), submission.to_json())
         self._items.pop(digest, None)
         return digest
@@ -100,25 +106,29 @@ class Submissions:
         Raises:
             StoreError: the store is unavailable.
         """
-        infos = sorted(self._store.list(SUBMITTED), key=lambda info: info.modified, reverse=True)[:MAX_ITEMS]
+        listed = self._listing.now()
+        infos = sorted(listed.values(), key=lambda info: info.modified, reverse=True)[:MAX_ITEMS]
         images = [info.key.removeprefix(SUBMITTED).removesuffix(".json") for info in infos]
-        found = (self.find(image) for image in images if image not in answered)
-        items: list[Item] = []
-        for item in found:
-            if item is not None:
-                items.append(item)
-            if len(items) == limit:
-                break
-        return items
+        self._items = {image: item for image, item in self._items.items() if _key(image) in listed}
+        found = (self._read(image) for image in images if image not in answered)
+        return list(islice((item for item in found if item is not None), limit))
 
     def find(self, image: str) -> Item | None:
-        """The item with the id ``image``; None if it was not sent to review, or is damaged."""
+        """The item with the id ``image``; None if it was not sent to review, is damaged, or was deleted."""
+        return self._read(image) if _key(image) in self._listing.recent() else None
+
+    def original(self, image: str) -> bytes | None:
+        """The file as it was sent; None if the store does not have it."""
+        stored = self._store.find(original_key(image))
+        return stored[0] if stored else None
+
+    def _read(self, image: str) -> Item | None:
         if image not in self._items:
             stored = self._store.find(_key(image))
             if stored is None:
                 return None
             try:
-                self._items[image] = Submission.from_json(stored[0], _key(image)).item()
+                self._items[image] = Submission.from_json(stored[0], _key(image)).item(image)
             except (IntegrityError, ValueError):
                 return None
         return self._items[image]
@@ -130,10 +140,19 @@ def remove_submissions(store: Store, before: datetime) -> int:
     Raises:
         StoreError: the store rejects the request.
     """
-    old = [info.key for info in store.list(SUBMITTED) if info.modified < before]
-    for key in old:
-        store.delete(key)
+    sent = {PurePosixPath(info.key).stem: info.modified < before for info in store.list(SUBMITTED)}
+    for info in store.list(ORIGINALS):
+        if sent.get(PurePosixPath(info.key).name, info.modified < before):
+            store.delete(info.key)
+    old = [image for image, is_old in sent.items() if is_old]
+    for image in old:
+        store.delete(_key(image))
     return len(old)
+
+
+def original_key(image: str) -> str:
+    """The key of the file whose sha256 is ``image``."""
+    return f"{ORIGINALS}{image}"
 
 
 def _key(image: str) -> str:

@@ -1,6 +1,5 @@
 """Data: classes with counts and sample images, news since the release, and images that ingest left out."""
 
-from collections.abc import Callable
 from functools import lru_cache
 from io import BytesIO
 
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from evernear.console.services import Services
-from evernear.console.web import page, png
+from evernear.console.web import after_warm_up, page, png
 from evernear.data.ingest import dataset_name
 from evernear.data.manifest import SPLITS, Manifest, find_manifest
 from evernear.data.preprocess import Pixels
@@ -19,6 +18,7 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
 from evernear.errors import DataError, EvernearError
+from evernear.release.manifest import ReleaseManifest
 
 PAGE_CLASSES = 24
 SAMPLES = 3
@@ -31,12 +31,13 @@ class DataPage:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._samples: Callable[[str, str, str], tuple[bytes, ...]] = lru_cache(_CACHED)(self._read_samples)
+        self._samples = lru_cache(_CACHED)(self._read_samples)
+        self._released = lru_cache(4)(self._count)
 
     def routes(self) -> list[Route]:
         """The routes."""
         return [
-            Route("/data", self._show),
+            Route("/data", after_warm_up(self._show)),
             Route("/data/classes", self._listing),
             Route("/data/sample/{number:int}", self._sample),
         ]
@@ -49,20 +50,19 @@ class DataPage:
         manifest = Snapshots(self._services.store, name).head() if name else None
         if manifest is not None:
             return manifest
-        champion = self._services.registry.champion()  # a console in a cluster may not see the source
-        if champion is None:
-            return None
-        trained = self._services.registry.get(champion.version, include_pruned=True).manifest
-        return Snapshots(self._services.store, trained.dataset_name).head()
+        trained = self._trained()  # a console in a cluster may not see the source
+        return Snapshots(self._services.store, trained.dataset_name).head() if trained else None
+
+    def _trained(self) -> ReleaseManifest | None:
+        """The manifest of the live release; None before the first."""
+        champion = self._services.releases.champion()
+        record = self._services.releases.find(champion.version) if champion else None
+        return record.manifest if record else None
 
     def _content(self, request: Request, template: str) -> Response:
         manifest = self._snapshot()
-        released: dict[str, int] = {}
-        champion = self._services.registry.champion()
-        if champion is not None:
-            trained = self._services.registry.get(champion.version, include_pruned=True).manifest
-            former = find_manifest(self._services.store, trained.dataset_name, trained.dataset_digest)
-            released = _counts(former) if former else {}
+        trained = self._trained()
+        released = self._released(trained.dataset_name, trained.dataset_digest) if trained else {}
         counts = _counts(manifest) if manifest else {}
         query = request.query_params.get("class", "").strip()
         wanted = [label for label in counts if query.casefold() in label.casefold()]
@@ -90,6 +90,10 @@ class DataPage:
 
     def _listing(self, request: Request) -> Response:
         return self._content(request, "class_list.html.j2")
+
+    def _count(self, name: str, digest: str) -> dict[str, int]:
+        manifest = find_manifest(self._services.store, name, digest)
+        return _counts(manifest) if manifest else {}
 
     def _read_samples(self, name: str, digest: str, label: str) -> tuple[bytes, ...]:
         dataset = Dataset.find(self._services.store, name, digest)

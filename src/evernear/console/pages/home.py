@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from evernear.console.access import require
 from evernear.console.runs import COMMANDS
 from evernear.console.services import Services
-from evernear.console.web import Form, action, field, page, render
+from evernear.console.web import Form, action, after_warm_up, field, page, render
 from evernear.errors import EvernearError, SettingsError
 from evernear.triggers.watch.schedule_state import ScheduleStore
 
@@ -28,7 +27,7 @@ class HomePage:
     def routes(self) -> list[Route]:
         """The routes."""
         return [
-            Route("/", self._show),
+            Route("/", after_warm_up(self._show)),
             Route("/run-state", self._live),
             Route("/events", self._events),
             Route("/runs", action(self._start), methods=["POST"]),
@@ -44,8 +43,8 @@ class HomePage:
         return {"run": run, "last": last, "failure": self._services.runner.failure(), "now": self._services.now()}
 
     def _show(self, request: Request) -> Response:
-        champion = self._services.registry.champion()
-        record = self._services.registry.get(champion.version, include_pruned=True) if champion else None
+        champion = self._services.releases.champion()
+        record = self._services.releases.find(champion.version) if champion else None
         waiting = self._services.pending(self._services.answers.latest().keys() if self._services.answers else ())
         return page(
             request,
@@ -81,9 +80,9 @@ class HomePage:
         return StreamingResponse(changes(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     def _start(self, request: Request, form: Form) -> Response:
-        person = require(request, "start")
         pipeline = field(form, "pipeline")
         if pipeline not in COMMANDS:
             raise SettingsError(f"{pipeline!r} is not a pipeline; reload the page.")
-        self._services.runner.start(pipeline, person.name)
+        runner = self._services.runner
+        self._services.perform(request, "start", "start", lambda person: runner.start(pipeline, person.name))
         return self._live(request)

@@ -34,10 +34,10 @@ class LivePart:
 
     def _week(self) -> tuple[Week, tuple[str, ...]] | None:
         """The queries of this week and the classes of the live release; None before the first release."""
-        champion = self._services.registry.champion()
+        champion = self._services.releases.champion()
         if champion is None:
             return None
-        labels = self._services.registry.get(champion.version, include_pruned=True).manifest.labels
+        labels = self._services.releases.record(champion.version).manifest.labels
         return self._services.random_queries.this_week(champion.version, self._services.now()), labels
 
     def _content(self, request: Request, notice: str = "") -> Response:

@@ -9,7 +9,6 @@ from evernear.console.access import require
 from evernear.console.predictor import Predictor
 from evernear.console.services import Services
 from evernear.console.web import page
-from evernear.release.records import Record
 from evernear.serving.responses import Prediction
 
 SHOWN_NEIGHBORS = 6
@@ -35,15 +34,12 @@ class TryPage:
         ]
 
     def _show(self, request: Request) -> Response:
-        champion = self._services.registry.champion()
+        champion = self._services.releases.champion()
         return page(request, "try.html.j2", champion=champion)
-
-    def _record_of(self, version: str) -> Record:
-        return self._services.registry.get(version, include_pruned=True)
 
     async def _recognize(self, request: Request) -> Response:
         prediction = await _predict(request, await _image(request))
-        record = await run_in_threadpool(self._record_of, prediction.version)
+        record = await run_in_threadpool(self._services.releases.record, prediction.version)
         return page(
             request,
             "answer.html.j2",

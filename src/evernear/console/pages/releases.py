@@ -1,14 +1,19 @@
 """Runs and releases: list, filter, run page, compare, promote and roll back with a reason."""
 
+from collections.abc import Callable, Iterator, Sequence
+
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from evernear.common.run_record import RunRecord
-from evernear.console.access import REPORT_SECURITY_POLICY, require
+from evernear.console.access import REPORT_SECURITY_POLICY, Person
+from evernear.console.run_records import RunEntry
+from evernear.console.runs import Done
 from evernear.console.services import Services
-from evernear.console.web import Form, action, field, page
+from evernear.console.web import Form, action, after_warm_up, field, page
 from evernear.errors import SettingsError, StoreError
+from evernear.reporting.notify import RunOutcome
 from evernear.reporting.page import compare_page, run_page
 
 PAGE_RUNS = 25
@@ -23,7 +28,7 @@ class ReleasesPage:
     def routes(self) -> list[Route]:
         """The routes."""
         return [
-            Route("/releases", self._show),
+            Route("/releases", after_warm_up(self._show)),
             Route("/releases/runs", self._listing),
             Route("/releases/promote", action(self._promote), methods=["POST"]),
             Route("/releases/rollback", action(self._roll_back), methods=["POST"]),
@@ -32,14 +37,15 @@ class ReleasesPage:
         ]
 
     def _content(self, request: Request, template: str, notice: str = "") -> Response:
-        champion = self._services.registry.champion()
-        versions = list(self._services.registry.list())[::-1]
-        history = list(self._services.registry.history())[::-1] if champion else []
+        champion = self._services.releases.champion()
+        releases, faults = self._services.releases.newest(PAGE_RUNS)
+        history = self._services.releases.history(champion) if champion else []
         return page(
             request,
             template,
             champion=champion,
-            releases=[self._services.registry.get(version) for version in versions[:PAGE_RUNS]],
+            releases=releases,
+            faults=faults,
             promoted={promotion.version for promotion in history},
             history=history[:PAGE_RUNS],
             notice=notice,
@@ -51,23 +57,19 @@ class ReleasesPage:
         wanted = request.query_params.get("state", "")
         number = request.query_params.get("page", "1")
         first = PAGE_RUNS * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
-        found: list[tuple[object, object]] = []
-        skipped = 0
-        for entry in self._services.records.entries():
-            outcome = self._services.records.outcome(entry.run) if wanted or skipped >= first else None
-            if wanted and (outcome.state if outcome else "in progress") != wanted:
-                continue
-            skipped += 1
-            if skipped > first:
-                found.append((entry, outcome))
-            if len(found) > PAGE_RUNS:
-                break
+        entries = self._services.records.entries()
+        if wanted:
+            entries = [entry for entry, outcome in self._with_outcomes(entries) if _state(outcome) == wanted]
+        shown = entries[first : first + PAGE_RUNS]
         return {
-            "runs": found[:PAGE_RUNS],
+            "runs": list(self._with_outcomes(shown)),
             "state": wanted,
             "number": first // PAGE_RUNS + 1,
-            "more": len(found) > PAGE_RUNS,
+            "more": len(entries) > first + PAGE_RUNS,
         }
+
+    def _with_outcomes(self, entries: Sequence[RunEntry]) -> Iterator[tuple[RunEntry, RunOutcome | None]]:
+        return zip(entries, self._services.records.outcomes(entries), strict=True)
 
     def _show(self, request: Request) -> Response:
         return self._content(request, "releases.html.j2")
@@ -87,16 +89,28 @@ class ReleasesPage:
         return _report(compare_page(first, second))
 
     def _promote(self, request: Request, form: Form) -> Response:
-        person = require(request, "promote")
-        sentence = self._services.runner.promote(
-            field(form, "version"), _why(form), person.name, force=field(form, "force") == "yes"
-        )
-        return self._content(request, "releases_content.html.j2", sentence)
+        version, force = field(form, "version"), field(form, "force") == "yes"
+
+        def move(person: Person) -> Done:
+            return self._services.runner.promote(version, _why(form), person.name, force=force)
+
+        return self._after(request, "promote", version, move)
 
     def _roll_back(self, request: Request, form: Form) -> Response:
-        person = require(request, "promote")
-        sentence = self._services.runner.roll_back(field(form, "version"), _why(form), person.name)
-        return self._content(request, "releases_content.html.j2", sentence)
+        version = field(form, "version")
+
+        def move(person: Person) -> Done:
+            return self._services.runner.roll_back(version, _why(form), person.name)
+
+        return self._after(request, "roll_back", version, move)
+
+    def _after(self, request: Request, what: str, version: str, move: Callable[[Person], Done]) -> Response:
+        done = self._services.perform(request, "promote", what, move, version)
+        return self._content(request, "releases_content.html.j2", done.sentence)
+
+
+def _state(outcome: RunOutcome | None) -> str:
+    return outcome.state if outcome else "in progress"
 
 
 def _why(form: Form) -> str:

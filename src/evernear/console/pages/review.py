@@ -1,6 +1,7 @@
 """Review: name groups of images, correct suspect labels, undo, reindex, and ask the named images again."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 
 from starlette.concurrency import run_in_threadpool
@@ -12,11 +13,12 @@ from evernear.common.output import quantity
 from evernear.console.access import require
 from evernear.console.predictor import Predictor
 from evernear.console.services import QUEUE_ITEMS, Services
-from evernear.console.web import Form, action, field, page, png, thumbnail
-from evernear.errors import DataError, EvernearError, ServingError
+from evernear.console.web import Form, action, after_warm_up, field, page, png
+from evernear.errors import DataError, EvernearError
 from evernear.review.answers import Answer
 from evernear.review.groups import group_items
 from evernear.review.suspects import Suspect, picture
+from evernear.review.thumbnails import thumbnail
 
 RECENT_ANSWERS = 24
 SHOWN_SUSPECTS = 24
@@ -33,7 +35,7 @@ class ReviewPage:
     def routes(self) -> list[Route]:
         """The routes."""
         return [
-            Route("/review", self._show),
+            Route("/review", after_warm_up(self._show)),
             Route("/review", action(self._answer), methods=["POST"]),
             Route("/review/again", self._again),
             Route("/review/image/{image}", self._image),
@@ -48,17 +50,20 @@ class ReviewPage:
             for suspect in self._services.suspects()
             if suspect.image not in latest and target and picture(target.read, suspect.files[0])
         )
+        champion = self._services.releases.champion()
+        since = champion.promotion.since if champion else None
+        since_release = [answer for answer in latest.values() if since is None or answer.at > since]
         pending = self._services.pending(latest.keys())
         suggested = dict.fromkeys(label for item in pending for label in item.candidates[:1])
         return page(
             request,
             template,
-            groups=group_items(pending, self._services.store).groups,
+            groups=group_items(pending, self._services.releases.find).groups,
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
             labels=list(dict.fromkeys([*suggested, *target.labels])) if target else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
             recent=list(islice(reversed(latest.values()), RECENT_ANSWERS)),
-            new=sum(answer.action == "label" for answer in _since_release(self._services)),
+            new=sum(answer.action == "label" for answer in since_release),
             fault=self._services.fault,
             faults=[*failures, *(self._services.answers.set_aside.values() if self._services.answers else ())],
             notice=notice,
@@ -86,7 +91,7 @@ class ReviewPage:
                     if kind == "undo":
                         answers.undo(each)
                     else:
-                        answers.label(b"" if each.files or kind != "label" else _original(self._services, image), each)
+                        answers.label(b"" if each.files or kind != "label" else self._services.original(image), each)
                     done += 1
                 except EvernearError as error:
                     failures[str(error)] = error
@@ -145,34 +150,14 @@ def _answer(image: str, kind: str, label: str, who: str, services: Services, sus
     return answer
 
 
-def _original(services: Services, image: str) -> bytes:
-    item = services.find(image)
-    if item is None:
-        raise ServingError("The image is no longer in the queue; its log file was removed.")
-    return item.image
-
-
-def _since_release(services: Services) -> list[Answer]:
-    """The answers since the champion became live, oldest first."""
-    if services.answers is None:
-        return []
-    champion = services.registry.champion()
-    latest = list(services.answers.latest().values())
-    return [answer for answer in latest if champion is None or answer.at > champion.promotion.since]
-
-
 def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
     """The images with a name, newest answer first, as far as their files are still there."""
     named: list[tuple[Answer, bytes]] = []
     latest = services.answers.latest() if services.answers else {}
     for answer in reversed(latest.values()):
         if answer.action == "label" and not answer.files:
-            try:
-                item = services.find(answer.image)
-            except EvernearError:
-                continue
-            if item is not None:
-                named.append((answer, item.image))
+            with suppress(EvernearError):
+                named.append((answer, services.original(answer.image)))
         if len(named) == ASKED_AGAIN:
             break
     return named

@@ -1,0 +1,59 @@
+"""The releases and their history, as the console lists them: what never changes is read once."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+
+from evernear.common.store import Store
+from evernear.console.reading import read_all
+from evernear.errors import IntegrityError, MissingObjectError
+from evernear.release.promotions import Champion, Promotion
+from evernear.release.records import Record
+from evernear.release.registry import Registry
+
+_RECORDS = 64
+_PROMOTIONS = 10_000
+
+
+class Releases:
+    """The releases of one store. Every method may raise `StoreError`."""
+
+    def __init__(self, store: Store) -> None:
+        self._registry = Registry(store)
+        self.champion = self._registry.champion
+        self.record = lru_cache(_RECORDS)(self._record)
+        self._promotion = lru_cache(_PROMOTIONS)(self._registry.pointer.find_in_history)
+
+    def newest(self, limit: int) -> tuple[list[Record], list[str]]:
+        """The newest releases, newest first, and the faults of those whose records are damaged."""
+        versions = islice(reversed([*self._registry.list()]), limit)
+        found = list(read_all(self._record_or_fault, list(versions)))
+        return [each for each in found if isinstance(each, Record)], [each for each in found if isinstance(each, str)]
+
+    def history(self, champion: Champion) -> Sequence[Promotion]:
+        """All promotions and rollbacks that can be read, newest first."""
+        earlier = read_all(self._promotion, range(champion.promotion.number - 1, 0, -1))
+        return [champion.promotion, *(promotion for promotion in earlier if promotion is not None)]
+
+    def find(self, version: str) -> Record | None:
+        """The record of a release, also of a pruned one; None if the store has neither.
+
+        Raises:
+            IntegrityError: the record is damaged.
+        """
+        try:
+            return self.record(version)
+        except MissingObjectError:
+            return None
+
+    def _record(self, version: str) -> Record:
+        record = self._registry.find(version)
+        if record is None:  # an exception is not cached
+            raise MissingObjectError(f"Release {version} does not exist in {self._registry.uri}.")
+        return record
+
+    def _record_or_fault(self, version: str) -> Record | str:
+        try:
+            return self.record(version)
+        except IntegrityError as error:
+            return str(error)

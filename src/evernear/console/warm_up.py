@@ -1,0 +1,61 @@
+"""The first read of the store, in the background: a page waits for it, and shows its progress."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+from evernear.console.services import Services
+from evernear.errors import EvernearError
+
+PATIENCE_S = 0.2
+"""Time that a page waits before it shows the progress instead."""
+_log = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """Reads what never changes, so that pages find it in memory. Pages read what it has not."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._ended = threading.Event()
+        self._ended.set()
+        self.progress = ""
+        """What is being read, as in "runs: 200 of 1,000"."""
+
+    def start(self) -> None:
+        """Start in a thread, which ends with the process."""
+        self._ended.clear()
+        threading.Thread(target=self._run, name="console-warm-up", daemon=True).start()
+
+    def wait(self) -> bool:
+        """Whether it has ended, or ends within `PATIENCE_S`."""
+        return self._ended.wait(PATIENCE_S)
+
+    def _run(self) -> None:
+        steps: tuple[Callable[[], Iterator[str]], ...] = (self._read_queue, self._read_releases, self._read_runs)
+        try:
+            for step in steps:
+                for self.progress in step():
+                    pass
+        except EvernearError as error:  # pages say it themselves
+            _log.warning("The console reads the store at the first visit of each page: %s", error)
+        finally:
+            self._ended.set()
+
+    def _read_runs(self) -> Iterator[str]:
+        yield "the list of runs"
+        entries = self._services.records.entries()
+        for number, _ in enumerate(self._services.records.outcomes(entries), 1):
+            yield f"runs: {number:,} of {len(entries):,}"
+
+    def _read_releases(self) -> Iterator[str]:
+        yield "releases"
+        champion = self._services.releases.champion()
+        if champion is not None:
+            yield f"the history of {champion.promotion.number:,} promotions"
+            self._services.releases.history(champion)
+
+    def _read_queue(self) -> Iterator[str]:
+        yield "images to review"
+        answered = self._services.answers.latest().keys() if self._services.answers else ()
+        self._services.pending(answered)

@@ -1,0 +1,35 @@
+"""A listing of the store that several readers share for a moment."""
+
+import threading
+import time
+
+from evernear.common.store import ObjectInfo, Store
+
+RECENT_S = 2.0
+"""Age up to which a listing answers whether an object still exists."""
+
+
+class Listing:
+    """The objects below a prefix, by key."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._listed: tuple[float, dict[str, ObjectInfo]] = (float("-inf"), {})
+
+    def now(self) -> dict[str, ObjectInfo]:
+        """List them.
+
+        Raises:
+            StoreError: the store is unavailable.
+        """
+        found = {info.key: info for info in self._store.list(self._prefix)}
+        self._listed = (time.monotonic(), found)
+        return found
+
+    def recent(self) -> dict[str, ObjectInfo]:
+        """As `now`, but the last listing answers while it is younger than `RECENT_S`."""
+        with self._lock:
+            listed_s, found = self._listed
+            return found if time.monotonic() - listed_s < RECENT_S else self.now()
