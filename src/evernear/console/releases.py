@@ -11,6 +11,8 @@ from evernear.release.promotions import Champion, Promotion
 from evernear.release.records import Record
 from evernear.release.registry import Registry
 
+PAGE_RELEASES = 25
+"""Releases, and promotions, that a page shows."""
 _RECORDS = 64
 _PROMOTIONS = 10_000
 
@@ -24,9 +26,9 @@ class Releases:
         self.record = lru_cache(_RECORDS)(self._record)
         self._promotion = lru_cache(_PROMOTIONS)(self._registry.pointer.find_in_history)
 
-    def newest(self, limit: int) -> tuple[list[Record], list[str]]:
+    def newest(self) -> tuple[list[Record], list[str]]:
         """The newest releases, newest first, and the faults of those whose records are damaged."""
-        versions = islice(reversed([*self._registry.list()]), limit)
+        versions = islice(reversed([*self._registry.list()]), PAGE_RELEASES)
         found = list(read_all(self._record_or_fault, list(versions)))
         return [each for each in found if isinstance(each, Record)], [each for each in found if isinstance(each, str)]
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from evernear.console.services import Services
 from evernear.errors import EvernearError
+from evernear.review.groups import group_items
 
-PATIENCE_S = 0.2
+PATIENCE_S = 0.1
 """Time that a page waits before it shows the progress instead."""
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class WarmUp:
             yield f"runs: {number:,} of {len(entries):,}"
 
     def _read_releases(self) -> Iterator[str]:
-        yield "releases"
+        yield "the newest releases"
+        self._services.releases.newest()
         champion = self._services.releases.champion()
         if champion is not None:
             yield f"the history of {champion.promotion.number:,} promotions"
@@ -58,4 +60,4 @@ class WarmUp:
     def _read_queue(self) -> Iterator[str]:
         yield "images to review"
         answered = self._services.answers.latest().keys() if self._services.answers else ()
-        self._services.pending(answered)
+        group_items(self._services.pending(answered), self._services.releases.find)  # loads scipy

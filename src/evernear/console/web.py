@@ -1,7 +1,7 @@
 """Responses of the console: rendered templates, forms, images, errors."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
@@ -95,13 +95,17 @@ async def error_response(request: Request, error: Exception) -> Response:
     return HTMLResponse(content, status, headers)
 
 
+_printable = lru_cache(10_000)(printable)
+"""A page has thousands of values, most of them those of the last page."""
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("evernear.console"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup | int | float) else _printable(str(value)),
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -59,7 +59,10 @@ class _LogFile(NamedTuple):
 
 
 class Queue:
-    """The queue of a store. It keeps what it read of the newest log files, up to `CACHED_BYTES` of images."""
+    """The queue of a store, for any number of threads.
+
+    It keeps what it read of the newest log files, up to `CACHED_BYTES` of images.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -75,25 +78,23 @@ class Queue:
         """
         items: dict[str, Item] = {}
         answered = frozenset(answered)
-        with self._lock:
-            for info in self._infos(self._listing.now()):
-                if self._ids(info, frozenset("?")) <= answered:
-                    continue
-                for item in self._read(info):
-                    if item.id not in answered:
-                        items.setdefault(item.id, item)
-                    if len(items) == limit:
-                        return list(items.values())
+        for info in self._infos(self._listing.now()):
+            if self._ids(info, frozenset("?")) <= answered:
+                continue
+            for item in self._read(info):
+                if item.id not in answered:
+                    items.setdefault(item.id, item)
+                if len(items) == limit:
+                    return list(items.values())
         return list(items.values())
 
     def find(self, image: str) -> Item | None:
         """The item with the id ``image``; None if it is no longer in the log."""
-        with self._lock:
-            for info in self._infos(self._listing.recent()):
-                if image in self._ids(info, frozenset([image])):
-                    for item in self._read(info):
-                        if item.id == image:
-                            return item
+        for info in self._infos(self._listing.recent()):
+            if image in self._ids(info, frozenset([image])):
+                for item in self._read(info):
+                    if item.id == image:
+                        return item
         return None
 
     def _infos(self, listed: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
@@ -101,7 +102,8 @@ class Queue:
         logs = [info for info in listed.values() if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
         infos = sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]
         written = {info.key: _written(info) for info in infos}
-        self._files = {key: file for key, file in self._files.items() if file.written == written.get(key)}
+        with self._lock:
+            self._files = {key: file for key, file in self._files.items() if file.written == written.get(key)}
         return infos
 
     def _ids(self, info: ObjectInfo, unread: frozenset[str]) -> frozenset[str]:
@@ -113,14 +115,19 @@ class Queue:
         if file is not None and file.items is not None:
             return file.items
         items = tuple(item for version, query in _queries(self._store, info.key) if (item := _item(version, query)))
-        self._files[info.key] = _LogFile(_written(info), frozenset(item.id for item in items), items)
+        with self._lock:
+            self._files[info.key] = _LogFile(_written(info), frozenset(item.id for item in items), items)
+            self._drop_oldest()
+        return items
+
+    def _drop_oldest(self) -> None:
+        """Drop images beyond `CACHED_BYTES`."""
         total_bytes = sum(file.size_bytes for file in self._files.values())
         for key in sorted(self._files):  # the oldest first
             if total_bytes <= CACHED_BYTES:
                 break
             total_bytes -= self._files[key].size_bytes
             self._files[key] = self._files[key]._replace(items=None)
-        return items
 
 
 def _written(info: ObjectInfo) -> tuple[AwareDatetime, int]:

@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from evernear.common.run_record import RunRecord
 from evernear.console.access import REPORT_SECURITY_POLICY, Person
+from evernear.console.releases import PAGE_RELEASES
 from evernear.console.run_records import RunEntry
 from evernear.console.runs import Done
 from evernear.console.services import Services
@@ -38,7 +39,7 @@ class ReleasesPage:
 
     def _content(self, request: Request, template: str, notice: str = "") -> Response:
         champion = self._services.releases.champion()
-        releases, faults = self._services.releases.newest(PAGE_RUNS)
+        releases, faults = self._services.releases.newest()
         history = self._services.releases.history(champion) if champion else []
         return page(
             request,
@@ -47,7 +48,7 @@ class ReleasesPage:
             releases=releases,
             faults=faults,
             promoted={promotion.version for promotion in history},
-            history=history[:PAGE_RUNS],
+            history=history[:PAGE_RELEASES],
             notice=notice,
             **self._runs(request),
         )
