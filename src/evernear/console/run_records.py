@@ -33,8 +33,10 @@ class RunEntry(NamedTuple):
     """A run in the listing of the store."""
 
     run: str
+    begun: datetime
+    """When the first of its objects was written: after its start, by the clock of the store."""
     changed: datetime
-    """When its last object was written, by the clock of the store."""
+    """When the last one was, by the same clock."""
     heard: datetime | None
     """When a step last wrote to the store, by the same clock; None before the first step."""
     ended: bool
@@ -128,11 +130,13 @@ def _entries_of(infos: Iterable[ObjectInfo]) -> list[RunEntry]:
         run, _, name = info.key.removeprefix(RUNS).partition("/")
         if not name or run == STARTING:
             continue
-        entry = runs.get(run) or RunEntry(run, info.modified, heard=None, ended=False)
+        entry = runs.get(run) or RunEntry(run, info.modified, info.modified, heard=None, ended=False)
         if name.startswith("steps/"):
             entry = entry._replace(heard=max(entry.heard or info.modified, info.modified))
         runs[run] = entry._replace(
-            changed=max(entry.changed, info.modified), ended=entry.ended or name == f"{OUTCOME}.json"
+            begun=min(entry.begun, info.modified),
+            changed=max(entry.changed, info.modified),
+            ended=entry.ended or name == f"{OUTCOME}.json",
         )
     return list(runs.values())
 

@@ -1,8 +1,9 @@
 """Review: name groups of images, correct suspect labels, undo, reindex, and ask the named images again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from datetime import datetime
+from itertools import groupby, islice
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from starlette.routing import Route
 
 from evernear.common.output import quantity
 from evernear.console.access import require
+from evernear.console.named import last_hold, named_since, remedy
 from evernear.console.predictor import Predictor
 from evernear.console.services import QUEUE_ITEMS, Services
 from evernear.console.web import Form, action, after_warm_up, field, page, png
@@ -20,7 +22,8 @@ from evernear.review.groups import group_items
 from evernear.review.suspects import Suspect, picture
 from evernear.review.thumbnails import thumbnail
 
-RECENT_ANSWERS = 24
+RECENT_ANSWERS = 12
+"""Answers below the groups, each for one or more images."""
 SHOWN_SUSPECTS = 24
 ASKED_AGAIN = 100
 """Named images, the newest first, that are asked again after a reindex."""
@@ -37,6 +40,7 @@ class ReviewPage:
         return [
             Route("/review", after_warm_up(self._show)),
             Route("/review", action(self._answer), methods=["POST"]),
+            Route("/review/named", self._named),
             Route("/review/again", self._again),
             Route("/review/image/{image}", self._image),
             Route("/review/suspect/{image}", self._suspect_image),
@@ -50,9 +54,6 @@ class ReviewPage:
             for suspect in self._services.suspects()
             if suspect.image not in latest and target and picture(target.read, suspect.files[0])
         )
-        champion = self._services.releases.champion()
-        since = champion.promotion.since if champion else None
-        since_release = [answer for answer in latest.values() if since is None or answer.at > since]
         pending = self._services.pending(latest.keys())
         suggested = dict.fromkeys(label for item in pending for label in item.candidates[:1])
         return page(
@@ -62,12 +63,24 @@ class ReviewPage:
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
             labels=list(dict.fromkeys([*suggested, *target.labels])) if target else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
-            recent=list(islice(reversed(latest.values()), RECENT_ANSWERS)),
-            new=sum(answer.action == "label" for answer in since_release),
+            recent=list(islice(_at_once(latest.values()), RECENT_ANSWERS)),
+            **self._named_values(latest),
             fault=self._services.fault,
             faults=[*failures, *(self._services.answers.set_aside.values() if self._services.answers else ())],
             notice=notice,
         )
+
+    def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
+        """Values for the template of what waits for a release."""
+        champion = self._services.releases.champion()
+        record = self._services.releases.find(champion.version) if champion else None
+        answers = [each for each in latest.values() if champion is None or each.at > champion.promotion.since]
+        hold = last_hold(self._services.store, self._services.records) if answers else None
+        return {"named": named_since(answers, record.manifest.labels if record else (), hold), "remedy": remedy}
+
+    def _named(self, request: Request) -> Response:
+        latest = self._services.answers.latest() if self._services.answers else {}
+        return page(request, "named.html.j2", **self._named_values(latest))
 
     def _show(self, request: Request) -> Response:
         return self._content(request, "review.html.j2")
@@ -82,11 +95,11 @@ class ReviewPage:
         if kind == "label" and not label:
             raise DataError("Type the name of the class first.")
         suspects = {suspect.image: suspect for suspect in self._services.suspects()}
-        done = 0
+        now, done = self._services.now(), 0
         failures: dict[str, EvernearError] = {}
         with self._services.lock:
             for image in dict.fromkeys(images):
-                each = _answer(image, kind, label, person.name, self._services, suspects.get(image))
+                each = _answer(image, kind, label, person.name, now, suspects.get(image))
                 try:
                     if kind == "undo":
                         answers.undo(each)
@@ -131,7 +144,7 @@ class ReviewPage:
         return page(request, "again.html.j2", asked=recognized)
 
 
-def _answer(image: str, kind: str, label: str, who: str, services: Services, suspect: Suspect | None) -> Answer:
+def _answer(image: str, kind: str, label: str, who: str, at: datetime, suspect: Suspect | None) -> Answer:
     try:
         answer = Answer.model_validate(
             {
@@ -139,7 +152,7 @@ def _answer(image: str, kind: str, label: str, who: str, services: Services, sus
                 "action": kind,
                 "label": label if kind == "label" else "",
                 "who": who,
-                "at": services.now(),
+                "at": at,
                 "files": suspect.files if suspect else (),
             }
         )
@@ -148,6 +161,14 @@ def _answer(image: str, kind: str, label: str, who: str, services: Services, sus
     if suspect and kind == "label" and label == suspect.label:
         raise DataError(f"The image already has the label {label}; choose another, or keep it.")
     return answer
+
+
+def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
+    """Answers that a person gave with one click, newest first."""
+    for _, each in groupby(
+        reversed(list(answers)), lambda answer: (answer.at, answer.who, answer.action, answer.label)
+    ):
+        yield list(each)[::-1]
 
 
 def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:

@@ -111,9 +111,9 @@ if (run) {
       if (name === "run") wasRunning = true;
       if (name === "idle" && wasRunning) {
         wasRunning = false;
-        const again = document.getElementById("again");
-        if (again) htmx.trigger(again, "run-ended");
-        else location.reload();
+        const parts = document.querySelectorAll("[hx-trigger=run-ended]");
+        for (const part of parts) htmx.trigger(part, "run-ended");
+        if (!parts.length) location.reload();
       }
     });
   }
@@ -123,9 +123,10 @@ if (run) {
 // Review: selection and keys.
 const review = document.getElementById("review");
 function count() {
-  const selected = review.querySelectorAll("#naming [name=image]:checked").length;
+  const selected = [...review.querySelectorAll("#naming [name=image]:checked")];
+  const groups = new Set(selected.map((box) => box.closest(".group"))).size;
   const text = document.getElementById("count");
-  if (text) text.textContent = `${selected} selected`;
+  if (text) text.textContent = groups > 1 ? `${selected.length} of ${groups} groups selected` : `${selected.length} selected`;
 }
 if (review) {
   review.addEventListener("change", (event) => {
