@@ -129,12 +129,19 @@ function count() {
   if (text) text.textContent = groups > 1 ? `${selected.length} of ${groups} groups selected` : `${selected.length} selected`;
 }
 if (review) {
-  review.addEventListener("change", (event) => {
-    if (event.target.matches("[data-all]")) {
-      for (const box of event.target.closest(".group").querySelectorAll("[name=image]")) box.checked = event.target.checked;
+  let last = null; // the box of a group that was clicked last; Shift selects the groups in between as well
+  review.addEventListener("click", (event) => {
+    if (!event.target.matches("[data-all]")) return;
+    const boxes = [...review.querySelectorAll("[data-all]")];
+    const ends = [event.target, event.shiftKey && boxes.includes(last) ? last : event.target].map((box) => boxes.indexOf(box));
+    for (const box of boxes.slice(Math.min(...ends), Math.max(...ends) + 1)) {
+      box.checked = event.target.checked;
+      for (const image of box.closest(".group").querySelectorAll("[name=image]")) image.checked = box.checked;
     }
-    count();
+    last = event.target;
   });
+  review.addEventListener("change", count);
+  review.addEventListener("htmx:afterSwap", count);
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const typing = event.target.matches("input:not([type=checkbox]), select, textarea");
