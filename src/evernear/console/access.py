@@ -177,5 +177,6 @@ def _is_ours(request: Request, csrf: str) -> bool:
 
 
 def _set_cookie(response: Response, request: Request, name: str, value: str) -> None:
-    secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
+    forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip()
+    secure = "https" in (request.url.scheme, forwarded)
     response.set_cookie(name, value, httponly=True, samesite="strict", secure=secure, path="/")

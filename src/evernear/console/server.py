@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from ipaddress import ip_address
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,6 +32,24 @@ def require_private(settings: ConsoleSettings) -> None:
         )
 
 
+def _require_usable(certificate: Path | None, key: Path | None) -> None:
+    """Require that both files can be read, and that OpenSSL asks no one for the password of the key.
+
+    Raises:
+        SettingsError: one is unusable.
+    """
+    for name, path in (("certificate", certificate), ("private_key", key)):
+        try:
+            content = path.read_bytes() if path else b""
+        except OSError as error:
+            raise SettingsError(f"console.{name} = {path} cannot be read: {error.strerror}.") from None
+        if b"ENCRYPTED" in content:
+            raise SettingsError(
+                f"console.{name} = {path} needs a password; `openssl pkey -in {path} -out PLAIN_KEY` writes it without "
+                "one."
+            )
+
+
 def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL.
 
@@ -39,6 +58,7 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
         SettingsError: as `require_private`, or the certificate is unusable.
     """
     require_private(settings)
+    _require_usable(settings.certificate, settings.private_key)
     config = uvicorn.Config(
         app,
         http=HeadTimeoutProtocol,
@@ -54,7 +74,10 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     try:
         config.load()
     except OSError as error:  # ssl.SSLError is one
-        raise SettingsError(f"console.certificate or console.private_key cannot be used: {error}.") from None
+        raise SettingsError(
+            f"console.certificate and console.private_key cannot be used ({error}); they are PEM files of a certificate "
+            "and of the key to it."
+        ) from None
     with listening_socket(settings.host, settings.port, "console.port") as listener:
         address, port = listener.getsockname()[:2]
         on_bound(f"{'https' if settings.certificate else 'http'}://{host_and_port(address, port)}")

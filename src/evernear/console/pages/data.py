@@ -111,7 +111,7 @@ class DataPage:
 def _counts(manifest: Manifest) -> dict[str, int]:
     """The images of each class that has some, by name."""
     counts = dict.fromkeys(manifest.labels, 0)
-    for split in ("train", "test") if manifest.count("train") else SPLITS:
+    for split in SPLITS:
         for label, count in manifest.label_counts(split).items():
             counts[label] += count
     return {label: counts[label] for label in sorted(counts) if counts[label]}
