@@ -30,15 +30,22 @@ class Frozen(BaseModel):
 
         Raises:
             IntegrityError: ``data`` is not a valid document; the sentence names ``source``, the first invalid field and
-                the remedy.
+                the remedy. If it is invalid only for its unknown fields, a later version of evernear may have written
+                it.
         """
         if not data:
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
+            faults = error.errors(include_url=False)
+            fault = faults[0]
             field = printable(".".join(str(part) for part in fault["loc"]), _QUOTED_MAX_CHARACTERS)
+            if all(each["type"] == "extra_forbidden" for each in faults):
+                raise IntegrityError(
+                    f"{source} is not a valid {_words(cls)} for this version of evernear, which does not know the "
+                    f"field {field}. If a later version wrote it, upgrade evernear here, servers before pipelines."
+                ) from None
             reason = printable(fault["msg"].removeprefix("Value error, "), _QUOTED_MAX_CHARACTERS)
             detail = ": ".join(filter(None, [field, reason]))
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: {detail}{cls._ending(remedy)}") from None

@@ -75,8 +75,8 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
         config.load()
     except OSError as error:  # ssl.SSLError is one
         raise SettingsError(
-            f"console.certificate and console.private_key cannot be used ({error}); they are PEM files of a certificate "
-            "and of the key to it."
+            f"console.certificate and console.private_key cannot be used ({error}); they are PEM files of a "
+            "certificate and of the key to it."
         ) from None
     with listening_socket(settings.host, settings.port, "console.port") as listener:
         address, port = listener.getsockname()[:2]

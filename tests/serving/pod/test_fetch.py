@@ -1,5 +1,6 @@
 """The init container fetches a verified release, or fails with one sentence and no files."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def test_restarted_container_needs_no_store(release: PackedRelease, settings: Se
 def test_fetch_rejects_an_unexpected_sha256(release: PackedRelease, settings: Settings) -> None:
     with pytest.raises(IntegrityError, match=r"has the sha256 [0-9a-f]{64}, but the pod expects 0000.*deploy"):
         pod.fetch_release(release.version, "0" * 64, settings)
+    assert not settings.workdir.exists()
+
+
+def test_release_of_a_later_version_is_refused_with_the_order_of_upgrades(
+    release: PackedRelease, settings: Settings
+) -> None:
+    store = open_store(settings.store_uri)
+    key = f"releases/manifests/{release.version}.json"
+    record = json.loads(store.get(key))
+    record["manifest"]["from_a_later_version"] = 1
+    store.put(key, json.dumps(record).encode())
+    with pytest.raises(IntegrityError) as refused:
+        pod.fetch_release(release.version, sha256_file(release.archive), settings)
+    sentence = str(refused.value)
+    assert "does not know the field manifest.from_a_later_version" in sentence
+    assert sentence.endswith("upgrade evernear here, servers before pipelines.")
+    assert "repair" not in sentence
     assert not settings.workdir.exists()
 
 
