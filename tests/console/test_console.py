@@ -145,6 +145,27 @@ def test_a_group_is_named_with_one_answer_and_undone(store: Store, source: Path)
     assert "ann" in page
 
 
+def test_several_groups_get_one_name_and_one_undo(store: Store, source: Path) -> None:
+    vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 2]]
+    for number, vector in enumerate(vectors):
+        answer = Prediction(
+            pred="cat", dist=0.9, unknown=True, neighbors=(), version="v", embedding=encode_embedding(vector)
+        )
+        Submissions(store).add(png(number), answer, "ann", NOW)
+    client = signed_in(store, source)
+    groups = client.get("/review").text.split("<legend>")[1:]
+    images = [re.findall(r'name="image" value="(\w+)"', group) for group in groups]
+    assert list(map(len, images)) == [2, 1, 1]
+    page = client.post("/review", data={"image": [*images[0], *images[1]], "action": "label", "label": "bird"}).text
+    assert "3 images named bird." in page
+    (form,) = page.split('<form class="answered"')[1:]
+    assert "3 images named <b>bird</b>" in " ".join(form.split())
+    assert set(re.findall(r'name="image" value="(\w+)"', form)) == {*images[0], *images[1]}
+    undone = client.post("/review", data={"image": images[0], "action": "undo"}).text
+    assert "2 images back in review." in undone
+    assert len(list((source / "bird").iterdir())) == 1
+
+
 def test_of_a_group_the_rest_is_named_if_one_was_answered(store: Store, source: Path) -> None:
     log_queries(store, png(1), png(2))
     client = signed_in(store, source)
@@ -327,6 +348,12 @@ def test_neighbor_is_shown_until_it_is_forgotten(released: tuple[Store, str], so
     gone = client.get(f"/try/neighbor/{version}/0")
     assert (gone.status_code, gone.headers["content-type"]) == (404, "image/svg+xml")
     assert ">forgotten<" in gone.text
+
+
+def test_data_counts_the_images_of_all_splits(released: tuple[Store, str], system: System) -> None:
+    page = signed_in(released[0], "digits").get("/data").text
+    assert f"{len(system.dataset.manifest.labels)} classes" in page
+    assert f"{sum(shard.count for shard in system.dataset.manifest.shards):,} images of" in page
 
 
 @pytest.mark.parametrize("path", ["20200101.000000.00000000/0", "x/0"])

@@ -99,6 +99,7 @@ def barriers(page: Page) -> list[str]:
         return []
     page.evaluate(AXE.read_text())
     result: Any = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    assert result["passes"], "axe has checked something"
     return [
         f"{each['id']} ({each['impact']}): {node['html'][:200]} {node['failureSummary']}"
         for each in result["violations"]
