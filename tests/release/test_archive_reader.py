@@ -85,7 +85,10 @@ def edit_manifest(change: Callable[[dict], None]) -> Callable[[dict[str, bytes]]
             "not a valid release manifest",
         ),
         (edit_manifest(lambda m: m.update(version="../../x")), "not a valid release manifest: version"),
-        (edit_manifest(lambda m: m.update(unknown=1)), "for this version of evernear, which does not know the field unknown"),
+        (
+            edit_manifest(lambda m: m.update(unknown=1)),
+            "for this version of evernear, which does not know the field unknown",
+        ),
     ],
 )
 def test_tampered_archive_is_rejected_and_leaves_no_files(

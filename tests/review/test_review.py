@@ -11,15 +11,8 @@ from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
 from evernear.errors import ConflictError, SettingsError, StoreError
 from evernear.review import queue as queue_module
-from evernear.review.answers import (
-    ANSWERS,
-    PENDING,
-    Answer,
-    AnswerRefusedError,
-    Answers,
-    LabelTarget,
-    open_label_target,
-)
+from evernear.review.answers import ANSWERS, PENDING, Answer, AnswerRefusedError, Answers
+from evernear.review.label_target import LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
 
 

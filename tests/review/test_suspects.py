@@ -18,7 +18,8 @@ from evernear.data.ingest import ingest_source
 from evernear.data.sources import open_source
 from evernear.errors import DataError
 from evernear.evaluation.label_errors import Embedded, find_label_errors, nearest_others
-from evernear.review.answers import Answer, Answers, open_label_target
+from evernear.review.answers import Answer, Answers
+from evernear.review.label_target import open_label_target
 from evernear.review.suspects import Suspect, load_suspects, picture
 from evernear.settings import DataSettings
 

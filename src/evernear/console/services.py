@@ -16,7 +16,8 @@ from evernear.console.releases import Releases
 from evernear.console.run_records import RunRecords
 from evernear.console.runs import Done, Runner
 from evernear.errors import EvernearError, ServingError, SettingsError, StoreError
-from evernear.review.answers import Answers, LabelTarget, open_label_target
+from evernear.review.answers import Answers
+from evernear.review.label_target import LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
 from evernear.review.random_queries import RandomQueries
 from evernear.review.submissions import Submissions

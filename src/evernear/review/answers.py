@@ -12,29 +12,23 @@ second answer is refused. Changes of the source can be repeated: `Answers.recove
 began. An answer that the source does not take is undone, and the others go on.
 """
 
-import errno
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import Literal, Protocol
+from pathlib import PurePosixPath
+from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
-from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.frozen import Frozen
-from evernear.common.store import Store, open_store
+from evernear.common.store import Store
 from evernear.data.image_file import suffix_of
-from evernear.data.sources import open_source
-from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.layout import SPLIT_WORDS, Layout
 from evernear.data.sources.names import reviewed_stem
 from evernear.errors import ConflictError, DataError, EvernearError, IntegrityError, SettingsError, StoreError
-from evernear.settings import DataSettings
+from evernear.review.label_target import LabelTarget
 
 ANSWERS = "review/answers.jsonl"
 PENDING = "review/pending/"
 _ATTEMPTS = 5
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Errors for a name that no file can have now."""
 
 
 class AnswerRefusedError(DataError):
@@ -58,125 +52,6 @@ class Answer(Frozen):
     """The format of the image of a live query. Not stored for PNG, so that earlier versions read those answers."""
     who: str
     at: AwareDatetime
-
-
-class LabelTarget(Protocol):
-    """The source to which labeled images are written. Names are the source's file names."""
-
-    labels: list[str]
-    layout: Layout
-
-    def has_folder(self, name: str) -> bool:
-        """Whether the folder of the file ``name`` exists."""
-        ...
-
-    def add(self, name: str, image: bytes) -> None:
-        """Write an image."""
-        ...
-
-    def remove(self, name: str, prune: bool) -> None:
-        """Remove an image, and with ``prune`` its folders that are then empty. A missing image is not an error."""
-        ...
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it is missing."""
-        ...
-
-
-class FolderTarget:
-    """A directory of class folders."""
-
-    def __init__(self, directory: Path, settings: DataSettings) -> None:
-        self.labels, self.layout = _layout(Folder(directory, settings))
-        self._directory = directory
-
-    def has_folder(self, name: str) -> bool:
-        """Whether the directory exists."""
-        folder = (self._directory / name).parent
-        with disk_errors(folder):
-            return folder.is_dir()
-
-    def add(self, name: str, image: bytes) -> None:
-        """Write the file atomically.
-
-        Raises:
-            DataError: the source is gone, or the file system does not take a name of this length.
-            StoreError: permission denied, disk full, ...
-        """
-        if not self._directory.is_dir():  # creating it could hide an empty mount point
-            raise DataError(f"The image directory {self._directory} does not exist.")
-        path = self._directory / name
-        try:
-            write_atomically(path, image)
-        except StoreError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENAMETOOLONG:
-                raise DataError(
-                    f"{path.name} is too long a name for the file system; shorten the name of the image, then run"
-                    " `evernear labels check` again."
-                ) from None
-            raise
-
-    def remove(self, name: str, prune: bool) -> None:
-        """Remove the file."""
-        path = self._directory / name
-        with disk_errors(path):
-            if _exists(path):  # a read-only file system does not say that a file is missing
-                path.unlink()
-            folder = path.parent
-            while prune and folder != self._directory and folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-                folder = folder.parent
-
-    def read(self, name: str) -> bytes | None:
-        """Read the file."""
-        path = self._directory / name
-        with disk_errors(path):
-            return path.read_bytes() if _exists(path) else None
-
-
-class BucketTarget:
-    """A prefix of a bucket, where a folder exists as long as it has an object."""
-
-    def __init__(self, uri: str, settings: DataSettings) -> None:
-        self.labels, self.layout = _layout(Bucket(uri, settings))
-        self._store = open_store(uri)
-
-    def has_folder(self, name: str) -> bool:
-        """True, because no folder has to be removed."""
-        return True
-
-    def add(self, name: str, image: bytes) -> None:
-        """Put the object."""
-        self._store.put(name, image)
-
-    def remove(self, name: str, prune: bool) -> None:
-        """Delete the object."""
-        if self.read(name) is not None:  # no permission to delete is needed for an object that was never written
-            self._store.delete(name)
-
-    def read(self, name: str) -> bytes | None:
-        """Get the object."""
-        stored = self._store.find(name)
-        return stored[0] if stored else None
-
-
-def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
-    """Open ``data.source`` for writing. Lists it once, for its classes. The ``settings`` say how its folders are meant.
-
-    Raises:
-        SettingsError: the source is not a folder or a bucket.
-        DataError: the directory is missing.
-    """
-    match source.partition(":"):
-        case "folder", _, directory if directory:
-            return FolderTarget(Path(directory), settings)
-        case "s3", _, _:
-            return BucketTarget(source, settings)
-        case _:
-            open_source(source)
-            raise SettingsError(
-                f"Labels cannot be written to {source!r}; review needs folder:DIRECTORY or s3://bucket."
-            )
 
 
 class Answers:
@@ -402,25 +277,9 @@ def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
         yield file, f"{folder}/{path.stem}-{mark}{f'-{number}' if number else ''}{path.suffix}"
 
 
-def _exists(path: Path) -> bool:
-    try:
-        path.lstat()
-    except OSError as error:
-        if error.errno in _MISSING:
-            return False
-        raise
-    return True
-
-
 def _refused(answer: Answer, reason: EvernearError) -> AnswerRefusedError:
     return AnswerRefusedError(f"The answer about {_subject(answer)} cannot be carried out and is undone: {reason}")
 
 
 def _subject(answer: Answer) -> str:
     return answer.files[0] if answer.files else f"query {answer.image[:8]}"
-
-
-def _layout(source: Folder | Bucket) -> tuple[list[str], Layout]:
-    """The classes of a source, and its layout."""
-    labels = sorted({entry.label for entry in source.entries()})
-    return labels, source.layout

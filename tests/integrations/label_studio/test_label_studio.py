@@ -16,7 +16,8 @@ from evernear.common.store import Store
 from evernear.errors import DataError
 from evernear.integrations.label_studio.tasks import labeling_config
 from evernear.release.registry import Registry
-from evernear.review.answers import Answers, open_label_target
+from evernear.review.answers import Answers
+from evernear.review.label_target import open_label_target
 from evernear.review.live_labels import labeled_queries
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving.query_log import LoggedQuery, Period

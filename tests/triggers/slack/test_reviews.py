@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
-from evernear.review.answers import Answers, open_label_target
+from evernear.review.answers import Answers
+from evernear.review.label_target import open_label_target
 from evernear.serving.query_log import LoggedQuery, Period
 from tests.loopback.slack import Click, Person, SlackServer
 from tests.loopback.slack.server import PostedMessage

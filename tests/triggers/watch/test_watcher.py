@@ -23,7 +23,8 @@ from evernear.index.build import build_index
 from evernear.kubeflow.runs import Run, State
 from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.registry import Registry
-from evernear.review.answers import Answer, Answers, open_label_target
+from evernear.review.answers import Answer, Answers
+from evernear.review.label_target import open_label_target
 from evernear.review.live_labels import import_labels
 from evernear.review.submissions import SUBMITTED
 from evernear.serving.configuration import logged_queries

@@ -43,7 +43,8 @@ def export(
     from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import labeling_config, to_tasks
     from evernear.release.registry import Registry
-    from evernear.review.answers import Answers, open_label_target
+    from evernear.review.answers import Answers
+    from evernear.review.label_target import open_label_target
     from evernear.review.queue import Queue
     from evernear.review.random_queries import RandomQueries
     from evernear.review.suspects import load_suspects, picture
@@ -81,7 +82,8 @@ def import_(
     from evernear.cli.labels import import_live_labels
     from evernear.common.store import open_store
     from evernear.integrations.label_studio.tasks import import_tasks
-    from evernear.review.answers import Answers, open_label_target
+    from evernear.review.answers import Answers
+    from evernear.review.label_target import open_label_target
     from evernear.review.queue import Queue
     from evernear.review.suspects import load_suspects
 

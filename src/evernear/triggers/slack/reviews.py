@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from evernear.common.output import quantity
 from evernear.errors import ConflictError, DataError, SettingsError
-from evernear.review.answers import Answer, Answers, open_label_target
+from evernear.review.answers import Answer, Answers
+from evernear.review.label_target import open_label_target
 from evernear.review.queue import Item, Queue
 from evernear.triggers.requests import Request, request_id
 from evernear.triggers.slack.blocks import actions, button, code, context, image, line, mention, section, select

@@ -1,0 +1,151 @@
+"""The source as labeled images are written to it: a folder or a bucket."""
+
+import errno
+from pathlib import Path
+from typing import Protocol
+
+from evernear.common.disk import disk_errors, write_atomically
+from evernear.common.store import open_store
+from evernear.data.sources import open_source
+from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
+from evernear.data.sources.layout import Layout
+from evernear.errors import DataError, SettingsError, StoreError
+from evernear.settings import DataSettings
+
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Errors for a name that no file can have now."""
+
+
+class LabelTarget(Protocol):
+    """The source to which labeled images are written. Names are the source's file names."""
+
+    labels: list[str]
+    layout: Layout
+
+    def has_folder(self, name: str) -> bool:
+        """Whether the folder of the file ``name`` exists."""
+        ...
+
+    def add(self, name: str, image: bytes) -> None:
+        """Write an image."""
+        ...
+
+    def remove(self, name: str, prune: bool) -> None:
+        """Remove an image, and with ``prune`` its folders that are then empty. A missing image is not an error."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if it is missing."""
+        ...
+
+
+class FolderTarget:
+    """A directory of class folders."""
+
+    def __init__(self, directory: Path, settings: DataSettings) -> None:
+        self.labels, self.layout = _layout(Folder(directory, settings))
+        self._directory = directory
+
+    def has_folder(self, name: str) -> bool:
+        """Whether the directory exists."""
+        folder = (self._directory / name).parent
+        with disk_errors(folder):
+            return folder.is_dir()
+
+    def add(self, name: str, image: bytes) -> None:
+        """Write the file atomically.
+
+        Raises:
+            DataError: the source is gone, or the file system does not take a name of this length.
+            StoreError: permission denied, disk full, ...
+        """
+        if not self._directory.is_dir():  # creating it could hide an empty mount point
+            raise DataError(f"The image directory {self._directory} does not exist.")
+        path = self._directory / name
+        try:
+            write_atomically(path, image)
+        except StoreError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENAMETOOLONG:
+                raise DataError(
+                    f"{path.name} is too long a name for the file system; shorten the name of the image, then run"
+                    " `evernear labels check` again."
+                ) from None
+            raise
+
+    def remove(self, name: str, prune: bool) -> None:
+        """Remove the file."""
+        path = self._directory / name
+        with disk_errors(path):
+            if _exists(path):  # a read-only file system does not say that a file is missing
+                path.unlink()
+            folder = path.parent
+            while prune and folder != self._directory and folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+                folder = folder.parent
+
+    def read(self, name: str) -> bytes | None:
+        """Read the file."""
+        path = self._directory / name
+        with disk_errors(path):
+            return path.read_bytes() if _exists(path) else None
+
+
+class BucketTarget:
+    """A prefix of a bucket, where a folder exists as long as it has an object."""
+
+    def __init__(self, uri: str, settings: DataSettings) -> None:
+        self.labels, self.layout = _layout(Bucket(uri, settings))
+        self._store = open_store(uri)
+
+    def has_folder(self, name: str) -> bool:
+        """True, because no folder has to be removed."""
+        return True
+
+    def add(self, name: str, image: bytes) -> None:
+        """Put the object."""
+        self._store.put(name, image)
+
+    def remove(self, name: str, prune: bool) -> None:
+        """Delete the object."""
+        if self.read(name) is not None:  # no permission to delete is needed for an object that was never written
+            self._store.delete(name)
+
+    def read(self, name: str) -> bytes | None:
+        """Get the object."""
+        stored = self._store.find(name)
+        return stored[0] if stored else None
+
+
+def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
+    """Open ``data.source`` for writing. Lists it once, for its classes. The ``settings`` say how its folders are meant.
+
+    Raises:
+        SettingsError: the source is not a folder or a bucket.
+        DataError: the directory is missing.
+    """
+    match source.partition(":"):
+        case "folder", _, directory if directory:
+            return FolderTarget(Path(directory), settings)
+        case "s3", _, _:
+            return BucketTarget(source, settings)
+        case _:
+            open_source(source)
+            raise SettingsError(
+                f"Labels cannot be written to {source!r}; review needs folder:DIRECTORY or s3://bucket."
+            )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno in _MISSING:
+            return False
+        raise
+    return True
+
+
+def _layout(source: Folder | Bucket) -> tuple[list[str], Layout]:
+    """The classes of a source, and its layout."""
+    labels = sorted({entry.label for entry in source.entries()})
+    return labels, source.layout
