@@ -37,7 +37,7 @@ RememberOption = Annotated[
 ]
 SourceOption = Annotated[
     str | None,
-    typer.Option("--source", help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix"),
+    typer.Option("--source", help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix | table:FILE"),
 ]
 RetireOption = Annotated[
     list[str] | None,

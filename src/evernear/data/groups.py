@@ -20,7 +20,7 @@ from evernear.data.group_table import PublishedGroups
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources.names import is_reviewed
-from evernear.settings.group import GROUP_FORMS
+from evernear.settings.group import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
 """The group of an image by the name of its file and its label; empty if it belongs to none."""
@@ -28,10 +28,15 @@ Grouping = Callable[[str, str], str]
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
 
-def grouping(setting: str) -> Grouping:
-    """The grouping of a valid ``data.group``; every image is alone if it is empty."""
+def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Grouping:
+    """The grouping of a valid ``data.group``; every image is alone if it is empty.
+
+    ``column`` returns the group that the source itself names for a file.
+    """
     if not setting:
         return lambda name, label: ""
+    if setting == COLUMN:
+        return lambda name, label: column(name)
     if setting in GROUP_FORMS:
         form = _folder if setting == "folder" else _stem
         return lambda name, label: "" if is_reviewed(name) else form(below_class(name, label))

@@ -172,7 +172,7 @@ def ingest_source(
                 snapshots.checkpoint(settings, so_far, parent, ledger, Path(scratch))
 
             _decode_again_if_changed(ledger, writer, report)
-            group = grouping(settings.group)
+            group = grouping(settings.group, source.group)
             _require_groups(source, settings, group, ledger)
             _refresh_groups(settings, group, ledger)
             placer = Placer(settings, source.chosen_splits, ledger, group)

@@ -40,6 +40,8 @@ _NOTES = {
     "litter": "is hidden, or left behind by a system or program",
     "no_class": "is in no class folder",
     "merged_folders": "are one class",
+    "no_label": "has no label",
+    "duplicate_row": "is in several rows",
     "nested_folder": "is the label of the images in these folders",
     "outside_link": "leads out of the source",
 }
@@ -671,11 +673,12 @@ class PublishedLedger:
             query = "SELECT COUNT(*) FROM files WHERE source = ?"
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
-    def etags(self, names: Sequence[str]) -> dict[str, str]:
-        """The etags of the ``names``, at most 500, that the ledger has, including broken files."""
-        query = f"SELECT name, etag FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
+    def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Etag and label of the ``names``, at most 500, that the ledger has, including broken files."""
+        query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         with sqlite_errors():
-            return dict(self._db.execute(query, (self._source, *names)).fetchall())
+            rows = self._db.execute(query, (self._source, *names)).fetchall()
+        return {name: (etag, class_name(label)) for name, etag, label in rows}
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
         """The ``names``, at most 500, that were read."""

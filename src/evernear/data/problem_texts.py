@@ -73,10 +73,16 @@ PROBLEMS = {
         ":",
     ),
     "merged_folders": (
-        "class has several folders, because their names look the same",
-        "classes have several folders each, because their names look the same",
+        "class has several folders or spellings, because their names look the same",
+        "classes have several folders or spellings each, because their names look the same",
         ":",
     ),
+    "no_label": (
+        "row of the table has no label and was left out",
+        "rows of the table have no label and were left out",
+        "; complete",
+    ),
+    "duplicate_row": ("row of the table repeats another", "rows of the table repeat others", ":"),
     "split_group": (
         "group (data.group) has images in several splits, where they were before it was set or its name changed",
         "groups (data.group) have images in several splits, where they were before it was set or their names changed",

@@ -1,6 +1,6 @@
 """The difference between a source and snapshots of it, from listings: only a few touched files are read.
 
-A file is new if its name, size or modification time is (in a bucket: its ETag). Its change time and inode, which ingest
+A file is new if its name, label, size or modification time is (in a bucket: its ETag). Its change time and inode, which ingest
 compares as well, also differ after a ``chmod`` or in a restored backup, which should not start a run.
 
 The ledger of the newest snapshot shows what ingest has read since: a file that it has with that etag is new only if its
@@ -158,23 +158,28 @@ def _add(
     touched: "_Touched",
 ) -> None:
     """Compare a page of the listing with a ledger; ``read`` has the files as last read."""
-    etags = ledger.etags([entry.name for entry in page]) if ledger else {}
+    known = ledger.listed([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
-    diff.removed -= len(etags)
-    new = [entry for entry in page if entry.name not in etags or not _has_etag(entry, etags[entry.name])]
+    diff.removed -= len(known)
+    new = [entry for entry in page if entry.name not in known or not _is_same(entry, *known[entry.name])]
     if ledger and read:
         digests = [read[entry.name].digest for entry in new if entry.name in read]
         labels = ledger.image_labels([digest for digest in digests if digest is not None])
-        known = [entry for entry in new if entry.name in read and _is_known(entry, read[entry.name], labels)]
-        for entry in known:
+        unchanged = [entry for entry in new if entry.name in read and _is_known(entry, read[entry.name], labels)]
+        for entry in unchanged:
             if not _has_etag(entry, read[entry.name].etag):
                 diff.touched[entry.explicit_split] += 1
                 touched.add(entry, read[entry.name].digest)
-        names = {entry.name for entry in known}
+        names = {entry.name for entry in unchanged}
         new = [entry for entry in new if entry.name not in names]
     diff.new += len(new)
     diff.explicit.update(entry.explicit_split for entry in new if entry.explicit_split)
     diff.labels.update(entry.label for entry in new)
+
+
+def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
+    """Whether a file has this etag and label. In a folder another label is another name; in a table it is not."""
+    return entry.label == label and _has_etag(entry, etag)
 
 
 def _has_etag(entry: FileEntry, etag: str) -> bool:

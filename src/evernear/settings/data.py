@@ -1,5 +1,6 @@
 """The settings of the section ``data``."""
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -10,6 +11,10 @@ from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
 """Sources that are names, not locations."""
+PATH_KINDS = ("folder", "mnist", "table")
+"""Sources whose location is a path, or for some of them the URI of an object."""
+TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
+"""The location of a table, which needs no ``table:`` before it."""
 
 
 class DataSettings(Section):
@@ -17,7 +22,8 @@ class DataSettings(Section):
 
     source: str = Field(
         default="digits",
-        description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix",
+        description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix | table:FILE, a CSV or"
+        " Parquet file with the columns path and label, and optionally split and group; FILE may be an s3:// URI",
     )
     dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
     moved_from: str = Field(
@@ -54,8 +60,8 @@ class DataSettings(Section):
     group: str = Field(
         default="",
         description="Images that belong together, such as frames of one scene, and stand in one split. folder: the"
-        " folders below the class; stem: the name before its last number; or a regular expression over the file's name"
-        " in the source, whose parentheses enclose the group.",
+        " folders below the class; stem: the name before its last number; column: the column group of a table; or a"
+        " regular expression over the file's name in the source, whose parentheses enclose the group.",
     )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")
@@ -92,8 +98,10 @@ class DataSettings(Section):
         """Make a directory absolute, also one below ``~``: the steps of a run have another working directory."""
         if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
-        kind, _, directory = source.partition(":")
-        return f"{kind}:{absolute(directory)}" if kind in ("folder", "mnist") and directory else source
+        if TABLE_PATH.fullmatch(source):
+            source = f"table:{source}"
+        kind, _, path = source.partition(":")
+        return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
 
     @model_validator(mode="after")
     def _has_splits(self) -> Self:

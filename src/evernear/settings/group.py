@@ -2,7 +2,9 @@
 
 import re
 
-GROUP_FORMS = ("folder", "stem")
+COLUMN = "column"
+"""The grouping that the source itself names, in the column ``group`` of a table."""
+GROUP_FORMS = ("folder", "stem", COLUMN)
 """Groupings that are names, not regular expressions."""
 _MAX_REPEATS = 5
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?[:#=!<>-]?[=!a-zA-Z-]*:?|[*+{(|)]", re.DOTALL)

@@ -20,6 +20,7 @@ from evernear.common.disk import disk_errors, write_atomically
 from evernear.common.masking import mask
 from evernear.errors import SettingsError, StoreError
 from evernear.settings import sources
+from evernear.settings.data import PATH_KINDS
 from evernear.settings.section import expanded
 from evernear.settings.sources import Tree, merge, parse
 
@@ -283,7 +284,10 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
     """A copy of ``tree`` in which relative paths start at ``directory``."""
     anchored = _merged(tree)
     for name, pattern in (
-        ("data.source", r"(?P<kind>folder:|mnist:)(?P<path>.+)"),
+        (
+            "data.source",
+            rf"(?P<kind>(?:{'|'.join(PATH_KINDS)}):|(?!\w+:)(?=.+\.(?i:csv|tsv|parquet|pq)))(?P<path>(?!s3://).+)",
+        ),
         ("train.weights", r"(?P<kind>)(?P<path>(?!hub$)(?!package:)(?!.*://).+)"),
         ("index.uri", r"(?P<kind>)(?P<path>(?!.*://).+\.db)"),
         ("pipeline.ca_file", r"(?P<kind>)(?P<path>.+)"),

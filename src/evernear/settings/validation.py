@@ -74,8 +74,10 @@ class ValidationSettings(Section):
         " out.",
     )
     merged_folders: Severity = Field(
-        default="info", description="Folders are one class, because their names look the same."
+        default="info", description="Folders or labels are one class, because their names look the same."
     )
+    no_label: Severity = Field(default="warn", description="A row of a table has no label; its image is left out.")
+    duplicate_row: Severity = Field(default="info", description="A row of a table repeats another.")
     similar_classes: Severity = Field(
         default="warn", description="Names of classes differ only in case, width or characters that nobody sees."
     )

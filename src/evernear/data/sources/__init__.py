@@ -1,11 +1,12 @@
 """Sources of labeled images. `open_source` is the only place that knows every kind."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource, NameSample
 from evernear.data.sources.digits import Digits
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder, dataset_name
 from evernear.data.sources.mnist import Mnist, download_mnist
+from evernear.data.sources.table import Table
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings
 
@@ -15,6 +16,8 @@ __all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample",
 def name_of(source: str) -> str:
     """The name of the dataset of a source that may not exist any more."""
     kind, _, location = source.partition(":")
+    if kind == "table":
+        return dataset_name(PurePosixPath(location).stem)
     if kind == "folder":
         return dataset_name(Path(location).name)
     return dataset_name(location) if kind == "s3" else kind
@@ -36,10 +39,12 @@ def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource |
             return Mnist(Path(directory))
         case "folder", _, directory if directory:
             return Folder(Path(directory), settings)
+        case "table", _, location if location:
+            return Table(location, settings)
         case "s3", _, path if path.startswith("//") and path.strip("/"):
             return Bucket(source, settings)
         case _:
             raise SettingsError(
                 f"Unknown source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"
-                " s3://bucket/prefix."
+                " s3://bucket/prefix, table:FILE."
             )

@@ -79,6 +79,10 @@ class Source(Protocol):
         """List the images without reading their pixels."""
         ...
 
+    def group(self, name: str) -> str:
+        """After `entries`: the group that the source itself names for an image (``data.group=column``), or empty."""
+        return ""
+
 
 class ArraySource(Source, Protocol):
     """A source of decoded images, for formats that pack many images into one file. Their etags are empty."""

@@ -18,7 +18,7 @@ from evernear.data.manifest import SPLITS, Split
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings
 
-_VALIDATION = frozenset({"val", "valid", "validation", "dev"})
+VALIDATION_WORDS = frozenset({"val", "valid", "validation", "dev"})
 SPLIT_WORDS: Final[dict[str, Split]] = {
     "train": "train",
     "training": "train",
@@ -26,7 +26,7 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "testing": "test",
     "gallery": "gallery",
     "query": "query",
-    **dict.fromkeys(_VALIDATION, "gallery"),
+    **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
 """Words in the names of split folders, and their splits. Training is validated on the gallery."""
 # The beginning of a name such as trainset, tests or Validate.
@@ -255,7 +255,8 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
     """
     has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
     return {
-        folder: "test" if word in _VALIDATION and not has_test else SPLIT_WORDS[word] for folder, word in words.items()
+        folder: "test" if word in VALIDATION_WORDS and not has_test else SPLIT_WORDS[word]
+        for folder, word in words.items()
     }
 
 

@@ -1,0 +1,66 @@
+"""The splits that a table or another file with many images names in words: train, test, validation ..."""
+
+from typing import Literal
+
+from evernear.data.manifest import SPLITS, Split
+from evernear.data.sources.layout import SPLIT_WORDS, VALIDATION_WORDS
+from evernear.errors import DataError
+from evernear.settings.data import DataSettings
+
+NamedSplit = Split | Literal["", "none", "validation"]
+
+
+class NamedSplits:
+    """Collects the words of a source, and then says the split of each image.
+
+    As for the folders of a source, validation images are the gallery, or the test split if no image is in it. Ingest
+    chooses the splits that no image names from those in train.
+    """
+
+    def __init__(self, name: str, settings: DataSettings) -> None:
+        self._name, self._given = name, settings.split_folders
+        self._used: set[NamedSplit] = set()
+        self.chosen_splits: tuple[Split, ...] = SPLITS
+
+    def add(self, word: str, where: str) -> NamedSplit:
+        """The split that ``word`` names, for `explicit`; ``none`` if ``data.split_folders`` leaves it out.
+
+        Raises:
+            DataError: the word is unknown; ``where`` says where it stands.
+        """
+        plain = word.strip().casefold()
+        split: NamedSplit | None = self._given.get(word.strip())
+        if split is None:
+            split = "validation" if plain in VALIDATION_WORDS else SPLIT_WORDS.get(plain, "" if not plain else None)
+        if split is None:
+            raise DataError(
+                f"The split {word!r} in {where} of {self._name} is unknown; write train, test, validation, gallery or"
+                f" query, or add --set data.split_folders.{word.strip()}=test (or another split, or none to leave its"
+                " images out)."
+            )
+        self._used.add(split)
+        return split
+
+    def finish(self) -> None:
+        """Decide which splits are chosen by ingest; call it after the last `add`.
+
+        Raises:
+            DataError: images have splits, but none is for training.
+        """
+        used = {self._split(split) for split in self._used} - {None}
+        if used and not self._used & {"train", ""}:
+            raise DataError(
+                f"{self._name} has the splits {', '.join(sorted(str(split) for split in used))}, but no image in train;"
+                " add training images, or leave all splits empty to let ingest choose them."
+            )
+        self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in used)) if used else SPLITS
+
+    def explicit(self, split: NamedSplit) -> Split | None:
+        """After `finish`: the explicit split of an image; None if ingest chooses it."""
+        chosen = self._split(split)
+        return None if chosen in self.chosen_splits else chosen
+
+    def _split(self, split: NamedSplit) -> Split | None:
+        if split == "validation":
+            return "gallery" if "test" in self._used else "test"
+        return None if split in ("", "none") else split

@@ -1,0 +1,244 @@
+"""A table of image files and their labels: CSV or Parquet with the columns path, label, and optionally split and group.
+
+The rows are read into a temporary SQLite file, which shows repeated paths and joins the rows with the listing of a
+bucket, so that memory does not grow with the table.
+"""
+
+import os
+import posixpath
+import sqlite3
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from evernear.common.class_names import class_name, spelled
+from evernear.common.disk import disk_errors
+from evernear.common.store import open_store
+from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
+from evernear.data.sources.folder import dataset_name
+from evernear.data.sources.named_splits import NamedSplits
+from evernear.data.sources.names import names_other_kind, skipped_path
+from evernear.data.sources.table_file import Row, is_table, read_rows
+from evernear.data.sqlite import batched, marks, sqlite_errors
+from evernear.errors import DataError, SettingsError
+from evernear.settings.data import DataSettings
+
+_PAGE = 500
+_MAX_NAMES = 5
+_S3 = "s3://"
+_SCHEMA = """
+CREATE TABLE rows (name TEXT PRIMARY KEY, bucket TEXT, key TEXT, label TEXT, split TEXT, grp TEXT, etag TEXT,
+  size_bytes INTEGER) WITHOUT ROWID
+"""
+
+
+class Table(FileSource):
+    """The image files that a table names. Paths are relative to the folder of the table, or ``s3://bucket/key``."""
+
+    def __init__(self, location: str, settings: DataSettings) -> None:
+        """Open the table at ``location``, a path or ``s3://bucket/key``.
+
+        Raises:
+            SettingsError: its suffix is another file's.
+            DataError: it does not exist.
+        """
+        if not is_table(location):
+            raise SettingsError(f"{location} is not a table; name a file that ends with .csv, .tsv or .parquet.")
+        self._location, self._settings = location, settings
+        self._file_name = posixpath.basename(location)
+        self.name = dataset_name(posixpath.splitext(self._file_name)[0])
+        self._in_bucket = location.startswith(_S3)
+        self._root = posixpath.dirname(location) if self._in_bucket else str(Path(location).parent)
+        if not self._in_bucket and not Path(location).is_file():
+            raise DataError(f"The table {location} does not exist.")
+        self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
+        self.notes = self._notes
+        self._readers: dict[str, Callable[[str], bytes]] = {}
+        self._db: sqlite3.Connection | None = None
+
+    def entries(self) -> Iterator[FileEntry]:
+        """List the files of the rows by name.
+
+        Raises:
+            DataError: the table is invalid, or a file does not exist; the message names rows or files.
+        """
+        self._notes.clear()
+        self._db = sqlite3.connect("")  # a private temporary file
+        splits = self._load(self._db)
+        self._db.execute("CREATE INDEX rows_by_key ON rows (bucket, key)")
+        for (bucket,) in self._db.execute("SELECT DISTINCT bucket FROM rows WHERE bucket != ''").fetchall():
+            self._readers[bucket] = open_store(_S3 + bucket).reader()
+            self._find_objects(self._db, bucket)
+        self.chosen_splits = splits.chosen_splits
+        missing, folder = NameSample(), ""
+        with sqlite_errors():
+            for name, label, split, bucket, etag, size_bytes in self._db.execute(
+                "SELECT name, label, split, bucket, etag, size_bytes FROM rows ORDER BY name"
+            ):
+                if not bucket:
+                    etag, size_bytes = self._stat(name)
+                    if (parent := posixpath.dirname(name)) != folder:
+                        folder = parent
+                        self._note_link(folder)
+                if etag is None:
+                    missing.add(name)
+                else:
+                    yield FileEntry(name, etag, label, splits.explicit(split), size_bytes)
+        self._require_present(missing)
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        uri = f"{self._root}/{name}" if self._in_bucket and not name.startswith(_S3) else name
+        if uri.startswith(_S3):
+            bucket, _, key = uri.removeprefix(_S3).partition("/")
+            return self._readers[bucket](key)
+        path = Path(self._root, name)
+        with disk_errors(path):
+            return path.read_bytes()
+
+    def group(self, name: str) -> str:
+        """The group of a file; empty if the table names none."""
+        assert self._db is not None  # noqa: S101 - `entries` comes first
+        with sqlite_errors():
+            row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
+        return row[0] if row else ""
+
+    def _load(self, db: sqlite3.Connection) -> NamedSplits:
+        """Read the table into the table ``rows``."""
+        splits = NamedSplits(self._file_name, self._settings)
+        labels: defaultdict[str, set[str]] = defaultdict(set)
+        conflicts = NameSample()
+        with tempfile.TemporaryDirectory(prefix="evernear-table-") as scratch, sqlite_errors():
+            db.execute(_SCHEMA)
+            for page in batched(read_rows(self._fetched(Path(scratch)), self._file_name), _PAGE):
+                for row in page:
+                    name, bucket, key = self._place(row)
+                    label = class_name(row.label)
+                    if not self._is_used(name, label):
+                        continue
+                    labels[label].add(row.label)
+                    split = splits.add(row.split, row.where)
+                    if split == "none":
+                        continue
+                    values = (name, bucket, key, label, split, row.group.strip())
+                    if not db.execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)", values).rowcount:
+                        first = db.execute("SELECT label, split, grp FROM rows WHERE name = ?", (name,)).fetchone()
+                        if first == values[3:]:
+                            self._notes["duplicate_row"].add(name)
+                        else:
+                            conflicts.add(f"{name} ({row.where})")
+        for spellings in labels.values():
+            if len(spellings) > 1:
+                self._notes["merged_folders"].add(" and ".join(map(spelled, sorted(spellings))))
+        if conflicts.count:
+            raise DataError(
+                f"{self._file_name} contradicts itself: another row has the same path, but another label, split or"
+                f" group for {_sample(conflicts)}; keep the right row of each."
+            )
+        splits.finish()
+        return splits
+
+    def _fetched(self, scratch: Path) -> Path:
+        """The file of the table."""
+        if not self._in_bucket:
+            return Path(self._location)
+        return open_store(self._root).fetch(self._file_name, scratch / "table")
+
+    def _place(self, row: Row) -> tuple[str, str, str]:
+        """The name of a row's file in the source, and for an object the bucket and the key."""
+        text, refused = row.path, f"The path {row.path!r} in {row.where} of {self._file_name}"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{refused} is not UTF-8; rename the file.") from None
+        if text.startswith(_S3):
+            bucket, _, key = text.removeprefix(_S3).partition("/")
+            if not (bucket and key):
+                raise DataError(f"{refused} names no object; write s3://bucket/key.")
+            return text, bucket, key
+        if not text.strip() or "\0" in text:
+            raise DataError(f"{refused} is {'empty' if not text.strip() else 'not a path'}; correct or remove the row.")
+        if "://" in text or text.startswith(("/", "~")) or text[1:3] == ":\\":
+            raise DataError(
+                f"{refused} is neither relative to the table's folder {self._root} nor an object s3://bucket/key; write"
+                " it relative to the folder, or move the table to a folder that contains the images."
+            )
+        if ".." in text.split("/"):
+            raise DataError(
+                f"{refused} leads out of the table's folder with '..'; move the table to a folder that contains the"
+                " images."
+            )
+        name = posixpath.normpath(text)
+        if not self._in_bucket:
+            return name, "", ""
+        bucket, _, prefix = self._root.removeprefix(_S3).partition("/")
+        return name, bucket, f"{prefix}/{name}" if prefix else name
+
+    def _is_used(self, name: str, label: str) -> bool:
+        """Whether a row is one of the images; notes why not."""
+        if skipped := skipped_path(name.removeprefix(_S3)):
+            self._notes["litter"].add(skipped)
+        elif names_other_kind(name):
+            self._notes["not_an_image"].add(name)
+        elif not label:
+            self._notes["no_label"].add(name)
+        else:
+            return True
+        return False
+
+    def _stat(self, name: str) -> tuple[str | None, int]:
+        """The etag and the size of a file; no etag if it does not exist."""
+        path = os.path.join(self._root, name)  # noqa: PTH118 - pathlib would take most of the time
+        try:
+            stat = os.stat(path)  # noqa: PTH116
+        except (FileNotFoundError, NotADirectoryError):
+            return None, 0
+        except OSError as error:
+            with disk_errors(path):
+                raise error
+        if not os.path.isfile(path):  # noqa: PTH113
+            return None, 0
+        return file_etag(stat), stat.st_size
+
+    def _note_link(self, folder: str) -> None:
+        """Note the link through which a folder is outside of the table's."""
+        root = os.path.realpath(self._root)
+        if os.path.commonpath([root, os.path.realpath(os.path.join(root, folder))]) == root:  # noqa: PTH118
+            return
+        parts = folder.split("/")
+        paths = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        link = next(path for path in paths if Path(root, path).is_symlink())
+        name = f"{link} -> {Path(root, link).readlink()}"
+        if name not in self._notes["outside_link"].names:
+            self._notes["outside_link"].add(name)
+
+    def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
+        """Record etag and size of the objects in a bucket, from a listing of the folder that contains all of them."""
+        with sqlite_errors():
+            ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()
+            folder = posixpath.commonprefix(ends).rpartition("/")[0]
+            for page in batched(open_store(_S3 + bucket).list(f"{folder}/" if folder else ""), _PAGE):
+                present = {info.key: info for info in page}
+                query = f"SELECT key FROM rows WHERE bucket = ? AND key IN ({marks([*present])})"  # noqa: S608 - question marks only
+                keys = {key for (key,) in db.execute(query, (bucket, *present))}
+                db.executemany(
+                    "UPDATE rows SET etag = ?, size_bytes = ? WHERE bucket = ? AND key = ?",
+                    ((present[key].etag, present[key].size_bytes, bucket, key) for key in keys),
+                )
+
+    def _require_present(self, missing: NameSample) -> None:
+        if not missing.count:
+            return
+        slashes = " Separate folders by / instead of \\." if any("\\" in name for name in missing.names) else ""
+        raise DataError(
+            f"{self._file_name} names files that do not exist in {self._root}: {_sample(missing)}; correct the paths,"
+            f" restore the files, or remove the rows.{slashes}"
+        )
+
+
+def _sample(names: NameSample) -> str:
+    """Some of the names, and the number of the others."""
+    shown = names.names[:_MAX_NAMES]
+    rest = names.count - len(shown)
+    return ", ".join(shown) + (f" and {rest:,} more" if rest else "")

@@ -1,0 +1,251 @@
+"""Tables of names and labels: the dataset of the same folder, and one sentence for each mistake."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from evernear.common.store import open_store
+from evernear.data.manifest import Manifest
+from evernear.data.source_diff import diff_source
+from evernear.data.sources.table import Table
+from evernear.errors import DataError, SettingsError
+from evernear.review.label_target import open_label_target
+from evernear.settings import DataSettings
+
+Rows = list[dict[str, str]]
+
+
+def rows_of(tree: Path) -> Rows:
+    return [{"path": str(path.relative_to(tree)), "label": path.parent.name} for path in sorted(tree.rglob("*.png"))]
+
+
+def write_csv(path: Path, rows: Rows, **options: str) -> Path:
+    encoding = options.pop("encoding", "utf-8")
+    with path.open("w", newline="", encoding=encoding) as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=options.get("delimiter", ","))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_parquet(path: Path, rows: Rows) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    return path
+
+
+@pytest.fixture
+def table(tree: Path) -> Callable[[str], str]:
+    """``table(text)`` writes the text as labels.csv next to the images, and returns the source."""
+
+    def table(text: str) -> str:
+        path = tree / "labels.csv"
+        path.write_text(text)
+        return f"table:{path}"
+
+    return table
+
+
+def noted(manifest: Manifest, rule: str) -> list[str]:
+    return [name for problem in manifest.problems if problem.kind == rule for name in problem.names]
+
+
+@pytest.mark.parametrize("write", [write_csv, write_parquet])
+def test_table_gives_the_dataset_of_the_folder(tree, run_ingest, tmp_path, write) -> None:
+    suffix = ".csv" if write is write_csv else ".parquet"
+    folder = run_ingest(tree, dataset="folder")
+    path = write(tree / f"labels{suffix}", rows_of(tree))
+    assert run_ingest(f"table:{path}", dataset="table").digest == folder.digest
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_csv_of_spreadsheets_is_read(tree, encoding, delimiter) -> None:
+    rows = [{**row, "label": f"käse {row['label']}", "note": "a, b; c"} for row in rows_of(tree)]
+    path = write_csv(tree / "labels.csv", rows, encoding=encoding, delimiter=delimiter)
+    entries = list(Table(str(path), DataSettings()).entries())
+    assert len(entries) == 120
+    assert {entry.label for entry in entries} == {"käse 1", "käse 2", "käse 10"}
+
+
+def test_table_in_a_bucket_and_objects_of_any_bucket(tree, run_ingest, bucket: str) -> None:
+    store = open_store(f"s3://{bucket}/some/images")
+    for path in tree.rglob("*.png"):
+        store.put(path.relative_to(tree).as_posix(), path)
+    folder = run_ingest(f"s3://{bucket}/some/images", dataset="folder")
+    store.put("labels.csv", write_csv(tree / "labels.csv", rows_of(tree)))
+    assert run_ingest(f"table:s3://{bucket}/some/images/labels.csv", dataset="table").digest == folder.digest
+    rows = [row | {"path": f"s3://{bucket}/some/images/{row['path']}"} for row in rows_of(tree)]
+    local = run_ingest(f"table:{write_csv(tree / 'uris.csv', rows)}", dataset="uris")
+    assert sum(shard.count for shard in local.shards) == 120
+    store.delete("1/000.png")
+    with pytest.raises(DataError, match=r"do not exist in .*: s3://.*/1/000\.png; correct the paths"):
+        run_ingest(f"table:{tree / 'uris.csv'}", dataset="uris")
+
+
+def test_split_column_decides_the_split(tree, run_ingest, contents, digest_of) -> None:
+    words = ("train", "Test", "val", "query", "")
+    rows = [row | {"split": words[number % 5]} for number, row in enumerate(rows_of(tree))]
+    found = contents(run_ingest(f"table:{write_csv(tree / 'labels.csv', rows)}"))
+    expected = {"train": "train", "Test": "test", "val": "gallery", "query": "query", "": "train"}
+    for row in rows:
+        assert found.split[digest_of((tree / row["path"]).read_bytes())] == expected[row["split"]]
+
+
+def test_settings_answer_for_an_unknown_split(tree, run_ingest) -> None:
+    rows = [row | {"split": ("train", "fold 1", "fold 2")[number % 3]} for number, row in enumerate(rows_of(tree))]
+    source = f"table:{write_csv(tree / 'labels.csv', rows)}"
+    with pytest.raises(DataError, match=r"The split 'fold 1' in line 3 of labels.csv is unknown"):
+        run_ingest(source)
+    manifest = run_ingest(source, split_folders={"fold 1": "test", "fold 2": "none"})
+    assert manifest.count("test") == 40
+    assert sum(shard.count for shard in manifest.shards) == 80
+
+
+def test_group_column_keeps_groups_together(tree, run_ingest, contents, digest_of) -> None:
+    rows = [row | {"group": f"scene {number // 4}"} for number, row in enumerate(rows_of(tree))]
+    manifest = run_ingest(f"table:{write_parquet(tree / 'labels.parquet', rows)}", group="column")
+    assert manifest.groups == 30
+    splits: dict[str, set[str]] = {}
+    found = contents(manifest)
+    for row in rows:
+        splits.setdefault(row["group"], set()).add(found.split[digest_of((tree / row["path"]).read_bytes())])
+    assert all(len(each) == 1 for each in splits.values())
+
+
+def test_table_without_a_group_column_is_refused_for_groups(tree, run_ingest) -> None:
+    with pytest.raises(DataError, match="data.group=column finds a group in none of the names"):
+        run_ingest(f"table:{write_csv(tree / 'labels.csv', rows_of(tree))}", group="column")
+
+
+def test_another_label_moves_the_image_and_nothing_is_read_again(
+    tree, run_ingest, contents, digest_of, tmp_path
+) -> None:
+    rows = rows_of(tree)
+    source = f"table:{write_csv(tree / 'labels.csv', rows)}"
+    first = run_ingest(source)
+    (tree / rows[1]["path"]).chmod(0)  # a second read would fail
+    old = digest_of((tree / rows[0]["path"]).read_bytes())
+    rows[0]["label"] = "2"
+    write_csv(tree / "labels.csv", rows)
+    second = contents(run_ingest(source))
+    assert second.label[old] == "2"
+    assert contents(first).label[old] == "1"
+
+
+def test_watcher_counts_another_label_as_new(tree, run_ingest, tmp_path) -> None:
+    from evernear.data.source_diff import fetch_ledger
+
+    rows = rows_of(tree)
+    source = f"table:{write_csv(tree / 'labels.csv', rows)}"
+    manifest = run_ingest(source)
+    ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "ledgers")
+    values = DataSettings(source=source)
+    assert diff_source(values, [ledger])[0].new == 0
+    rows[0]["label"] = "2"
+    write_csv(tree / "labels.csv", rows)
+    assert diff_source(values, [ledger])[0].new == 1
+
+
+def test_left_out_rows_are_counted_and_named(tree, table, run_ingest, make_image) -> None:
+    rows = "".join(f"{row['path']},{row['label']}\n" for row in rows_of(tree))
+    (tree / "1" / "._000.png").write_bytes(b"resource fork")
+    (tree / "1" / "notes.txt").write_text("notes")
+    (tree / "1" / "words.png").write_text("no image")
+    extra = "1/._000.png,1\n1/notes.txt,1\n1/words.png,1\n1/000.png,1\n./1/003.png, 1 \n2/001.png,\n\n"
+    manifest = run_ingest(table("path,label\n" + rows.replace("2/001.png,2\n", "") + extra))
+    assert noted(manifest, "litter") == ["1/._000.png"]
+    assert noted(manifest, "not_an_image") == ["1/notes.txt"]
+    assert noted(manifest, "undecodable") == ["1/words.png"]
+    assert noted(manifest, "duplicate_row") == ["1/000.png", "1/003.png"]
+    assert noted(manifest, "no_label") == ["2/001.png"]
+    assert manifest.problem_counts["duplicate_row"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "labels.csv has no column path and no column label, but no columns"),
+        ("file,class\na,b\n", "labels.csv has no column path and no column label, but 'file', 'class'; call the"),
+        ("path,label,PATH\na,b,c\n", "has two columns called path"),
+        ("path,label\n1/000.png,a,b\n", "Line 2 of labels.csv has 3 of 2 columns"),
+        ("path,label\n1/000.png\n", "Line 2 of labels.csv has 1 of 2 columns"),
+        ('path,label\n"1/000.png,a\n', "labels.csv is not valid CSV after line"),
+        ("path,label\n,a\n", "The path '' in line 2 of labels.csv is empty"),
+        ("path,label\n../secret.png,a\n", r"leads out of the table's folder with '\.\.'"),
+        ("path,label\n1/../../secret.png,a\n", r"leads out of the table's folder with '\.\.'"),
+        ("path,label\n/etc/hostname,a\n", "'/etc/hostname' in line 2 of labels.csv is neither relative"),
+        ("path,label\n~/a.png,a\n", "is neither relative"),
+        ("path,label\nC:\\images\\a.png,a\n", "is neither relative"),
+        ("path,label\nhttps://example.org/a.png,a\n", "is neither relative"),
+        ("path,label\ns3://bucket,a\n", "names no object"),
+        (
+            "path,label\n1/000.png,a\n1/000.png,b\n",
+            r"contradicts itself: .* for 1/000.png \(line 3\); keep the right row",
+        ),
+        ("path,label\n1/000.png,a\nmissing.png,b\n", "files that do not exist in .*: missing.png; correct the paths"),
+        ("path,label\n1/000.png,a\n1,b\n", "files that do not exist in .*: 1; correct the paths"),
+        ("path,label\n1\\000.png,a\n2/001.png,b\n", r"Separate folders by / instead of \\"),
+        ("path,label,split\n1/000.png,a,test\n2/001.png,b,test\n", "but no image in train"),
+    ],
+)
+def test_mistakes_are_one_sentence(table, run_ingest, text: str, message: str) -> None:
+    source = table(text)
+    with pytest.raises(DataError, match=message):
+        run_ingest(source)
+
+
+def test_other_encodings_are_refused(tree, run_ingest) -> None:
+    path = tree / "labels.csv"
+    path.write_bytes("path,label\n1/000.png,käse\n".encode("latin-1"))
+    with pytest.raises(DataError, match="labels.csv is not UTF-8 after line .; save it as CSV UTF-8"):
+        run_ingest(f"table:{path}")
+
+
+def test_parquet_types(tree, run_ingest) -> None:
+    paths = [row["path"] for row in rows_of(tree)][:4]
+    path = tree / "labels.parquet"
+    pq.write_table(pa.table({"path": paths, "label": pa.array([1.0, 2.0, None, 1.0])}), path)
+    assert [entry.label for entry in Table(str(path), DataSettings()).entries()] == ["1", "2", "1"]
+    pq.write_table(pa.table({"path": [1, 2, 3, 4], "label": ["a"] * 4}), path)
+    with pytest.raises(DataError, match="The column path of labels.parquet contains values of the type int64"):
+        run_ingest(f"table:{path}")
+    path.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="labels.parquet is not a valid Parquet file"):
+        run_ingest(f"table:{path}")
+
+
+def test_a_formula_is_a_label_like_any_other(tree, table) -> None:
+    source = table("path,label\n1/000.png,=1+1\n2/001.png,-2\n")
+    assert [entry.label for entry in Table(source.removeprefix("table:"), DataSettings()).entries()] == ["=1+1", "-2"]
+
+
+def test_links_out_of_the_folder_are_noted(tree, table, tmp_path, run_ingest) -> None:
+    outside = tmp_path / "outside"
+    (tree / "2").rename(outside)
+    (tree / "2").symlink_to(outside)
+    text = "path,label\n" + "".join(f"{row['path']},{row['label']}\n" for row in rows_of(tree))
+    text += "".join(f"2/{path.name},2\n" for path in sorted(outside.iterdir()))
+    assert noted(run_ingest(table(text)), "outside_link") == [f"2 -> {outside}"]
+
+
+def test_labels_of_a_table_cannot_be_written(table) -> None:
+    source = table("path,label\n1/000.png,1\n2/001.png,2\n")
+    with pytest.raises(SettingsError, match="Labels cannot be written to table:.*: correct them where it was made"):
+        open_label_target(source)
+
+
+def test_locations_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in ("labels.csv", "table:labels.csv", str(tmp_path / "labels.csv")):
+        assert DataSettings(source=source).source == f"table:{tmp_path / 'labels.csv'}"
+    assert DataSettings(source="s3://bucket/labels.parquet").source == "table:s3://bucket/labels.parquet"
+    assert DataSettings(source="table:s3://bucket/labels.csv").source == "table:s3://bucket/labels.csv"
+    assert DataSettings(source="folder:a.csv").source == f"folder:{tmp_path / 'a.csv'}"
+    with pytest.raises(SettingsError, match="is not a table; name a file that ends with .csv, .tsv or .parquet"):
+        Table("labels.xlsx", DataSettings())
+    with pytest.raises(DataError, match="The table missing.csv does not exist"):
+        Table("missing.csv", DataSettings())
