@@ -47,7 +47,7 @@ def test_group_comes_from_the_name(setting: str, name: str, group: str):
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("(scene", "neither folder or stem nor a regular expression"),
+        ("(scene", "neither folder or stem or column nor a regular expression"),
         (r"scene-\d+", "no parentheses"),
         (r"(?:a)b", "no parentheses"),
         (r"((\w+)+)-", "repeat or a choice"),

@@ -117,7 +117,7 @@ def test_group_column_keeps_groups_together(tree, run_ingest, contents, digest_o
 
 
 def test_table_without_a_group_column_is_refused_for_groups(tree, run_ingest) -> None:
-    with pytest.raises(DataError, match="data.group=column finds a group in none of the names"):
+    with pytest.raises(DataError, match=r"data.group=column finds a group in none of the names"):
         run_ingest(f"table:{write_csv(tree / 'labels.csv', rows_of(tree))}", group="column")
 
 
@@ -201,7 +201,7 @@ def test_mistakes_are_one_sentence(table, run_ingest, text: str, message: str) -
 def test_other_encodings_are_refused(tree, run_ingest) -> None:
     path = tree / "labels.csv"
     path.write_bytes("path,label\n1/000.png,käse\n".encode("latin-1"))
-    with pytest.raises(DataError, match="labels.csv is not UTF-8 after line .; save it as CSV UTF-8"):
+    with pytest.raises(DataError, match=r"labels.csv is not UTF-8 after line .; save it as CSV UTF-8"):
         run_ingest(f"table:{path}")
 
 
@@ -211,10 +211,10 @@ def test_parquet_types(tree, run_ingest) -> None:
     pq.write_table(pa.table({"path": paths, "label": pa.array([1.0, 2.0, None, 1.0])}), path)
     assert [entry.label for entry in Table(str(path), DataSettings()).entries()] == ["1", "2", "1"]
     pq.write_table(pa.table({"path": [1, 2, 3, 4], "label": ["a"] * 4}), path)
-    with pytest.raises(DataError, match="The column path of labels.parquet contains values of the type int64"):
+    with pytest.raises(DataError, match=r"The column path of labels.parquet contains values of the type int64"):
         run_ingest(f"table:{path}")
     path.write_bytes(b"PAR1")
-    with pytest.raises(DataError, match="labels.parquet is not a valid Parquet file"):
+    with pytest.raises(DataError, match=r"labels.parquet is not a valid Parquet file"):
         run_ingest(f"table:{path}")
 
 
@@ -234,7 +234,7 @@ def test_links_out_of_the_folder_are_noted(tree, table, tmp_path, run_ingest) ->
 
 def test_labels_of_a_table_cannot_be_written(table) -> None:
     source = table("path,label\n1/000.png,1\n2/001.png,2\n")
-    with pytest.raises(SettingsError, match="Labels cannot be written to table:.*: correct them where it was made"):
+    with pytest.raises(SettingsError, match=r"Labels cannot be written to table:.*: correct them where it was made"):
         open_label_target(source)
 
 
@@ -245,7 +245,7 @@ def test_locations_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert DataSettings(source="s3://bucket/labels.parquet").source == "table:s3://bucket/labels.parquet"
     assert DataSettings(source="table:s3://bucket/labels.csv").source == "table:s3://bucket/labels.csv"
     assert DataSettings(source="folder:a.csv").source == f"folder:{tmp_path / 'a.csv'}"
-    with pytest.raises(SettingsError, match="is not a table; name a file that ends with .csv, .tsv or .parquet"):
+    with pytest.raises(SettingsError, match=r"is not a table; name a file that ends with .csv, .tsv or .parquet"):
         Table("labels.xlsx", DataSettings())
-    with pytest.raises(DataError, match="The table missing.csv does not exist"):
+    with pytest.raises(DataError, match=r"The table missing.csv does not exist"):
         Table("missing.csv", DataSettings())

@@ -1,7 +1,7 @@
 """The difference between a source and snapshots of it, from listings: only a few touched files are read.
 
-A file is new if its name, label, size or modification time is (in a bucket: its ETag). Its change time and inode, which ingest
-compares as well, also differ after a ``chmod`` or in a restored backup, which should not start a run.
+A file is new if its name, label, size or modification time is (in a bucket: its ETag). Its change time and inode, which
+ingest compares as well, also differ after a ``chmod`` or in a restored backup, which should not start a run.
 
 The ledger of the newest snapshot shows what ingest has read since: a file that it has with that etag is new only if its
 image is. If only the etag differs, the file may have been touched, restored without its times, or uploaded again in
