@@ -37,7 +37,11 @@ RememberOption = Annotated[
 ]
 SourceOption = Annotated[
     str | None,
-    typer.Option("--source", help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix | table:FILE"),
+    typer.Option(
+        "--source",
+        help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix | table:FILE | webdataset:DIR |"
+        " huggingface:DIR",
+    ),
 ]
 RetireOption = Annotated[
     list[str] | None,

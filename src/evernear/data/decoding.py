@@ -12,10 +12,13 @@ from evernear.data.image_file import has_image_signature, has_image_suffix, insp
 from evernear.data.preprocess import Flaw, Pixels, Resize, decode_inspected, to_array
 from evernear.data.reduction import BitDepth
 from evernear.data.sources import FileEntry, FileSource
+from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 
 # Images of the maximum size that are decoded at the same time, regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
+_MAX_AHEAD_BYTES = 64 * 2**20
+"""Contents of images that are read one after the other, ahead of their decoding."""
 PIXEL_SETTING = "data.max_pixels"
 """The setting that limits the images of a source, for messages."""
 
@@ -67,26 +70,39 @@ class Decoder:
         self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int
     ) -> Generator[DecodedImage | DecodeFailure]:
         """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of the consumer."""
-        pending: deque[Future[Future[DecodedImage | DecodeFailure]]] = deque()
+        pending: deque[tuple[Future[Future[DecodedImage | DecodeFailure]], int]] = deque()
+        ahead_bytes = 0
         readers, decoders = ThreadPoolExecutor(requests_in_flight, "read"), ThreadPoolExecutor(threads, "decode")
         try:
-            for entry in entries:
-                pending.append(readers.submit(self._read, entry, decoders))
-                if len(pending) >= lookahead:
-                    yield pending.popleft().result().result()
+            for entry, data in self._contents(entries):
+                size_bytes = len(data or b"")
+                pending.append((readers.submit(self._read, entry, data, decoders), size_bytes))
+                ahead_bytes += size_bytes
+                while len(pending) >= lookahead or ahead_bytes > _MAX_AHEAD_BYTES:
+                    future, size_bytes = pending.popleft()
+                    ahead_bytes -= size_bytes
+                    yield future.result().result()
             while pending:
-                yield pending.popleft().result().result()
+                yield pending.popleft()[0].result().result()
         finally:
             readers.shutdown(cancel_futures=True)  # first: a reader may wait for memory that a decoder frees
             decoders.shutdown(cancel_futures=True)
 
-    def _read(self, entry: FileEntry, decoders: ThreadPoolExecutor) -> Future[DecodedImage | DecodeFailure]:
+    def _contents(self, entries: Iterator[FileEntry]) -> Iterator[tuple[FileEntry, bytes | None]]:
+        """The entries, with their contents where one file has many."""
+        if isinstance(self._source, PackedFiles):
+            return self._source.read_in_order(entries)
+        return ((entry, None) for entry in entries)
+
+    def _read(
+        self, entry: FileEntry, data: bytes | None, decoders: ThreadPoolExecutor
+    ) -> Future[DecodedImage | DecodeFailure]:
         # A file that is too large is rejected before it is read, so its listed size does not count.
         size_bytes = min(entry.size_bytes, max_file_size_bytes(self._max_pixels))
         with ExitStack() as stack:
             stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
             try:
-                encoded = read_image(self._source, entry, self._max_pixels)
+                encoded = read_image(self._source, entry, self._max_pixels, data)
             except NotAnImageError:
                 return _done(DecodeFailure(entry, None))
             except DataError as error:
@@ -115,16 +131,17 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
     return future
 
 
-def read_image(source: FileSource, entry: FileEntry, max_pixels: int) -> EncodedImage:
-    """Read and inspect a file. One that is larger than any image is not read.
+def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: bytes | None = None) -> EncodedImage:
+    """Read and inspect a file, unless ``data`` is its content. One that is larger than any image is not read.
 
     Raises:
         NotAnImageError: the name does not promise an image, and the content is none.
         DataError: the image is too large or broken.
     """
     is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)
-    data = b"" if is_too_large else source.read(entry.name)
-    if not (has_image_suffix(entry.name) or has_image_signature(data)):
+    if data is None:
+        data = b"" if is_too_large else source.read(entry.name)
+    if not (source.only_images or has_image_suffix(entry.name) or has_image_signature(data)):
         raise NotAnImageError(f"{entry.name} is not an image.")
     if is_too_large:
         limit_bytes = max_file_size_bytes(max_pixels)

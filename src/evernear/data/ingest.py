@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,7 @@ from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.reviewed import reviewed_by_name
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, name_of, open_source
+from evernear.data.sources.packed import PackedFiles
 from evernear.data.sqlite import batched
 from evernear.data.writer import ShardWriter
 from evernear.errors import DataError, SettingsError
@@ -255,7 +256,9 @@ def _list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> 
     ledger.normalize_labels()
     labels: set[str] = set()
     if isinstance(source, FileSource):
-        ledger.list_files(source.entries())
+        if isinstance(source, PackedFiles):
+            source.remembered = ledger.members
+        ledger.list_files(source.entries(), in_order=isinstance(source, PackedFiles))
         ledger.forget_unlisted()
         ledger.record_empty_folders(source.empty_folders)
         ledger.record_hidden_folders(source.hidden_folders)
@@ -384,16 +387,20 @@ class _Sample:
         if not isinstance(source, FileSource):
             return []
 
-        def describe(entry: FileEntry) -> tuple[Shape, BitDepth | None] | None:
+        def describe(image: tuple[FileEntry, bytes | None]) -> tuple[Shape, BitDepth | None] | None:
             with suppress(DataError):
-                file = read_image(source, entry, self._settings.max_pixels)
+                file = read_image(source, image[0], self._settings.max_pixels, image[1])
                 turned = file.orientation >= _FIRST_TRANSPOSED
                 height, width = (file.width_px, file.height_px) if turned else (file.height_px, file.width_px)
                 return (height, width, 1 if is_gray(file) else 3), bit_depth_of(file)
             return None
 
         with ThreadPoolExecutor(min(self._settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
-            described = pool.map(describe, self._ledger.sample(_SAMPLED_FILES))
+            if isinstance(source, PackedFiles):  # a sample of all of them would read all files
+                images = source.read_in_order(islice(self._ledger.in_order(), _SAMPLED_FILES))
+            else:
+                images = ((entry, None) for entry in self._ledger.sample(_SAMPLED_FILES))
+            described = pool.map(describe, images)
             return [file for file in described if file is not None]
 
 

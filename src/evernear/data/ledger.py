@@ -16,6 +16,7 @@ from evernear.data import ledger_changes
 from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
 from evernear.data.group_table import GroupTable
 from evernear.data.manifest import Problem, Shard, Split
+from evernear.data.members import members
 from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
 from evernear.data.reviewed import ReviewedImages
@@ -201,8 +202,12 @@ class Ledger:
 
     # Files
 
-    def list_files(self, entries: Iterable[FileEntry]) -> None:
-        """Record files of the source; new, changed and broken ones become pending.
+    def members(self, file: str, etag: str) -> Iterator[FileEntry]:
+        """The images of a file of many that is unchanged, see `evernear.data.members`."""
+        return members(self._db, self._source, file, etag)
+
+    def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
+        """Record files of the source; new, changed and broken ones become pending, to be decoded ``in_order`` or mixed.
 
         Unchanged files are only read, because most files of a large source are unchanged.
         """
@@ -218,7 +223,7 @@ class Ledger:
                 " digest = CASE WHEN etag = excluded.etag THEN digest END,"
                 " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
                 " size_bytes = excluded.size_bytes, turn = excluded.turn",
-                ((self._source, *entry, _decode_order(entry)) for entry in page if entry not in unchanged),
+                ((self._source, *entry, _decode_order(entry, in_order)) for entry in page if entry not in unchanged),
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
@@ -673,6 +678,10 @@ class PublishedLedger:
             query = "SELECT COUNT(*) FROM files WHERE source = ?"
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
+    def members(self, file: str, etag: str) -> Iterator[FileEntry]:
+        """The images of a file of many that is unchanged, see `evernear.data.members`."""
+        return members(self._db, self._source, file, etag)
+
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Etag and label of the ``names``, at most 500, that the ledger has, including broken files."""
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
@@ -719,13 +728,17 @@ def _source_uri(source: str) -> str:
     return source.rstrip("/")
 
 
-def _decode_order(entry: FileEntry) -> int:
+def _decode_order(entry: FileEntry, in_order: bool) -> int:
     """Held-out splits come first, so that an image that is also in ``train`` is held out; within a split by hash.
 
-    The images of an export keep the order that they had.
+    ``in_order``, names decide within a split. The images of an export keep the order that they had.
     """
-    exported = exported_position(entry.name)
-    mixed = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:7]) if exported is None else exported
+    if in_order:
+        mixed = 0
+    elif (exported := exported_position(entry.name)) is not None:
+        mixed = exported
+    else:
+        mixed = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:7])
     held_out = ("test", "query", "gallery")
     rank = held_out.index(entry.explicit_split) if entry.explicit_split in held_out else len(held_out)
     return rank << 56 | mixed

@@ -33,6 +33,7 @@ from evernear.data.reduction import BitDepth
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sources.base import Source, without_change_time
+from evernear.data.sources.packed import PackedFiles
 from evernear.data.splits import split_fractions
 from evernear.errors import DataError
 from evernear.settings import DataSettings
@@ -106,6 +107,8 @@ def diff_source(
             stack.enter_context(closing(PublishedLedger(path, settings.source))) if path else None
             for path in (*ledgers, newest.ledger if newest else None)
         ]
+        if isinstance(source, PackedFiles) and (ledger := latest or opened[0]):
+            source.remembered = ledger.members
         while page := list(islice(entries, _PAGE)):
             # Sums, because the order of a folder's listing may differ.
             names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
@@ -214,7 +217,7 @@ class _Touched:
         if not self._sample or not isinstance(source, FileSource):
             return 0.0
         read = changed = size_bytes = 0
-        for entry, digest in self._sample.values():
+        for entry, digest in sorted(self._sample.values(), key=lambda sampled: sampled[0].name):
             changed += _read_digest(source, entry, settings.max_pixels, bit_depth) != digest
             read, size_bytes = read + 1, size_bytes + entry.size_bytes
             if size_bytes > _MAX_TOUCHED_BYTES:

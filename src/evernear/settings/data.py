@@ -11,7 +11,7 @@ from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
 """Sources that are names, not locations."""
-PATH_KINDS = ("folder", "mnist", "table")
+PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
 """Sources whose location is a path, or for some of them the URI of an object."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
 """The location of a table, which needs no ``table:`` before it."""
@@ -23,7 +23,8 @@ class DataSettings(Section):
     source: str = Field(
         default="digits",
         description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix | table:FILE, a CSV or"
-        " Parquet file with the columns path and label, and optionally split and group; FILE may be an s3:// URI",
+        " Parquet file with the columns path and label, and optionally split and group | webdataset:DIRECTORY of tars"
+        " | huggingface:DIRECTORY of Parquet or Arrow files with images; FILE and DIRECTORY may be s3:// URIs",
     )
     dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
     moved_from: str = Field(

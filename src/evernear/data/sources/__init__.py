@@ -7,6 +7,7 @@ from evernear.data.sources.digits import Digits
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder, dataset_name
 from evernear.data.sources.mnist import Mnist, download_mnist
 from evernear.data.sources.table import Table
+from evernear.data.sources.webdataset import WebDataset
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings
 
@@ -18,6 +19,9 @@ def name_of(source: str) -> str:
     kind, _, location = source.partition(":")
     if kind == "table":
         return dataset_name(PurePosixPath(location).stem)
+    if kind in ("webdataset", "huggingface"):
+        is_bucket = location.startswith("s3://")
+        return dataset_name(location.removeprefix("s3://") if is_bucket else Path(location).name)
     if kind == "folder":
         return dataset_name(Path(location).name)
     return dataset_name(location) if kind == "s3" else kind
@@ -41,10 +45,17 @@ def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource |
             return Folder(Path(directory), settings)
         case "table", _, location if location:
             return Table(location, settings)
+        case "webdataset", _, location if location:
+            return WebDataset(location, settings)
+        case "huggingface", _, location if location:
+            from evernear.data.sources.huggingface import HuggingFace  # needs pyarrow
+
+            return HuggingFace(location, settings)
         case "s3", _, path if path.startswith("//") and path.strip("/"):
             return Bucket(source, settings)
         case _:
             raise SettingsError(
                 f"Unknown source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"
-                " s3://bucket/prefix, table:FILE."
+                " s3://bucket/prefix, table:FILE,"
+                " webdataset:DIRECTORY, huggingface:DIRECTORY."
             )

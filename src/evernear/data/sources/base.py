@@ -104,6 +104,8 @@ class FileSource(Source, Protocol):
     empty_folders: Sequence[str] = ()
     hidden_folders: Sequence[str] = ()
     notes: Mapping[str, NameSample] = MappingProxyType({})
+    only_images: bool = False
+    """Whether every listed file is meant to be an image, whatever its name and content."""
 
     def read(self, name: str) -> bytes:
         """The content of a file; called from many threads."""

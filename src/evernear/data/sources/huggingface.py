@@ -1,0 +1,158 @@
+"""Hugging Face datasets: Parquet files, or the Arrow files of ``save_to_disk``, with the images in a column."""
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from evernear.common.disk import disk_errors
+from evernear.data.sources.base import FileEntry
+from evernear.data.sources.packed import Member, PackedFiles
+from evernear.data.sources.table_file import cell_text
+from evernear.errors import DataError
+
+_BATCH_ROWS = 32
+_LABEL_ROWS = 4096
+
+
+class _Columns(NamedTuple):
+    image: str
+    label: str
+    names: Sequence[str] | None
+    """The classes, if the labels are their numbers."""
+
+
+class HuggingFace(PackedFiles):
+    """Rows with an image and a label. The files of a dataset have their split in their names or folders."""
+
+    suffixes = (".parquet", ".arrow")
+    kind = "Parquet or Arrow files"
+
+    def _members(self, path: Path, file: str) -> Iterator[Member]:
+        row = 0
+        with _opened(path, file) as table:
+            columns = _columns(table.schema, file)
+            for batch in table.batches([columns.label], _LABEL_ROWS):
+                for value in batch.column(0).to_pylist():
+                    yield Member(f"{row:09}", _label(value, columns, file, row))
+                    row += 1
+
+    def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
+        row = 0
+        with _opened(path, file) as table:
+            columns = _columns(table.schema, file)
+            for batch in table.batches([columns.image], _BATCH_ROWS):
+                images = batch.column(0)
+                for position in range(batch.num_rows):
+                    name = f"{row:09}"
+                    row += 1
+                    if name in wanted:
+                        yield name, _content(images[position].as_py(), file, name)
+
+
+class _TableFile:
+    """A Parquet or Arrow file, a batch of rows at a time."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            is_parquet = file.read(4) == b"PAR1"
+        self._parquet = pq.ParquetFile(path) if is_parquet else None
+        self._map = None if is_parquet else pa.memory_map(str(path))
+        self._stream = None if self._map is None else _arrow(self._map)
+        self.schema: Any = self._parquet.schema_arrow if self._parquet else _schema(self._stream)
+
+    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
+        """Batches with these columns in their order."""
+        if self._parquet:
+            yield from self._parquet.iter_batches(rows, columns=columns)
+            return
+        assert self._stream is not None  # noqa: S101 - one of the two
+        reader = self._stream
+        batches = (
+            (reader.get_batch(number) for number in range(reader.num_record_batches))
+            if isinstance(reader, pa.RecordBatchFileReader)
+            else reader
+        )
+        for batch in batches:
+            for start in range(0, batch.num_rows, rows):
+                yield batch.select(columns).slice(start, rows)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._parquet:
+            self._parquet.close()
+        if self._map:
+            self._map.close()
+
+
+def _schema(stream: Any) -> Any:
+    return stream.schema
+
+
+def _arrow(file: Any) -> Any:
+    try:
+        return pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        return pa.ipc.open_file(file)
+
+
+@contextmanager
+def _opened(path: Path, file: str) -> Generator[_TableFile]:
+    with disk_errors(path):
+        try:
+            table = _TableFile(path)
+            try:
+                yield table
+            finally:
+                table.close()
+        except pa.ArrowException as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise DataError(f"{file} is not a valid Parquet or Arrow file ({reason}); write it again.") from None
+
+
+def _columns(schema: Any, file: str) -> _Columns:
+    """The columns of images and labels, by the features that `datasets` writes, or else by name and type."""
+    metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    features: dict[str, Any] = metadata.get("info", {}).get("features", {})
+    images = [field.name for field in schema if _is_image(field.type)]
+    classes = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
+    image = "image" if "image" in images else images[0] if len(images) == 1 else None
+    label = "label" if "label" in schema.names else classes[0] if len(classes) == 1 else None
+    if image is None or label is None:
+        what = "image, with the bytes of an image" if image is None else "label"
+        raise DataError(
+            f"{file} has no column {what}, or several; its columns: {', '.join(schema.names)}. Rename the right one to"
+            f" {'image' if image is None else 'label'} (`rename_column` of datasets)."
+        )
+    return _Columns(image, label, features[label]["names"] if label in classes else None)
+
+
+def _is_image(kind: Any) -> bool:
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0 and _is_image(kind.field("bytes").type)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def _label(value: object, columns: _Columns, file: str, row: int) -> str:
+    """The class of a row; -1 is the number of a missing label."""
+    if columns.names is None or not isinstance(value, int):
+        return cell_text(value)
+    if not -1 <= value < len(columns.names):
+        raise DataError(f"The label {value} in row {row:,} of {file} has no name: it has {len(columns.names)} classes.")
+    return "" if value == -1 else columns.names[value]
+
+
+def _content(value: Any, file: str, name: str) -> bytes:
+    if isinstance(value, dict):
+        if value.get("bytes") is None and value.get("path"):
+            raise DataError(
+                f"Row {name} of {file} names the file {value['path']} instead of containing it; write the dataset with"
+                " `save_to_disk` or `push_to_hub`, which embed images."
+            )
+        value = value.get("bytes")
+    return value or b""

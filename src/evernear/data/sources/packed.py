@@ -1,0 +1,212 @@
+"""Files that contain many encoded images, such as tars and Parquet files: the second form of a source of files.
+
+They are listed and read a file at a time, from front to back, in flat memory. A file of a bucket is copied to the
+temporary directory first. An image is called ``<file>/<member>``, and its etag is the file's, so that a file which has
+not changed is neither listed nor read again.
+"""
+
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from evernear.common.class_names import class_name
+from evernear.common.disk import disk_errors
+from evernear.common.store import open_store
+from evernear.data.manifest import Split
+from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
+from evernear.data.sources.folder import dataset_name
+from evernear.data.sources.layout import SPLIT_WORDS
+from evernear.data.sources.named_splits import NamedSplit, NamedSplits
+from evernear.data.sources.names import OWN_FOLDER, skipped_path
+from evernear.errors import DataError
+from evernear.settings.data import DataSettings
+
+_MAX_NAMES = 5
+_WITH_NOTES = " notes"
+_OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
+"""The plan of an export, and where its files were staged."""
+
+
+class Member(NamedTuple):
+    """An image in a file, in the file's order; ``size_bytes`` is 0 if only a look at the image would show it."""
+
+    name: str
+    label: str
+    size_bytes: int = 0
+
+
+class _File(NamedTuple):
+    name: str
+    etag: str
+    split: NamedSplit
+
+
+class PackedFiles(FileSource):
+    """Files with many images below a directory or a prefix of a bucket. A subclass knows their format.
+
+    The name of a file, or of a folder above it, may say the split of its images, as in ``train-00000.tar``.
+    """
+
+    only_images = True
+    suffixes: tuple[str, ...]
+    kind: str
+    """What messages call the files."""
+
+    def __init__(self, location: str, settings: DataSettings) -> None:
+        """Open the files at ``location``, a directory or ``s3://bucket/prefix``.
+
+        Raises:
+            DataError: the directory does not exist.
+        """
+        self._location, self._settings = location, settings
+        self._store = open_store(location) if location.startswith("s3://") else None
+        if self._store is None and not Path(location).is_dir():
+            raise DataError(f"The directory {location} does not exist.")
+        self.name = dataset_name(location.removeprefix("s3://") if self._store else Path(location).resolve().name)
+        self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
+        self.notes = self._notes
+        self.remembered: Callable[[str, str], Iterable[FileEntry]] = lambda file, etag: ()
+        """The images of a file with this etag, as they were listed before; none if it is new."""
+
+    def entries(self) -> Iterator[FileEntry]:
+        """List the images, file by file.
+
+        Raises:
+            DataError: a file is broken, or the splits of the files are not clear.
+        """
+        self._notes.clear()
+        files, splits = self._files()
+        self.chosen_splits = splits.chosen_splits
+        count = 0
+        for file in files:
+            explicit = splits.explicit(file.split)
+            known = self.remembered(file.name, file.etag)
+            entries = [entry._replace(explicit_split=explicit) for entry in known] or self._listed(file, explicit)
+            count += len(entries)
+            yield from entries
+        if not count:
+            raise DataError(f"{self._location} contains no image with a label in {self.kind}.")
+
+    def read(self, name: str) -> bytes:
+        """The content of one image. For many, `read_in_order` reads each file only once."""
+        entry = FileEntry(name, "", "", None, 0)
+        return next(self.read_in_order([entry]))[1]
+
+    def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
+        """The contents of ``entries``, of which those of a file are in a row; each file is read once, in its order.
+
+        Raises:
+            DataError: a file is broken, or no longer has one of its images.
+        """
+        for file, group in groupby(entries, key=lambda entry: self._file_of(entry.name)):
+            wanted = {entry.name.removeprefix(f"{file}/"): entry for entry in group}
+            with self._opened(file) as path:
+                for member, data in self._images(path, file, wanted):
+                    yield wanted.pop(member), data
+            if wanted:
+                raise DataError(f"{file} no longer contains {min(wanted)}, which was listed; run again.")
+
+    def _members(self, path: Path, file: str) -> Iterator[Member]:
+        """The images in a file, which is called ``file`` in messages."""
+        raise NotImplementedError
+
+    def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
+        """Name and content of the ``wanted`` members, in the order of the file."""
+        raise NotImplementedError
+
+    def _listed(self, file: _File, explicit: Split | None) -> list[FileEntry]:
+        """The images of a file, from the file itself."""
+        names: set[str] = set()
+        entries: list[FileEntry] = []
+        noted = sum(note.count for note in self._notes.values())
+        with self._opened(file.name) as path:
+            for member in self._members(path, file.name):
+                name = f"{file.name}/{member.name}"
+                if member.name in names:
+                    raise DataError(f"{file.name} contains two images called {member.name}; rename one of them.")
+                names.add(member.name)
+                if label := class_name(member.label):
+                    entries.append(FileEntry(name, file.etag, label, explicit, member.size_bytes))
+                else:
+                    self._notes["no_label"].add(name)
+        if noted != sum(note.count for note in self._notes.values()):
+            # Listed again each time, because only the file shows what was left out.
+            entries = [entry._replace(etag=file.etag + _WITH_NOTES) for entry in entries]
+        return entries
+
+    def _files(self) -> tuple[list[_File], NamedSplits]:
+        """The files by name, with their splits."""
+        splits = NamedSplits(self._location, self._settings)
+        files: list[_File] = []
+        for name, etag in self._all_files():
+            if name.startswith(_OWN_FOLDERS):
+                continue
+            if skipped := skipped_path(name):
+                self._notes["litter"].add(skipped)
+            elif not name.lower().endswith(self.suffixes):
+                self._notes["not_an_image"].add(name)
+            else:
+                split = splits.add(split_word(name), f"the name of the file {name}")
+                if split != "none":
+                    files.append(_File(name, etag, split))
+        unnamed = [file.name for file in files if not file.split]
+        if unnamed and len(unnamed) < len(files):
+            more = " and more" if len(unnamed) > _MAX_NAMES else ""
+            raise DataError(
+                f"Some files of {self._location} name a split, and others do not: {', '.join(unnamed[:_MAX_NAMES])}"
+                f"{more}; put train, test, validation, gallery or query into each name, or into none."
+            )
+        if not files:
+            raise DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}).")
+        splits.finish()
+        return sorted(files), splits
+
+    def _all_files(self) -> Iterator[tuple[str, str]]:
+        if self._store is not None:
+            yield from ((info.key, info.etag) for info in self._store.list("") if not info.key.endswith("/"))
+            return
+        with disk_errors(self._location):
+            for folder, _, names in os.walk(self._location):
+                for name in names:
+                    path = Path(folder, name)
+                    relative = path.relative_to(self._location).as_posix()
+                    try:
+                        relative.encode()
+                    except UnicodeEncodeError:
+                        raise DataError(f"The name of {os.fsencode(relative)!r} is not UTF-8; rename it.") from None
+                    yield relative, file_etag(path.stat())
+
+    @contextmanager
+    def _opened(self, file: str) -> Generator[Path]:
+        """A local copy of a file, or the file itself."""
+        if self._store is None:
+            path = Path(self._location, file)
+            with disk_errors(path):
+                path.stat()
+            yield path
+            return
+        with tempfile.TemporaryDirectory(prefix="evernear-packed-") as scratch:
+            yield self._store.fetch(file, Path(scratch, "file"))
+
+    def _file_of(self, name: str) -> str:
+        """The file of an image: the shortest part of its name that ends with one of the suffixes."""
+        pattern = "|".join(map(re.escape, self.suffixes))
+        match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
+        if match is None:
+            raise DataError(f"{name} is in no file of {self._location}.")
+        return match[1]
+
+
+def split_word(name: str) -> str:
+    """The word for a split in the name of a file, or else of a folder above it; empty without one, or with several."""
+    for part in reversed(name.split("/")):
+        words = SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())
+        if len(words) == 1:
+            return words.pop()
+    return ""

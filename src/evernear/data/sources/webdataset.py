@@ -1,0 +1,122 @@
+"""WebDataset: tars in which the members of a sample are neighbors and share a name, as in ``7.jpg`` and ``7.cls``.
+
+The format is described at https://github.com/webdataset/webdataset. The label is the text of ``.cls``, or the field
+``label`` of ``.json``.
+"""
+
+import json
+import posixpath
+import tarfile
+import zlib
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from evernear.common.disk import disk_errors
+from evernear.data.image_file import has_image_suffix
+from evernear.data.sources.base import FileEntry
+from evernear.data.sources.names import skipped_path
+from evernear.data.sources.packed import Member, PackedFiles
+from evernear.data.sources.table_file import cell_text
+from evernear.errors import DataError
+
+_MAX_LABEL_BYTES = 2**20
+
+
+class WebDataset(PackedFiles):
+    """Tars of images and their labels."""
+
+    suffixes = (".tar", ".tar.gz", ".tgz")
+    kind = "tars"
+
+    def _members(self, path: Path, file: str) -> Iterator[Member]:
+        unlabeled = ""
+        with _opened(path, file) as tar:
+            for key, group in groupby(self._used(tar, file), key=lambda info: _sample(info.name)[0]):
+                label: str | None = None
+                images: list[tarfile.TarInfo] = []
+                for info in group:
+                    kind = _sample(info.name)[1]
+                    if kind == "cls" or (kind == "json" and label is None):
+                        label = self._label(tar, info, kind, file)
+                    elif has_image_suffix(f"image.{kind}"):
+                        images.append(info)
+                if images and label is None:
+                    unlabeled = unlabeled or key
+                yield from (Member(info.name, label or "", info.size) for info in images)
+            _require_end(tar, file)
+        if unlabeled:
+            raise DataError(
+                f"The sample {unlabeled} of {file} has no label: add {unlabeled}.cls with its class, or"
+                f" {unlabeled}.json with the field label, next to the image."
+            )
+
+    def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
+        with _opened(path, file) as tar:
+            for info in tar:
+                if info.name in wanted and info.isreg():
+                    # `evernear.data.decoding` refuses what is larger than uncompressed pixels.
+                    is_too_large = info.size > 8 * self._settings.max_pixels
+                    yield info.name, b"" if is_too_large else _content(tar, info)
+
+    def _used(self, tar: tarfile.TarFile, file: str) -> Iterator[tarfile.TarInfo]:
+        """The regular members that are not left behind by a system."""
+        for info in tar:
+            try:
+                info.name.encode()
+            except UnicodeEncodeError:
+                raise DataError(f"The name of {info.name!a} in {file} is not UTF-8; rename it.") from None
+            if skipped := skipped_path(info.name.removeprefix("./")):
+                self._notes["litter"].add(f"{file}/{skipped}")
+            elif info.isreg():
+                yield info
+            elif not info.isdir():
+                self._notes["not_an_image"].add(f"{file}/{info.name}")
+
+    def _label(self, tar: tarfile.TarFile, info: tarfile.TarInfo, kind: str, file: str) -> str | None:
+        where = f"{file}/{info.name}"
+        if info.size > _MAX_LABEL_BYTES:
+            raise DataError(f"{where} has {info.size:,} bytes, and a label has at most {_MAX_LABEL_BYTES:,}.")
+        try:
+            text = _content(tar, info).decode("utf-8-sig")
+            if kind == "cls":
+                return text
+            fields: Any = json.loads(text)
+        except ValueError:
+            raise DataError(f"{where} is not {'UTF-8' if kind == 'cls' else 'JSON'}; write it again.") from None
+        return cell_text(fields.get("label")) if isinstance(fields, dict) and "label" in fields else None
+
+
+def _sample(name: str) -> tuple[str, str]:
+    """The name of a member's sample, and the rest of its own name: all after the first dot of the file's name."""
+    folder, base = posixpath.split(name)
+    stem, _, rest = base.partition(".")
+    return posixpath.join(folder, stem), rest.lower()
+
+
+def _content(tar: tarfile.TarFile, info: tarfile.TarInfo) -> bytes:
+    stream = tar.extractfile(info)
+    return stream.read() if stream else b""
+
+
+@contextmanager
+def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
+    with disk_errors(path):
+        try:
+            with tarfile.open(path) as tar:
+                yield tar
+        except (tarfile.TarError, EOFError, zlib.error) as error:
+            raise DataError(f"{file} is not a complete tar ({error}); write it again.") from None
+
+
+def _require_end(tar: tarfile.TarFile, file: str) -> None:
+    """`tarfile` takes a broken header, or the end of a truncated file, for the end of the tar."""
+    assert tar.fileobj is not None  # noqa: S101 - it is open
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        raise DataError(f"{file} is damaged after {tar.offset:,} bytes; write it again.")
+    tar.fileobj.seek(tar.offset)
+    if len(tar.fileobj.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
+        raise DataError(f"{file} is truncated: it has no end mark after {tar.offset:,} bytes; write it again.")

@@ -1,0 +1,248 @@
+"""Tars and Parquet files of many images: read in order, once, and again only if they change."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from evernear.common.store import open_store
+from evernear.data.manifest import Manifest
+from evernear.data.source_diff import Newest, diff_source, fetch_ledger
+from evernear.data.sources.packed import PackedFiles, split_word
+from evernear.errors import DataError, SettingsError
+from evernear.review.answers import open_label_target
+from evernear.settings import DataSettings
+
+Sample = tuple[str, bytes]
+
+
+def tar(path: Path, members: list[Sample], mode: str = "w") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as file:  # pyright: ignore
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+def parquet(path: Path, images: list[bytes | None], labels: list[object], names: list[str] | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"image": [{"bytes": image, "path": None} for image in images], "label": labels})
+    if names:
+        features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": names}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, path, row_group_size=7)
+    return path
+
+
+def write_tar(path: Path, images: list[bytes], labels: list[str]) -> None:
+    pairs = enumerate(zip(images, labels, strict=True))
+    tar(path.with_suffix(".tar"), [m for n, (i, k) in pairs for m in ((f"{n:04}.png", i), (f"{n:04}.cls", k.encode()))])
+
+
+def write_parquet(path: Path, images: list[bytes], labels: list[str]) -> None:
+    parquet(path.with_suffix(".parquet"), list(images), list(labels))
+
+
+def write_arrow(path: Path, images: list[bytes], labels: list[str]) -> None:
+    table = pa.table({"image": [{"bytes": image, "path": None} for image in images], "label": labels})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.ipc.new_stream(path.with_suffix(".arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+
+
+FORMATS = [("webdataset", write_tar), ("huggingface", write_parquet), ("huggingface", write_arrow)]
+
+
+@pytest.fixture
+def images(make_image) -> list[bytes]:
+    return [make_image(number) for number in range(120)]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are opened, in order."""
+    files: list[str] = []
+    original = PackedFiles._opened  # pyright: ignore
+
+    def record(self, file: str):
+        files.append(file)
+        return original(self, file)
+
+    monkeypatch.setattr(PackedFiles, "_opened", record)
+    return files
+
+
+def labels_of(images: list[bytes]) -> list[str]:
+    return [("1", "2", "10")[number % 3] for number in range(len(images))]
+
+
+def noted(manifest: Manifest, rule: str) -> list[str]:
+    return [name for problem in manifest.problems if problem.kind == rule for name in problem.names]
+
+
+@pytest.mark.parametrize(("kind", "write"), FORMATS)
+def test_files_are_read_once_and_only_new_ones_again(
+    tmp_path, images, make_image, run_ingest, contents, digest_of, opened, kind, write
+) -> None:
+    root = tmp_path / "packed"
+    for part in range(3):
+        chosen = images[40 * part : 40 * part + 40]
+        write(root / f"part-{part}", chosen, labels_of(chosen))
+    first = contents(run_ingest(f"{kind}:{root}"))
+    assert set(first.label) == set(map(digest_of, images))
+    assert len(opened) == 10  # each to be listed, sampled and decoded, and the first for the size of one image
+    opened.clear()
+    run_ingest(f"{kind}:{root}")
+    assert not opened
+    new = [make_image(1000 + number) for number in range(3)]
+    write(root / "part-3", new, labels_of(new))
+    second = contents(run_ingest(f"{kind}:{root}"))
+    assert {Path(file).stem for file in opened} == {"part-3"}
+    assert len(second) == 123
+    assert all(second.split[digest] == split for digest, split in first.split.items())
+
+
+@pytest.mark.parametrize(("kind", "write"), FORMATS)
+def test_bucket_and_directory_give_the_same_dataset(tmp_path, images, run_ingest, bucket: str, kind, write) -> None:
+    root = tmp_path / "packed"
+    write(root / "part-0", images, labels_of(images))
+    local = run_ingest(f"{kind}:{root}", dataset="local")
+    store = open_store(f"s3://{bucket}/packed")
+    for path in root.iterdir():
+        store.put(path.name, path)
+    assert run_ingest(f"{kind}:s3://{bucket}/packed", dataset="remote").digest == local.digest
+
+
+@pytest.mark.parametrize(("kind", "write"), FORMATS)
+def test_names_of_files_say_the_split(tmp_path, images, run_ingest, contents, digest_of, kind, write) -> None:
+    root = tmp_path / "packed"
+    for name, start in (("train", 0), ("test", 60), ("validation", 90)):
+        chosen = images[start : start + (60 if name == "train" else 30)]
+        write(root / f"{name}-00000-of-00001", chosen, labels_of(chosen))
+    found = contents(run_ingest(f"{kind}:{root}"))
+    assert {found.split[digest_of(image)] for image in images[60:90]} == {"test"}
+    assert {found.split[digest_of(image)] for image in images[90:]} == {"gallery"}
+    write(root / "more-00000", images[:3], labels_of(images[:3]))
+    with pytest.raises(DataError, match="others do not: more-00000"):
+        run_ingest(f"{kind}:{root}")
+
+
+def test_an_image_in_train_and_test_is_held_out(tmp_path, images, run_ingest, contents, digest_of) -> None:
+    write_parquet(tmp_path / "packed" / "train", images[:60], labels_of(images[:60]))
+    write_parquet(tmp_path / "packed" / "test", images[50:90], labels_of(images[:60])[50:] + labels_of(images[60:90]))
+    manifest = run_ingest(f"huggingface:{tmp_path / 'packed'}")
+    assert contents(manifest).split[digest_of(images[55])] == "test"
+    assert manifest.problem_counts["duplicate_across_splits"] == 10
+
+
+@pytest.mark.parametrize(("kind", "write"), FORMATS)
+def test_watcher_opens_only_new_files(tmp_path, images, run_ingest, opened, kind, write) -> None:
+    root = tmp_path / "packed"
+    write(root / "part-0", images, labels_of(images))
+    manifest = run_ingest(f"{kind}:{root}")
+    ledger = fetch_ledger(open_store(manifest.store_uri), manifest, tmp_path / "ledgers")
+    values = DataSettings(source=f"{kind}:{root}")
+    opened.clear()
+    assert diff_source(values, [ledger], Newest(ledger))[0].new == 0
+    assert not opened
+    write(root / "part-1", images[:5], labels_of(images[:5]))
+    assert diff_source(values, [ledger], Newest(ledger))[0].new == 5
+    assert {Path(file).stem for file in opened} == {"part-1"}
+
+
+def test_class_labels_have_their_names(tmp_path, images, run_ingest) -> None:
+    labels: list[object] = [number % 2 for number in range(10)]
+    parquet(tmp_path / "hf" / "a.parquet", [*images[:10], images[10]], [*labels, -1], ["cat", "dog"])
+    manifest = run_ingest(f"huggingface:{tmp_path / 'hf'}")
+    assert manifest.labels == ("cat", "dog")
+    assert noted(manifest, "no_label") == ["a.parquet/000000010"]
+    again = run_ingest(f"huggingface:{tmp_path / 'hf'}")
+    assert noted(again, "no_label") == ["a.parquet/000000010"]
+    parquet(tmp_path / "hf" / "a.parquet", list(images[:10]), [5] * 10, ["cat", "dog"])
+    with pytest.raises(DataError, match=r"The label 5 in row 0 of a\.parquet has no name: it has 2 classes"):
+        run_ingest(f"huggingface:{tmp_path / 'hf'}")
+
+
+def test_broken_rows_are_named(tmp_path, images, run_ingest) -> None:
+    parquet(tmp_path / "hf" / "a.parquet", [*images, b"no image", None], [*labels_of(images), "1", "2"])
+    manifest = run_ingest(f"huggingface:{tmp_path / 'hf'}")
+    assert noted(manifest, "undecodable") == ["a.parquet/000000120", "a.parquet/000000121"]
+
+
+def test_webdataset_metadata_and_litter(tmp_path, images, run_ingest) -> None:
+    members: list[Sample] = [("./._0.jpg", b"fork")]
+    for number, image in enumerate(images[:20]):
+        label = json.dumps({"label": number % 2, "caption": "x"}).encode()
+        members += [(f"./{number}.json", label), (f"./{number}.txt", b"a caption"), (f"./{number}.jpg", image)]
+    tar(tmp_path / "wds" / "a.tar.gz", members, "w:gz")
+    for _ in range(2):
+        manifest = run_ingest(f"webdataset:{tmp_path / 'wds'}")
+        assert manifest.labels == ("0", "1")
+        assert sum(shard.count for shard in manifest.shards) == 20
+        assert noted(manifest, "litter") == ["a.tar.gz/._0.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("0.jpg", b"x")], r"The sample 0 of a\.tar has no label: add 0\.cls"),
+        ([("0.jpg", b"x"), ("0.cls", b"\xff")], r"a\.tar/0\.cls is not UTF-8"),
+        ([("0.jpg", b"x"), ("0.json", b"{")], r"a\.tar/0\.json is not JSON"),
+        ([("0.jpg", b"x"), ("0.cls", b"1"), ("0.jpg", b"y")], r"contains two images called 0\.jpg"),
+        ([("0.cls", b"1")], "contains no image with a label in tars"),
+        ([("\udcff.jpg", b"x"), ("\udcff.cls", b"1")], "is not UTF-8; rename it"),
+    ],
+)
+def test_mistakes_in_tars_are_one_sentence(tmp_path, run_ingest, members: list[Sample], message: str) -> None:
+    tar(tmp_path / "wds" / "a.tar", members)
+    with pytest.raises(DataError, match=message):
+        run_ingest(f"webdataset:{tmp_path / 'wds'}")
+
+
+@pytest.mark.parametrize("cut", [1, 512, 700, 1024, 5000])
+def test_truncated_tars_are_refused(tmp_path, images, run_ingest, cut: int) -> None:
+    write_tar(tmp_path / "wds" / "a", images, labels_of(images))
+    path = tmp_path / "wds" / "a.tar"
+    data = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(data[:-cut])
+    with pytest.raises(DataError, match=r"a\.tar is (damaged|truncated|not a complete tar)"):
+        run_ingest(f"webdataset:{tmp_path / 'wds'}")
+
+
+def test_mistakes_in_tables_are_one_sentence(tmp_path, images, run_ingest) -> None:
+    root = tmp_path / "hf"
+    root.mkdir()
+    pq.write_table(pa.table({"picture": images[:2], "class": ["a", "b"]}), root / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has no column label, or several; its columns: picture, class"):
+        run_ingest(f"huggingface:{root}")
+    pq.write_table(pa.table({"path": ["a.png"], "label": ["a"]}), root / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has no column image, with the bytes of an image"):
+        run_ingest(f"huggingface:{root}")
+    (root / "a.parquet").write_bytes(b"PAR1 truncated")
+    with pytest.raises(DataError, match=r"a\.parquet is not a valid Parquet or Arrow file"):
+        run_ingest(f"huggingface:{root}")
+    (root / "a.parquet").unlink()
+    with pytest.raises(DataError, match=r"contains no Parquet or Arrow files \(\.parquet, \.arrow\)"):
+        run_ingest(f"huggingface:{root}")
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    paths = pa.array([{"bytes": None, "path": "/home/me/a.png"}] * 2, kind)
+    pq.write_table(pa.table({"image": paths, "label": ["a", "b"]}), root / "a.parquet")
+    with pytest.raises(DataError, match=r"names the file /home/me/a\.png instead of containing it"):
+        run_ingest(f"huggingface:{root}")
+
+
+def test_words_for_splits_in_names() -> None:
+    words = {name: split_word(name) for name in ("train-0.tar", "val/0.tar", "data/test-0-of-1.parquet", "a.tar")}
+    assert [*words.values()] == ["train", "val", "test", ""]
+
+
+def test_labels_of_packed_files_cannot_be_written(tmp_path, images) -> None:
+    write_tar(tmp_path / "wds" / "a", images, labels_of(images))
+    with pytest.raises(SettingsError, match="Labels cannot be written to webdataset:"):
+        open_label_target(f"webdataset:{tmp_path / 'wds'}")
