@@ -13,39 +13,32 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-
-import numpy as np
-from PIL import Image
 
 from evernear.common.code_digest import code_digest
 from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
 from evernear.common.store import open_store
 from evernear.common.threads import available_cpus
+from evernear.data.batch import Batch
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm, read_image
 from evernear.data.groups import Grouping, grouping
 from evernear.data.ledger import Ledger, NewImage
 from evernear.data.manifest import SPLITS, Manifest, Split
 from evernear.data.placing import Placer
 from evernear.data.preprocess import (
-    Flaw,
-    Pixels,
     Resize,
     bit_depth_of,
     decode_inspected,
     is_gray,
-    pixels_digest,
-    to_array,
 )
 from evernear.data.reduction import BIT_DEPTHS, BitDepth
 from evernear.data.reviewed import reviewed_by_name
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import ArrayBlock, ArraySource, FileEntry, FileSource, name_of, open_source
+from evernear.data.sources import ArraySource, FileEntry, FileSource, name_of, open_source
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.sqlite import batched
 from evernear.data.writer import ShardWriter
@@ -71,52 +64,6 @@ _MAX_NAMES = 5
 DECODING_LIBRARIES = ("numpy", "pillow")
 """Libraries that decide pixels."""
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C) in the shape of the dataset."""
-
-    names: list[str]
-    labels: list[str]
-    explicit_splits: list[Split | None]
-    digests: list[bytes]
-    sizes: list[tuple[int, int]]
-    flaws: list[Flaw]
-    pixels: Pixels
-
-    @classmethod
-    def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
-        """Images that are already decoded; Pillow is used only to change their size."""
-        shape, resize = form.shape, form.resize
-        count, height, width = block.images.shape
-        flat = block.images.reshape(count, -1)
-        if (height, width) == shape[:2]:
-            pixels = np.repeat(block.images[..., None], shape[2], axis=3)
-        else:
-            pixels = np.stack([to_array(Image.fromarray(image), *shape, resize) for image in block.images])
-        return cls(
-            names=block.names,
-            labels=block.labels,
-            explicit_splits=[block.explicit_split] * count,
-            digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
-            sizes=[(width, height)] * count,
-            flaws=[Flaw(int(constant)) for constant in flat.min(axis=1) == flat.max(axis=1)],
-            pixels=pixels,
-        )
-
-    @classmethod
-    def of_files(cls, images: list[DecodedImage]) -> "Batch":
-        """Images that were decoded from files."""
-        return cls(
-            names=[image.entry.name for image in images],
-            labels=[image.entry.label for image in images],
-            explicit_splits=[image.entry.explicit_split for image in images],
-            digests=[image.digest for image in images],
-            sizes=[image.size for image in images],
-            flaws=[image.flaws for image in images],
-            pixels=np.stack([image.pixels for image in images]),
-        )
 
 
 def ingest_source(

@@ -16,8 +16,8 @@ import numpy as np
 from evernear.common.disk import sha256_bytes
 from evernear.common.output import quantity
 from evernear.common.threads import available_cpus
+from evernear.data.batch import Batch
 from evernear.data.decoding import DecodedImage, Decoder, ImageForm
-from evernear.data.ingest import Batch
 from evernear.data.ledger import Ledger, decoders, find_slot, read_slot
 from evernear.data.manifest import Manifest, Shard
 from evernear.data.preprocess import Pixels

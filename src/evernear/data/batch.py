@@ -1,0 +1,57 @@
+"""Images on their way from a source into a shard."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from evernear.data.decoding import DecodedImage, ImageForm
+from evernear.data.manifest import Split
+from evernear.data.preprocess import Flaw, Pixels, pixels_digest, to_array
+from evernear.data.sources import ArrayBlock
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C) in the shape of the dataset."""
+
+    names: list[str]
+    labels: list[str]
+    explicit_splits: list[Split | None]
+    digests: list[bytes]
+    sizes: list[tuple[int, int]]
+    flaws: list[Flaw]
+    pixels: Pixels
+
+    @classmethod
+    def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
+        """Images that are already decoded; Pillow is used only to change their size."""
+        shape, resize = form.shape, form.resize
+        count, height, width = block.images.shape
+        flat = block.images.reshape(count, -1)
+        if (height, width) == shape[:2]:
+            pixels = np.repeat(block.images[..., None], shape[2], axis=3)
+        else:
+            pixels = np.stack([to_array(Image.fromarray(image), *shape, resize) for image in block.images])
+        return cls(
+            names=block.names,
+            labels=block.labels,
+            explicit_splits=[block.explicit_split] * count,
+            digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
+            sizes=[(width, height)] * count,
+            flaws=[Flaw(int(constant)) for constant in flat.min(axis=1) == flat.max(axis=1)],
+            pixels=pixels,
+        )
+
+    @classmethod
+    def of_files(cls, images: list[DecodedImage]) -> "Batch":
+        """Images that were decoded from files."""
+        return cls(
+            names=[image.entry.name for image in images],
+            labels=[image.entry.label for image in images],
+            explicit_splits=[image.entry.explicit_split for image in images],
+            digests=[image.digest for image in images],
+            sizes=[image.size for image in images],
+            flaws=[image.flaws for image in images],
+            pixels=np.stack([image.pixels for image in images]),
+        )
