@@ -1,4 +1,4 @@
-"""An export as folders, ingested again, is the same dataset."""
+"""An export, ingested again, is the same dataset."""
 
 import shutil
 from io import BytesIO
@@ -14,6 +14,9 @@ from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.settings import DataSettings
 
+SOURCES = {"folder": "folder", "webdataset": "webdataset", "parquet": "huggingface"}
+"""The kind of source of each format of an export."""
+
 
 def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
     """Split, label and pixels of each image by its digest."""
@@ -26,10 +29,11 @@ def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
     }
 
 
-def test_export_has_the_digest_of_the_snapshot_when_it_is_ingested(snapshot, ingest, export_to, tmp_path) -> None:
+@pytest.mark.parametrize("form", SOURCES)
+def test_export_has_the_digest_of_the_snapshot_when_it_is_ingested(snapshot, ingest, export_to, tmp_path, form) -> None:
     assert len(snapshot.shards) > len(SPLITS), "several shards of a split"
-    export_to(tmp_path / "out", "folder", snapshot)
-    again = ingest(f"folder:{tmp_path / 'out'}", "other")
+    export_to(tmp_path / "out", form, snapshot)
+    again = ingest(f"{SOURCES[form]}:{tmp_path / 'out'}", "other")
     assert again.digest == snapshot.digest
     assert contents(again) == contents(snapshot)
 
@@ -76,7 +80,9 @@ def test_resized_and_grown_datasets_keep_images_labels_and_splits(ingest, export
     assert ingest(f"folder:{tmp_path / 'again'}", "second").digest == first.digest
 
 
-def test_bucket_has_the_same_digest(snapshot, export_to, tmp_path: Path, bucket: str) -> None:
-    export_to(open_store(f"s3://{bucket}/out"), "folder", snapshot)
-    settings = DataSettings(source=f"s3://{bucket}/out", shard_size_bytes=2**16)
+@pytest.mark.parametrize("form", SOURCES)
+def test_bucket_has_the_same_digest(snapshot, export_to, tmp_path: Path, bucket: str, form) -> None:
+    export_to(open_store(f"s3://{bucket}/out"), form, snapshot)
+    kind = "" if form == "folder" else f"{SOURCES[form]}:"
+    settings = DataSettings(source=f"{kind}s3://{bucket}/out", shard_size_bytes=2**16)
     assert ingest_source(settings, (tmp_path / "other").as_uri()).digest == snapshot.digest

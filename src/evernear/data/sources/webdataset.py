@@ -1,7 +1,7 @@
 """WebDataset: tars in which the members of a sample are neighbors and share a name, as in ``7.jpg`` and ``7.cls``.
 
-The format is described at https://github.com/webdataset/webdataset. The label is the text of ``.cls``, or the field
-``label`` of ``.json``.
+The format is described at https://github.com/webdataset/webdataset. The label is the field ``label`` of ``.json``,
+or else the text of ``.cls``.
 """
 
 import json
@@ -35,14 +35,16 @@ class WebDataset(PackedFiles):
         unlabeled = ""
         with _opened(path, file) as tar:
             for key, group in groupby(self._used(tar, file), key=lambda info: _sample(info.name)[0]):
-                label: str | None = None
+                labels: dict[str, str | None] = {}
                 images: list[tarfile.TarInfo] = []
                 for info in group:
                     kind = _sample(info.name)[1]
-                    if kind == "cls" or (kind == "json" and label is None):
-                        label = self._label(tar, info, kind, file)
+                    if kind in ("cls", "json"):
+                        labels[kind] = self._label(tar, info, kind, file)
                     elif has_image_suffix(f"image.{kind}"):
                         images.append(info)
+                # Beside a name in .json, .cls has the number that the loader of webdataset expects.
+                label = labels.get("json") or labels.get("cls")
                 if images and label is None:
                     unlabeled = unlabeled or key
                 yield from (Member(info.name, label or "", info.size) for info in images)
