@@ -120,22 +120,29 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         from evernear.embedding.artifact import Epoch
         from evernear.embedding.monitor import require_learned
         from evernear.embedding.recipe import with_defaults
+        from evernear.embedding.speed import plan_training
         from evernear.embedding.train import train_network
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        recipe = with_defaults(chosen.train, data)
+        recipe, record = with_defaults(chosen.train, data), RunRecord(opened, run)
+        if chosen.train.minutes:
+            running.report("measuring the speed of this machine")
+            plan = plan_training(data, chosen.train, opened)
+            recipe = with_defaults(plan.train, data)
+            running.report(plan.sentence)
+            record.save(plan=plan.model_dump(mode="json"))
 
         def report_epoch(point: Epoch) -> None:
             accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
             running.report(f"epoch {point.epoch}/{recipe.epochs}, loss {point.train_loss:.3f}, {accuracy}")
 
-        if recipe.nodes > 1 and not recipe.frozen:
+        if recipe.nodes > 1 and not recipe.keeps_backbone:
             from evernear.kubeflow.train_job import run_train_job
 
             run_train_job(run, data, recipe, chosen, report_epoch, running.report)
-        images = sum(data.count(split) for split in SPLITS)
+        images = sum(data.count(split) for split in SPLITS) + recipe.views * data.count("train")
         result = train_network(
             data,
             recipe,
@@ -145,18 +152,19 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             on_step=_countdown(running),
             on_images=_image_countdown(running, images),
         )
-        history = [epoch.model_dump(mode="json", exclude={"flip_tests"}) for epoch in result.epochs]
+        history = [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in result.epochs]
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
-        RunRecord(opened, run).save(training={"epochs": history, "best_epoch": result.best_epoch})
+        record.save(training={"epochs": history, "best_epoch": result.best_epoch})
+        warnings = "".join(f"; WARNING: {warning}" for warning in result.warnings)
         if not result.epochs:
-            running.summary = "no training: the backbone is frozen"
+            running.summary = f"{result.head or 'no training: the backbone is frozen'}{warnings}"
             return
         require_learned(result, recipe)
         best = result.best
         flips = f"; {result.flips}" if result.flips else ""
-        warnings = "".join(f"; WARNING: {warning}" for warning in result.warnings)
         accuracy = f"gallery accuracy {best.gallery_accuracy:.2%}"
-        running.summary = f"best epoch {best.epoch}, {accuracy}{result.resumption}{flips}{warnings}"
+        early = f", stopped early after epoch {len(result.epochs)}" if recipe.minutes and result.stopped_early else ""
+        running.summary = f"best epoch {best.epoch}{early}, {accuracy}{result.resumption}{flips}{warnings}"
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:

@@ -167,12 +167,13 @@ def test_whitened_features_recognize_new_classes_as_well_as_logistic_regression(
 
 def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weights: Path) -> None:
     from evernear.embedding.backbone import whiten
+    from evernear.embedding.timm_member import whitening_of
 
     network = build_network(
         choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16))
     )
     features = torch.rand((4, 96), generator=torch.Generator().manual_seed(0))
-    whiten(network, [(features, torch.arange(4))], 4)
+    whiten(whitening_of(network), [(features, torch.arange(4))], 4)
     standardize = network.members[0].get_submodule("standardize")
     assert torch.equal(standardize.get_buffer("matrix"), torch.eye(96))
     assert standardize.get_buffer("mean").abs().max() > 0
@@ -259,11 +260,11 @@ def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Datas
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, weights: Path) -> None:
+def test_the_rate_of_a_pretrained_backbone_falls_toward_the_image(digits: Dataset, weights: Path) -> None:
     def rate_factors(**changes: Any) -> dict[bool, set[float]]:
         chosen = settings(**changes)
         module = TrainingModule(choose_architecture(digits, chosen), 10, chosen, torch.float32)
-        backbone = {id(p) for p in module.network.members[0].get_submodule("backbone").parameters()}
+        backbone = {id(p) for p in module.network.get_submodule("members.0.backbone").parameters()}
         factors: dict[bool, set[float]] = {True: set(), False: set()}
         for group in choose_optimizer(module, chosen, torch.float32).param_groups:
             for parameter in group["params"]:
@@ -271,8 +272,25 @@ def test_a_pretrained_backbone_learns_at_a_tenth_of_the_rate(digits: Dataset, we
         return factors
 
     assert rate_factors() == {True: {1.0}, False: {1.0}}
-    assert rate_factors(weights=str(weights)) == {True: {0.1}, False: {1.0}}
-    assert rate_factors(weights=str(weights), backbone_learning_rate_factor=0.5) == {True: {0.5}, False: {1.0}}
+    tuned = rate_factors(weights=str(weights), layers="all")
+    assert tuned[False] == {1.0}
+    assert sorted(tuned[True], reverse=True) == pytest.approx([0.8**stage for stage in range(len(tuned[True]))])
+    assert len(tuned[True]) > 3
+    halved = rate_factors(weights=str(weights), layers="all", backbone_learning_rate_factor=0.5)
+    assert sorted(halved[True]) == pytest.approx(sorted(factor / 2 for factor in tuned[True]))
+
+
+def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
+    digits: Dataset, weights: Path, tmp_path: Path
+) -> None:
+    """Neither weights nor batch statistics of the first third change; all other layers learn."""
+    tuned = settings(weights=str(weights), backbone_size_px=32, layers="last", augment="none", views=0, min_steps=3)
+    train_network(digits, tuned, tmp_path / "last")
+    before, after = torch_state(weights), member(tmp_path / "last").backbone.state_dict()
+    changed = {
+        name.split(".")[0] for name in after if name != "conv1.0.weight" and not torch.equal(after[name], before[name])
+    }
+    assert changed == {"layer2", "layer3", "layer4"}
 
 
 def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:

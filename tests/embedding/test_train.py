@@ -532,12 +532,31 @@ def test_color_images_get_a_larger_network_and_more_steps(red_and_green: Dataset
     assert (gray.label_smoothing, color.label_smoothing) == (0.0, 0.1)
     assert (gray.optimizer, color.optimizer) == ("adamw", "muon")
     chosen = TrainSettings(
-        optimizer="sgd", epochs=2, min_steps=0, width=4, augment="none", label_smoothing=0.0, weight_decay=0.1
+        optimizer="sgd",
+        epochs=2,
+        min_steps=0,
+        batch_size=64,
+        learning_rate=0.02,
+        width=4,
+        augment="none",
+        label_smoothing=0.0,
+        weight_decay=0.1,
+        views=0,
+        size_factor=1.0,
     )
     assert with_defaults(chosen, digits) == chosen
     assert with_defaults(TrainSettings(scale=32.0), red_and_green).label_smoothing == 0.0
     for other in ({"backbone": "resnet18"}, {"weights": "pretrained.safetensors"}):
         assert with_defaults(TrainSettings.model_validate(other), red_and_green).optimizer == "adamw"
+
+
+def test_pretrained_weights_get_the_recipe_of_a_head_or_of_fine_tuning(red_and_green: Dataset, digits: Dataset) -> None:
+    head = with_defaults(TrainSettings(weights="hub"), red_and_green)
+    assert (head.views, head.min_steps, head.batch_size, head.scale, head.weight_decay) == (4, 600, 128, 16.0, 0.1)
+    tuned = with_defaults(TrainSettings(weights="hub", layers="all"), red_and_green)
+    assert (tuned.views, tuned.epochs, tuned.batch_size, tuned.learning_rate) == (0, 16, 32, 0.001)
+    assert (tuned.augment, tuned.size_factor) == ("photograph", 6 / 7)
+    assert with_defaults(TrainSettings(weights="hub", layers="all"), digits).augment == "affine"
 
 
 def test_weight_decay_of_color_images_falls_with_the_number_of_steps(red_and_green: Dataset, digits: Dataset) -> None:

@@ -103,4 +103,4 @@ def test_a_package_selects_its_backbone() -> None:
 def test_an_unknown_package_is_rejected_early() -> None:
     with pytest.raises(ValueError, match="some-model is not a known package of weights; known: efficientnet-lite0"):
         TrainSettings(weights="package:some-model")
-    assert TrainSettings(weights=NAME, nodes=2).weights == NAME
+    assert TrainSettings(weights=NAME, layers="all", nodes=2).weights == NAME

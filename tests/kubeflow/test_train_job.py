@@ -346,5 +346,5 @@ def test_namespace_is_that_of_the_pod(
 
 def test_weights_on_this_machine_cannot_start_several_nodes() -> None:
     with pytest.raises(SettingsError, match=r"other nodes cannot read; use s3://bucket/key, package:NAME or hub"):
-        parse(RunSettings, {"train": {"nodes": 2, "weights": "file:///models/resnet18.safetensors"}})
-    assert TrainSettings(nodes=2, weights="s3://models/resnet18.safetensors").nodes == 2
+        parse(RunSettings, {"train": {"nodes": 2, "layers": "all", "weights": "file:///models/resnet18.safetensors"}})
+    assert TrainSettings(nodes=2, layers="all", weights="s3://models/resnet18.safetensors").nodes == 2

@@ -58,6 +58,10 @@ RenameOption = Annotated[
 ReleaseOption = Annotated[
     str | None, typer.Option("--release", metavar="VERSION", help="A release of the registry. [the champion]")
 ]
+MinutesOption = Annotated[
+    float | None,
+    typer.Option("--minutes", help="Time for training and the open-set probe, which chooses what and how to train."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -87,13 +91,14 @@ def run_layers(
     workdir: WorkdirOption = None,
     retire: RetireOption = None,
     rename: RenameOption = None,
+    minutes: MinutesOption = None,
 ) -> Layers[Settings]:
     """As `run_settings`, by source."""
     classes = {
         "classes.retired": json.dumps(retire) if retire else None,
         "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
     }
-    options = assignments(overrides, workdir=workdir, **{"data.source": source}, **classes)
+    options = assignments(overrides, workdir=workdir, **{"data.source": source, "train.minutes": minutes}, **classes)
     return load_layers(preset=preset, config=config, overrides=options)
 
 

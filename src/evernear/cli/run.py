@@ -12,6 +12,7 @@ from rich.text import Text
 from evernear.cli.options import (
     ConfigOption,
     JsonOption,
+    MinutesOption,
     PresetOption,
     RememberOption,
     RenameOption,
@@ -48,9 +49,10 @@ def run(
     workdir: WorkdirOption = None,
     retire: RetireOption = None,
     rename: RenameOption = None,
+    minutes: MinutesOption = None,
 ) -> None:
     """Run the continuous-training pipeline on this machine, each step in its own process."""
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
     _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
 
@@ -89,19 +91,20 @@ def demo(
     workdir: WorkdirOption = None,
     retire: RetireOption = None,
     rename: RenameOption = None,
+    minutes: MinutesOption = None,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
     from evernear.data.sources.digits import lay_out_digits
     from evernear.demo import run_demo
 
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
     unseen: Path | None = None
     if without is not None:
         if source is not None:
             raise SettingsError("--without is for the digits and cannot be combined with --source.")
         known, unseen = lay_out_digits(layers.settings().workdir.resolve(), without)
         overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear console`
-        layers = run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename)
+        layers = run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename, minutes)
         _require_own_directory(layers.settings())
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
     words = ["--keep"] if keep else []

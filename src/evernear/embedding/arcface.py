@@ -95,10 +95,16 @@ class TrainingModule(nn.Module):
     """
 
     def __init__(
-        self, architecture: Architecture, classes: int, settings: TrainSettings, precision: torch.dtype
+        self,
+        architecture: Architecture,
+        classes: int,
+        settings: TrainSettings,
+        precision: torch.dtype,
+        network: nn.Module | None = None,
     ) -> None:
+        """Train ``network``, by default the one of ``architecture`` with random weights."""
         super().__init__()
-        self.network = build_network(architecture)
+        self.network = network or build_network(architecture)
         self.classes, self.label_smoothing = classes, settings.label_smoothing
         dim = architecture.embedding_dim // architecture.members
         scale = settings.scale or choose_scale(classes, settings.label_smoothing)

@@ -24,6 +24,8 @@ class Architecture(Frozen):
     ``input`` and ``frozen`` apply."""
     input: NetworkInput | None = None
     frozen: bool = False
-    """Whether the backbone's features are the embedding, without a projection."""
+    """Whether only an affine map of the backbone's features was fitted or trained."""
+    pretrained: bool = False
+    """Whether training started from a pretrained backbone and an affine map of its features."""
     test_time_flip: bool = False
     """Whether to average the embeddings of an image and its mirror image."""

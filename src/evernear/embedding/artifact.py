@@ -43,6 +43,25 @@ class Epoch(Frozen):
     duration_s: float
     flip_tests: tuple[FlipTest, ...] = ()
     """Measured once, after the first epoch whose accuracy is clearly above chance."""
+    skipped_steps: int = 0
+    """Steps that the time of ``train.minutes`` did not suffice for."""
+
+
+class HeadTest(Frozen):
+    """Share of the gallery images whose nearest training image is of their class."""
+
+    whitened: float
+    """By whitened features."""
+    trained: float
+    """By the trained head."""
+    used: bool
+    """Whether the head is used: it is not significantly worse."""
+
+    def __str__(self) -> str:
+        return (
+            f"the head is {'used' if self.used else 'not used'}: nearest neighbors recognize {self.trained:.1%} of the "
+            f"gallery with it, {self.whitened:.1%} without"
+        )
 
 
 class TrainingResult(Frozen):
@@ -61,6 +80,8 @@ class TrainingResult(Frozen):
     """Gallery accuracy of a network that always predicts the most frequent class."""
     warnings: tuple[str, ...] = ()
     """Problems that occurred during training."""
+    head: HeadTest | None = None
+    """If only a head was trained."""
 
     @property
     def best(self) -> Epoch:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from evernear.embedding.photographs import augment_photographs
+
 Flip = Literal["horizontal", "vertical"]
 
 DEGREES = 10.0
@@ -47,11 +49,13 @@ class Draws(NamedTuple):
 
 
 def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
-    """Augment each image of (N, C, H, W) at random; ``kind`` is none, shift, affine or elastic."""
+    """Augment each image of (N, C, H, W) at random; ``kind`` is a value of ``train.augment`` other than auto."""
     if kind == "none":
         return images
     if kind == "shift":
         return random_shift(images, draws)
+    if kind == "photograph":
+        return augment_photographs(images, draws.integers(2**31, len(images)).tolist(), mirror=False)
     return random_affine(images, draws, elastic=kind == "elastic")
 
 

@@ -18,7 +18,7 @@ from evernear.common.output import printable
 from evernear.data.preprocess import NetworkInput
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork
-from evernear.embedding.timm_member import Backbone, TimmMember, Whitening, config_of, create_backbone
+from evernear.embedding.timm_member import TimmMember, Whitening, config_of, create_backbone, feature_dim
 from evernear.embedding.weights import Weights
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
@@ -100,9 +100,9 @@ def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tu
     return mean, std
 
 
-def feature_dim(name: str) -> int:
-    """Number of pooled features of a timm model."""
-    return cast(Backbone, timm.create_model(name, num_classes=0)).head_hidden_size
+def features_of(name: str) -> int:
+    """Number of pooled features of the timm model ``name``."""
+    return feature_dim(timm.create_model(name, num_classes=0))
 
 
 def _data_config(name: str) -> dict[str, Any]:
@@ -121,9 +121,8 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
 
 
 @torch.inference_mode()
-def whiten(network: EmbeddingNetwork, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-    """Fit the whitening of a frozen network to ``batches`` of features (N, F) and classes (N,)."""
-    module = cast(Whitening, cast(TimmMember, network.members[0]).standardize)
+def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
+    """Fit ``module``, whose matrix is square, to ``batches`` of features (N, F) and classes (N,)."""
     dim = len(module.mean)
     counts, sums = np.zeros(classes), np.zeros((classes, dim))
     products = np.zeros((dim, dim))

@@ -5,7 +5,7 @@ not shown to it again, in this run or a later one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from evernear.embedding.embedding_cache import EmbeddingCache, Vectors
 from evernear.embedding.frozen_backbone import FrozenBackbone, backbone_identity
 from evernear.embedding.image_vectors import ImageVectors, OnImages
 from evernear.embedding.network import EmbeddingNetwork
+from evernear.embedding.timm_member import TimmMember, feature_dim
 from evernear.embedding.torchscript import optimized
 
 BATCH_SIZE = 32
@@ -47,7 +48,7 @@ class FrozenFeatures:
         store: Store | None = None,
         on_images: OnImages | None = None,
     ) -> None:
-        self.dim = architecture.embedding_dim
+        self.dim = feature_dim(cast(TimmMember, network.members[0]).backbone)
         self.identity = backbone_identity(network, architecture)
         self._store, self._on_images = store, on_images
         self._network = network
@@ -68,9 +69,11 @@ class FrozenFeatures:
         return vectors
 
     @torch.inference_mode()
-    def batches(self, dataset: Dataset, split: Split, images: TrainingImages) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, dataset: Dataset, split: Split, images: TrainingImages, view: View | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the features (N, F) and classes (N,) of ``split``, without the labels that ``images`` excludes."""
-        for block, features in self.blocks(dataset, split):
+        for block, features in self.blocks(dataset, split, view):
             classes = images.classes_of(block)
             if (included := classes >= 0).any():
                 yield torch.from_numpy(features[included]), torch.from_numpy(classes[included])

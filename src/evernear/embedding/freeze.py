@@ -1,7 +1,8 @@
 """The initial network of a training run, and the frozen network, which is not trained at all."""
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -13,6 +14,13 @@ from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
 from evernear.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from evernear.embedding.head import OnHeadStep
+
+MAX_IMAGES_OF_START = 20_000
+"""Largest number of images for which the training of a pretrained network starts from a trained head: with more, one
+pass over them takes too long on a CPU, and a random last layer learns soon enough."""
 
 
 def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
@@ -31,10 +39,16 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
         "shape": dataset.shape,
         "patch_px": settings.patch_px or choose_patch(*dataset.shape[:2]),
         "width": settings.width,
-        "embedding_dim": settings.embedding_dim,
+        "embedding_dim": _embedding_dim(settings),
         "members": settings.members,
     }
     return Architecture(**values | options)
+
+
+def _embedding_dim(settings: TrainSettings) -> int:
+    """``train.embedding_dim``, or its default, as a multiple of the members."""
+    default = 256 if settings.weights else 128
+    return settings.embedding_dim or math.ceil(default / settings.members) * settings.members
 
 
 def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
@@ -43,16 +57,20 @@ def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
     from evernear.embedding.backbone import (  # timm takes seconds to import
         choose_backbone,
         choose_input,
-        feature_dim,
+        features_of,
         pretrained_mean_std,
     )
 
     name = choose_backbone(settings)
     options: dict[str, Any] = {"backbone": name, "input": choose_input(name, dataset.shape, settings)}
     if settings.weights:
+        features = features_of(name)
         options["mean"], options["std"] = pretrained_mean_std(name, dataset.shape[2])
-    if settings.frozen:
-        options |= {"frozen": True, "embedding_dim": feature_dim(name)}
+        few = dataset.count("train") <= MAX_IMAGES_OF_START
+        options["frozen"] = settings.keeps_backbone
+        options["pretrained"] = not settings.keeps_backbone and settings.members == 1 and few
+        if options["frozen"] or options["pretrained"]:
+            options["embedding_dim"] = features if settings.frozen else min(_embedding_dim(settings), features)
     return options
 
 
@@ -85,18 +103,21 @@ def freeze(
     store: Store | None = None,
     exclude_labels: frozenset[str] = frozenset(),
     on_images: OnImages | None = None,
+    on_step: "OnHeadStep | None" = None,
 ) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, in the form of a trained one.
 
-    The whitening of its features is fitted to the train split. With a ``store``, the features of all splits are
-    computed and cached there, so that later steps only read them.
+    An affine map of its features is fitted to the train split: their whitening or, unless ``settings.frozen``, a
+    trained head if it is better. With a ``store``, the features of all splits are computed and cached there, so that
+    later steps only read them.
 
     Raises:
         TrainingError: as `choose_architecture` and `initialize`; or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
-    from evernear.embedding.backbone import whiten
     from evernear.embedding.features import FrozenFeatures
+    from evernear.embedding.head import train_head, whitening_for
+    from evernear.embedding.timm_member import TimmMember
 
     images = TrainingImages(dataset, exclude_labels)
     torch.manual_seed(settings.seed)
@@ -104,10 +125,12 @@ def freeze(
     network = build_network(architecture)
     pretrained_sha256 = initialize(network, architecture, settings, dataset)
     features = FrozenFeatures(network, architecture, store, on_images)
-    whiten(network, features.batches(dataset, "train", images), images.classes)
+    head = None if settings.frozen else train_head(features, architecture, dataset, images, settings, on_step)
+    mapping = head.map if head and head.test.used else whitening_for(features, dataset, images)
+    cast(TimmMember, network.members[0]).standardize = mapping
     features.compute(dataset, ("gallery", "query", "test"))
     trained = TrainedNetwork(
-        architecture=architecture,
+        architecture=architecture.model_copy(update={"embedding_dim": mapping.matrix.shape[1]}),
         dataset_digest=dataset.digest,
         exclude_labels=tuple(sorted(exclude_labels)),
         settings=settings,
@@ -121,6 +144,8 @@ def freeze(
         resumed_after_epoch=0,
         epochs=(),
         chance_accuracy=images.chance_accuracy,
+        head=head.test if head else None,
+        warnings=head.warnings if head else (),
     )
     result.save(out_dir / HISTORY_FILE)
     return result

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.identity import network_identity
 from evernear.embedding.network import EmbeddingNetwork
-from evernear.embedding.timm_member import TimmMember
+from evernear.embedding.timm_member import TimmMember, whitening_of
 
 
 class FrozenBackbone(nn.Module):
@@ -45,7 +45,7 @@ class FrozenHead(nn.Module):
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
-        self.standardize = cast(TimmMember, network.members[0]).standardize
+        self.standardize = whitening_of(network)
         self.register_buffer("center", torch.zeros(()))
         self.center: Tensor
 

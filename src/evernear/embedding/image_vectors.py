@@ -52,7 +52,7 @@ class ImageVectors:
 
     def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
         """Yield the blocks of ``shards`` with their vectors (N, D)."""
-        with _one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
+        with one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
             for blocks, count in shards:
                 yield from self._of_shard(blocks, count, pool, threads)
 
@@ -65,16 +65,21 @@ class ImageVectors:
             pending: deque[_Batch] = deque()
             for block in chain([first], blocks):
                 vectors, is_cached = cached.find(block.digests)
-                computed = None if is_cached.all() else pool.submit(self._compute, self._network, block, ~is_cached)
+                computed = None
+                if not is_cached.all():
+                    images = self._images(block, ~is_cached)
+                    computed = pool.submit(embed_images, self._network, images)
                 pending.append(_Batch(block, vectors, is_cached, computed))
                 if len(pending) > concurrency:
                     yield self._finish(pending.popleft(), cached)
             while pending:
                 yield self._finish(pending.popleft(), cached)
 
-    def _compute(self, network: nn.Module, block: Block, selected: NDArray[np.bool_]) -> Vectors:
-        block = Block(block.images[selected], block.labels[selected], block.digests[selected])
-        return embed_images(network, self._view(block) if self._view else block.images)
+    def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        """The images to embed, made in this thread: views draw from torch's global random number generator."""
+        if self._view is None:
+            return block.images[selected]
+        return self._view(Block(block.images[selected], block.labels[selected], block.digests[selected]))
 
     def _finish(self, batch: "_Batch", cached: CachedShard) -> tuple[Block, Vectors]:
         block, vectors = batch.block, batch.vectors
@@ -103,8 +108,8 @@ class _Batch:
 
 
 @contextmanager
-def _one_torch_thread() -> Generator[int]:
-    """Compute each batch in one thread, which is faster. Yield the number of batches to compute concurrently."""
+def one_torch_thread() -> Generator[int]:
+    """Compute in one thread, which is faster for small operations and for concurrent batches. Yield their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -108,6 +108,15 @@ def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: Train
     )
 
 
+def time_warnings(history: Sequence[Epoch]) -> tuple[str, ...]:
+    """A warning if epochs ended early because of ``train.minutes``."""
+    shortened = [epoch for epoch in history if epoch.skipped_steps]
+    if not shortened:
+        return ()
+    skipped = quantity(sum(epoch.skipped_steps for epoch in shortened), "step")
+    return (f"{quantity(len(shortened), 'epoch')} ended early, without {skipped}: the machine became slower.",)
+
+
 def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
     """Check that the best epoch is better than chance.
 

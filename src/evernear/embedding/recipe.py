@@ -1,9 +1,10 @@
 """How a network is trained: defaults that depend on the images, device, precision, optimizer and schedules."""
 
 import math
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evernear.common.output import quantity
 from evernear.data.shards import Dataset
@@ -11,10 +12,12 @@ from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import training_batch_size
 from evernear.embedding.muon import Muon
-from evernear.embedding.network import MEMBERS
+from evernear.embedding.network import MEMBERS, EmbeddingNetwork
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 
+Recipe = dict[str, Any]
+"""Values of settings that are not set."""
 WARM_UP = 0.2
 """Fraction of all steps in which the learning rate rises to its peak."""
 MARGIN_WARM_UP = 0.5
@@ -30,45 +33,106 @@ With decoupled weight decay, weights are a moving average of the updates, whose 
 every training run (Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
 arXiv:2405.13698). Measured in docs/decisions/measurements/training.md.
 """
-PRETRAINED_RATE_FACTOR = 0.1
-"""Learning rate of a pretrained backbone, relative to the rate of the new layers."""
+FIRST_SIZE = 5 / 6
+"""Size of the training images in the first epochs of fine-tuning, relative to the last ones."""
+FIRST_EPOCHS = 0.6
+"""Share of the epochs with that size. Small images first, and larger ones in use than in training (Touvron et al. 2019,
+"Fixing the train-test resolution discrepancy", arXiv:1906.06423), are faster and better than one size."""
+MOST_VIEWS = 4
+"""Largest default of ``train.views``."""
+MOST_VIEWED_IMAGES = 20_000
+"""Largest number of augmented images by default; more images need fewer views, and a CPU takes minutes for these."""
+
+GRAY: Recipe = {
+    "optimizer": "adamw",
+    "epochs": 12,
+    "min_steps": 300,
+    "batch_size": 256,
+    "learning_rate": 0.01,
+    "weight_decay": 0.01,
+    "width": 16,
+    "augment": "affine",
+    "label_smoothing": 0.0,
+    "views": 0,
+    "size_factor": 1.0,
+}
+"""Defaults for gray images, mostly drawings and scans."""
+COLOR = GRAY | {"epochs": 24, "min_steps": 600, "width": 32, "augment": "shift", "label_smoothing": 0.1}
+"""Photographs vary more, and need a larger network, more steps and more regularization."""
+MUON = COLOR | {"optimizer": "muon", "epochs": 10, "min_steps": 400, "width": 48}
+HEAD = GRAY | {
+    "epochs": 30,
+    "min_steps": 600,
+    "max_steps": 3000,
+    "batch_size": 128,
+    "learning_rate": 0.001,
+    "weight_decay": 0.1,
+    "augment": "none",
+    "scale": 16.0,
+}
+"""A head on the features of a pretrained network (`evernear.embedding.head`)."""
+FINE_TUNING = GRAY | {
+    "epochs": 16,
+    "min_steps": 200,
+    "batch_size": 32,
+    "learning_rate": 0.001,
+    "weight_decay": 0.05,
+    "label_smoothing": 0.1,
+    "size_factor": 6 / 7,
+}
+"""The layers of a pretrained network, from a trained head on."""
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
-    """``settings`` with the values that depend on the images filled in.
-
-    Gray images are mostly drawings and scans. Color photographs vary more, and need a larger network, more steps and
-    more regularization.
-    """
+    """``settings`` with the values that depend on the images and on the network filled in."""
     color = dataset.shape[2] == 3
-    optimizer = settings.optimizer
-    if optimizer == "auto":
-        is_compact = settings.backbone in ("auto", *MEMBERS) and not settings.weights
-        optimizer = "muon" if color and is_compact else "adamw"
-    epochs, min_steps, width = (12, 300, 16) if not color else (10, 400, 48) if optimizer == "muon" else (24, 600, 32)
-    label_smoothing = 0.1 if color and not settings.scale else 0.0
-    filled = settings.model_copy(
-        update={
-            "optimizer": optimizer,
-            "epochs": settings.epochs or epochs,
-            "min_steps": settings.min_steps if settings.min_steps >= 0 else min_steps,
-            "width": settings.width or width,
-            "augment": settings.augment if settings.augment != "auto" else "shift" if color else "affine",
-            "label_smoothing": settings.label_smoothing if settings.label_smoothing >= 0 else label_smoothing,
-        }
-    )
-    if filled.weight_decay >= 0:
-        return filled
-    if color and filled.optimizer != "sgd":
+    is_compact = settings.backbone in ("auto", *MEMBERS) and not settings.weights
+    if settings.keeps_backbone:
+        recipe = HEAD | {"views": 0 if settings.frozen else _choose_views(dataset.count("train"))}
+    elif settings.weights:
+        recipe = FINE_TUNING | {"augment": "photograph" if color else "affine"}
+    elif not color:
+        recipe = GRAY
+    else:
+        recipe = MUON if settings.optimizer == "muon" or (settings.optimizer == "auto" and is_compact) else COLOR
+    if settings.scale:
+        recipe = recipe | {"label_smoothing": 0.0}
+    chosen = {name: value for name, value in recipe.items() if getattr(settings, name) == _unset(name)}
+    filled = settings.model_copy(update=chosen)
+    if settings.weight_decay < 0 and color and not settings.weights and filled.optimizer != "sgd":
         images = dataset.manifest.count("train")
         steps = filled.epochs * steps_per_epoch(filled, images, min(filled.batch_size, images))
         return filled.model_copy(update={"weight_decay": TOTAL_DECAY / (filled.learning_rate * steps)})
-    return filled.model_copy(update={"weight_decay": 0.01})
+    return filled
+
+
+def _choose_views(images: int) -> int:
+    """The augmented views of each of ``images`` whose features a head is trained on."""
+    return max(1, min(MOST_VIEWS, MOST_VIEWED_IMAGES // max(1, images)))
+
+
+def _unset(name: str) -> Any:
+    """The value of a setting that stands for the value of the recipe."""
+    return TrainSettings.model_fields[name].default
+
+
+def size_factor(settings: TrainSettings, epoch: int) -> float:
+    """Side of the training images in ``epoch``, which counts from 0, relative to the network's input."""
+    if settings.size_factor >= 1 or not settings.weights:
+        return settings.size_factor
+    return settings.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * settings.epochs else 1)
+
+
+def settings_of_head(settings: TrainSettings) -> TrainSettings:
+    """The settings of the head from which the training of a pretrained network starts."""
+    names = {"weights", "backbone", "backbone_size_px", "embedding_dim", "views", "flip", "seed"}
+    return TrainSettings(layers="head", **settings.model_dump(include=names))
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch_size: int) -> int:
-    """The steps that cover ``images`` once, or more if ``train.min_steps`` requires them."""
-    return max(images // batch_size, math.ceil(settings.min_steps / settings.epochs))
+    """The steps that cover ``images`` once, unless ``train.min_steps`` or ``train.max_steps`` requires others."""
+    steps = max(images // batch_size, math.ceil(settings.min_steps / settings.epochs))
+    return max(1, min(steps, settings.max_steps // settings.epochs)) if settings.max_steps else steps
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:
@@ -116,20 +180,24 @@ def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision:
 
     The learning rate of a group is the schedule's times the group's ``rate_factor``.
     """
-    backbone_factor = settings.backbone_learning_rate_factor or (PRETRAINED_RATE_FACTOR if settings.weights else 1.0)
-    groups: dict[tuple[bool, bool, bool], list[Tensor]] = {}
+    backbone_factor = settings.backbone_learning_rate_factor or 1.0
+    of_stages = _stage_factors(module) if settings.weights and settings.trained_layers != "head" else {}
+    groups: dict[tuple[float, bool, bool], list[Tensor]] = {}
     for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        factor = backbone_factor * of_stages.get(name, 1.0) if ".backbone." in name else 1.0
         decayed = parameter.ndim > 1
         orthogonal = decayed and min(parameter.shape[:2]) > 1 and not name.startswith("heads.")
-        groups.setdefault((".backbone." in name, decayed, orthogonal), []).append(parameter)
+        groups.setdefault((factor, decayed, orthogonal), []).append(parameter)
     options = [
         {
             "params": parameters,
             "weight_decay": settings.weight_decay if decayed else 0.0,
-            "rate_factor": backbone_factor if in_backbone else 1.0,
+            "rate_factor": factor,
             "orthogonal": orthogonal,
         }
-        for (in_backbone, decayed, orthogonal), parameters in groups.items()
+        for (factor, decayed, orthogonal), parameters in groups.items()
     ]
     rate, momentum = settings.learning_rate, settings.momentum
     if settings.optimizer == "muon":
@@ -137,6 +205,16 @@ def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision:
     if settings.optimizer == "sgd":
         return torch.optim.SGD(options, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
     return torch.optim.AdamW(options, lr=rate, fused=True)
+
+
+def _stage_factors(module: TrainingModule) -> dict[str, float]:
+    from evernear.embedding.stages import rate_factors  # timm takes seconds to import
+
+    return {
+        f"network.members.{number}.backbone.{name}": factor
+        for number, member in enumerate(cast(EmbeddingNetwork, module.network).members)
+        for name, factor in rate_factors(cast(nn.Module, member.backbone)).items()
+    }
 
 
 def learning_rate(settings: TrainSettings, progress: float) -> float:

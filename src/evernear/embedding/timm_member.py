@@ -22,18 +22,23 @@ class Backbone(Protocol):
 class TimmMember(nn.Module):
     """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
 
-    Pooled features are projected to the embedding, as in the compact network. Those of a frozen backbone are only
-    whitened.
+    Pooled features are projected to the embedding, as in the compact network. An affine map embeds those of a frozen
+    backbone, and those of a pretrained one, whose training starts from such a map.
     """
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         dim = architecture.embedding_dim // architecture.members
-        self.resize = _Resize(architecture.shape, architecture.input) if architecture.input else nn.Identity()
+        fixed = config_of(architecture.backbone).fixed_input_size
+        self.resize = Resize(architecture.shape, architecture.input, fixed) if architecture.input else nn.Identity()
         self.backbone = create_backbone(architecture)
-        features = cast(Backbone, self.backbone).head_hidden_size
-        self.project = nn.Identity() if architecture.frozen else nn.Linear(features, dim, bias=False)
-        self.standardize = Whitening(dim) if architecture.frozen else nn.BatchNorm1d(dim)
+        features = feature_dim(self.backbone)
+        if architecture.frozen:
+            self.project, self.standardize = nn.Identity(), Whitening(features, dim)
+        elif architecture.pretrained:
+            self.project, self.standardize = nn.Linear(features, dim), nn.Identity()
+        else:
+            self.project, self.standardize = nn.Linear(features, dim, bias=False), nn.BatchNorm1d(dim)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Embed normalized pixels (N, C, H, W)."""
@@ -42,12 +47,12 @@ class TimmMember(nn.Module):
 
 
 class Whitening(nn.Module):
-    """An affine map of features, fitted by `evernear.embedding.backbone.whiten` and initially the identity."""
+    """An affine map of features, fitted by `evernear.embedding.backbone.whiten`; a trained head projects as well."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, features: int, dim: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(dim))
-        self.register_buffer("matrix", torch.eye(dim))
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("matrix", torch.eye(features, dim))
         self.mean: Tensor
         self.matrix: Tensor
 
@@ -56,19 +61,41 @@ class Whitening(nn.Module):
         return (features - self.mean) @ self.matrix
 
 
-class _Resize(nn.Module):
-    """Crops the center of an image and resizes it to the size that the backbone was pretrained with."""
+class Resize(nn.Module):
+    """Crops the center of an image and resizes it to the size that the backbone was pretrained with.
 
-    def __init__(self, shape: tuple[int, int, int], size: NetworkInput) -> None:
+    In training, augmentation crops, and the size may be smaller.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], size: NetworkInput, fixed: bool) -> None:
         super().__init__()
         self.height, self.width = size.crop_height_px, size.crop_width_px
         self.top, self.left = (shape[0] - self.height) // 2, (shape[1] - self.width) // 2
         self.size = [size.height_px, size.width_px]
+        self.fixed, self.training_size = fixed, self.size
         self.mode = str(size.interpolation)
 
+    def set_training_size(self, factor: float) -> None:
+        """Set the side of training images, relative to the input, unless the network takes one size only."""
+        if not self.fixed:
+            self.training_size = [min(side, max(32, round(side * factor))) for side in self.size]
+
     def forward(self, pixels: Tensor) -> Tensor:
+        """Resize normalized pixels (N, C, H, W)."""
+        if self.training:
+            return F.interpolate(pixels, self.training_size, mode=self.mode, align_corners=False, antialias=True)
         center = pixels[:, :, self.top : self.top + self.height, self.left : self.left + self.width]
         return F.interpolate(center, self.size, mode=self.mode, align_corners=False, antialias=True)
+
+
+def whitening_of(network: nn.Module) -> Whitening:
+    """The affine map of a frozen ``network``."""
+    return cast(Whitening, cast(Any, network).members[0].standardize)
+
+
+def feature_dim(backbone: nn.Module) -> int:
+    """Number of pooled features of a timm model."""
+    return cast(Backbone, backbone).head_hidden_size
 
 
 def config_of(name: str) -> PretrainedCfg:

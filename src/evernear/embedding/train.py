@@ -39,7 +39,9 @@ from evernear.embedding.checkpoint import TrainingState, checkpoint_key, load_ch
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.freeze import choose_architecture, freeze, initialize
 from evernear.embedding.image_vectors import OnImages
-from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery
+from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery, time_warnings
+from evernear.embedding.network import build_network
+from evernear.embedding.plan import Deadline
 from evernear.embedding.recipe import (
     choose_device,
     choose_micro_batches,
@@ -47,6 +49,8 @@ from evernear.embedding.recipe import (
     choose_precision,
     learning_rate,
     margin,
+    settings_of_head,
+    size_factor,
     steps_per_epoch,
     with_defaults,
 )
@@ -81,16 +85,24 @@ def train_network(
 
     The gallery split is the validation set: it decides which epoch's weights are saved and when to stop early. The test
     split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after each epoch, once its
-    checkpoint is saved, and ``on_step`` after each step. A frozen network has neither; ``on_images`` is called as its
-    features are computed.
+    checkpoint is saved, and ``on_step`` after each step. A frozen network has no steps, and one of which only the head
+    is trained has no epochs; ``on_images`` is called as features are computed.
+
+    ``settings.minutes`` limits the time of the loop over epochs, whose last steps are skipped if necessary. To choose
+    settings that fit in a time, see `evernear.embedding.speed.plan_training`.
 
     Raises:
         TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, a
             training process that died, or multi-node training that is not finished.
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
-    if settings.frozen:
-        return freeze(dataset, settings, out_dir, store, exclude_labels, on_images)
+    if settings.keeps_backbone:
+
+        def on_head_step(done: int, total: int) -> None:
+            if on_step is not None:
+                on_step(Steps(done, total, total))
+
+        return freeze(dataset, settings, out_dir, store, exclude_labels, on_images, on_head_step)
     if settings.nodes > 1:
         return write_result_of_nodes(dataset, settings, out_dir, store, exclude_labels)
     if settings.processes > 1:
@@ -104,7 +116,7 @@ def train_network(
 
         train_in_processes(dataset, settings, out_dir, store, on_message, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)
-    return train_in_this_process(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step)
+    return train_in_this_process(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step, on_images)
 
 
 def train_in_processes(
@@ -144,7 +156,7 @@ def write_result_of_nodes(
     Raises:
         TrainingError: the training is not finished.
     """
-    training = prepare_training(dataset, settings, exclude_labels, torch.device("cpu"))
+    training = prepare_training(dataset, settings, exclude_labels, torch.device("cpu"), store, start=False)
     load_checkpoint(store, training.key, training.state)
     if not training.state.is_finished(training.settings):
         raise TrainingError(
@@ -163,6 +175,7 @@ def train_in_this_process(
     exclude_labels: frozenset[str],
     on_epoch: OnEpoch | None,
     on_step: OnStep | None,
+    on_images: OnImages | None = None,
 ) -> TrainingResult:
     """Train in this process, which may be one rank of a process group: the loop over epochs.
 
@@ -172,7 +185,7 @@ def train_in_this_process(
     device = choose_device(settings, rank % settings.processes)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the device for `distributed.broadcast_from_rank_0`
-    training = prepare_training(dataset, settings, exclude_labels, device)
+    training = prepare_training(dataset, settings, exclude_labels, device, store, on_images)
     settings, state = training.settings, training.state
     load_checkpoint(store, training.key, state)
     resumed_after_epoch = len(state.history)
@@ -213,9 +226,19 @@ class Training:
 
 
 def prepare_training(
-    dataset: Dataset, settings: TrainSettings, exclude_labels: frozenset[str], device: torch.device
+    dataset: Dataset,
+    settings: TrainSettings,
+    exclude_labels: frozenset[str],
+    device: torch.device,
+    store: Store | None = None,
+    on_images: OnImages | None = None,
+    start: bool = True,
 ) -> Training:
-    """Choose the recipe, and initialize the network and its optimizer."""
+    """Choose the recipe, and initialize the network and its optimizer.
+
+    Without ``start``, the last layer of a pretrained network is random: the training goes on from a checkpoint, or is
+    only measured.
+    """
     _, world_size = distributed.rank_and_world_size()
     settings = with_defaults(settings, dataset)
     precision = choose_precision(settings, device)
@@ -224,8 +247,19 @@ def prepare_training(
 
     torch.manual_seed(settings.seed)
     architecture = choose_architecture(dataset, settings)
-    module = TrainingModule(architecture, images.classes, settings, precision)
-    pretrained_sha256 = initialize(module.network, architecture, settings, dataset)
+    network = build_network(architecture)
+    module = TrainingModule(architecture, images.classes, settings, precision, network)
+    pretrained_sha256 = initialize(network, architecture, settings, dataset)
+    if architecture.pretrained and start:
+        from evernear.embedding.features import FrozenFeatures  # timm takes seconds to import
+        from evernear.embedding.head import start_at_head, train_head
+
+        features = FrozenFeatures(network, architecture, store, on_images)
+        start_at_head(module, train_head(features, architecture, dataset, images, settings_of_head(settings)))
+    if settings.trained_layers == "last":
+        from evernear.embedding.stages import freeze_first_stages
+
+        freeze_first_stages(module)
     module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
     micro_batches = choose_micro_batches(module, architecture, batch_size, device)
@@ -266,6 +300,11 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
     flips = choose_flips(settings, training.state.history)
 
     training.module.train()
+    if settings.weights:
+        from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
+
+        prepare_epoch(training.module, size_factor(settings, epoch))
+    deadline, done = Deadline(settings, training.state.history), 0
     losses, rate = torch.zeros((), device=training.device), 0.0
     batches = images.batches(training.batch_size, settings.seed, epoch, rank, world_size)
     for step, (pixels, classes) in enumerate(itertools.islice(batches, steps)):
@@ -274,15 +313,19 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
         for group in training.optimizer.param_groups:
             group["lr"] = rate * group["rate_factor"]
         losses += train_step(training, pixels, classes, margin(settings, progress), flips, generator)
+        done = step + 1
         if on_step is not None:
-            on_step(Steps(epoch * steps + step + 1, settings.epochs * steps, steps))
+            on_step(Steps(epoch * steps + done, settings.epochs * steps, steps))
+        if deadline.is_over():
+            break
 
     metrics = Epoch(
         epoch=epoch + 1,
         learning_rate=rate,
-        train_loss=float(distributed.all_reduce_sum(losses)) / (steps * world_size),
+        train_loss=float(distributed.all_reduce_sum(losses)) / (done * world_size),
         **measure_gallery(training.module, images.gallery(rank, world_size), training.device),
         duration_s=time.monotonic() - started_s,
+        skipped_steps=steps - done,
     )
     if settings.flip == "auto" and not any(earlier.flip_tests for earlier in training.state.history):
         tests = measure_flips(training.module, images, training.device, metrics)
@@ -337,7 +380,7 @@ def write_result(training: Training, out_dir: Path, store: Store | None, resumed
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
         chance_accuracy=training.images.chance_accuracy,
-        warnings=collapse_warnings(state.history, state.best_epoch, settings),
+        warnings=(*collapse_warnings(state.history, state.best_epoch, settings), *time_warnings(state.history)),
     )
     rank, _ = distributed.rank_and_world_size()
     if rank != 0:

@@ -16,7 +16,9 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
+from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON
 from evernear.embedding.recipe import with_defaults
+from evernear.embedding.speed import plan_training
 from evernear.embedding.train import OnStep, train_network
 from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
 from evernear.evaluation.grouped import effective_totals
@@ -40,16 +42,10 @@ from evernear.index.exact import digests_outside
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
-PROBE_SHARE = 0.25
-"""Epochs of the probe as a share of the training's epochs."""
-PROBE_SHARE_WITH_MUON = 0.6
-"""Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
 FEWEST_KNOWN = 2
 """Minimum number of classes to train on; calibration needs two in the gallery."""
 FEWEST_HELD_OUT = 2
 """Number of classes to hold out of less than ten; of more, it is a fifth."""
-DRAWS = 5
-"""Draws of a frozen backbone. With a fifth of the classes in each, every class is held out once."""
 
 
 class Sample(NamedTuple):
@@ -112,10 +108,10 @@ def probe_open_set(
     # Every class needs images in each split, whether it is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     wanted = settings.held_out_classes or max(FEWEST_HELD_OUT, len(eligible) // 5)
-    held_out = choose_held_out(eligible, wanted, DRAWS if train_settings.frozen else 1, train_settings.seed)
+    recipe = probe_recipe(dataset, train_settings, settings, store)
+    held_out = choose_held_out(eligible, wanted, PROBE_DRAWS if recipe.keeps_backbone else 1, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
-    recipe = probe_recipe(dataset, train_settings, settings)
     draws: list[Draw] = []
     with group_numbers(dataset) as groups:
         for labels in held_out:
@@ -129,10 +125,18 @@ def probe_open_set(
     return assess(draws, index_settings, settings.confidence).model_copy(update={"held_out": all_held_out})
 
 
-def probe_recipe(dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings) -> TrainSettings:
-    """``train_settings`` for ``settings.probe_epochs``, or for a share of their epochs if that is 0."""
+def probe_recipe(
+    dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
+) -> TrainSettings:
+    """``train_settings`` for ``settings.probe_epochs``, or for a share of their epochs if that is 0.
+
+    With ``train.minutes``, it is part of the plan in ``store``.
+    """
+    if train_settings.minutes:
+        return plan_training(dataset, train_settings, store).probe
     recipe = with_defaults(train_settings, dataset)
-    epochs = math.ceil(recipe.epochs * (PROBE_SHARE_WITH_MUON if recipe.optimizer == "muon" else PROBE_SHARE))
+    share = PROBE_SHARE_WITH_MUON if recipe.optimizer == "muon" else PROBE_SHARE
+    epochs = recipe.epochs if recipe.keeps_backbone else math.ceil(recipe.epochs * share)  # a head takes seconds
     return train_settings.model_copy(update={"epochs": settings.probe_epochs or epochs})
 
 
@@ -243,10 +247,11 @@ def _recognizer_without(
     on_step: OnStep | None,
     store: Store | None,
 ) -> Recognizer:
-    cache = store if recipe.frozen else None  # a trained network is discarded, and so are its embeddings
+    # The network is discarded, and so are its embeddings, but not the features of a backbone that is not trained.
+    cache = store if recipe.keeps_backbone else None
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train_network(dataset, recipe, trained, cache, exclude_labels=held_out, on_step=on_step)
+        train_network(dataset, recipe, trained, store, exclude_labels=held_out, on_step=on_step)
         export_network(trained, dataset, network, recipe.parity_tolerance, cache)
         embed_dataset(network, dataset, embeddings, batch_size=batch_size, store=cache)
         build_index(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)

@@ -88,7 +88,9 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
     from evernear.evaluation.probe import probe_recipe
 
     dataset = newest_dataset(store, settings)
-    recipe = probe_recipe(dataset, settings.train, settings.evaluation)
+    recipe = probe_recipe(dataset, settings.train, settings.evaluation, store)
+    if recipe.keeps_backbone:  # each fold would compute the features of all views
+        recipe = recipe.model_copy(update={"frozen": True})
     suspects: list[Suspect] = []
     found = images = 0
     with TemporaryDirectory(prefix="evernear-labels-") as scratch:

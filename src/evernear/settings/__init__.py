@@ -10,9 +10,9 @@ server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from evernear.errors import SettingsError
 from evernear.settings import sources
@@ -67,6 +67,29 @@ class RunSettings(Section):
     prep: PrepSettings = PrepSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
     cost: CostSettings = CostSettings()
+
+    @model_validator(mode="after")
+    def _plannable(self) -> Self:
+        """A plan sets the epochs itself and keeps the time as its limit, so `TrainSettings` allows both."""
+        train, given = self.train, f"train.minutes is {self.train.minutes:g}"
+        if not train.minutes:
+            return self
+        if train.frozen:
+            raise ValueError(f"{given}, but train.frozen trains nothing; set train.frozen=false or train.minutes=0")
+        if train.epochs:
+            raise ValueError(
+                f"{given}, which chooses the epochs, but train.epochs is {train.epochs}; set one of them to 0"
+            )
+        several = {name: getattr(train, name) for name in ("nodes", "processes")}
+        if train.weights:
+            several["members"] = train.members
+        for name, count in several.items():
+            if count > 1:
+                raise ValueError(
+                    f"{given}, but time is planned for one of train.{name}, not {count}; set train.epochs "
+                    f"instead of train.minutes, or train.{name}=1"
+                )
+        return self
 
     @property
     def store_uri(self) -> str:

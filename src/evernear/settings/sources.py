@@ -208,6 +208,8 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
     if fault["type"] != "extra_forbidden":
         reason = fault["msg"].removeprefix("Value error, ")
         message = _FORMS.get(fault["type"]) or reason[0].lower() + reason[1:]
+        if not key:  # several sections contradict each other
+            return f"Invalid settings: {message}."
         return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
     known = known_keys(model)
     # A key without its section (epochs) is nearest to the one that ends with it (train.epochs).

@@ -8,14 +8,38 @@ from pydantic import Field, field_validator, model_validator
 from evernear.settings.section import Section, absolute
 from evernear.settings.weight_packages import PREFIX, weight_package
 
+Layers = Literal["head", "last", "all"]
+"""The layers that training changes; see `TrainSettings.layers`."""
+
 
 class TrainSettings(Section):
     """The embedding network, its ArcFace head and the training loop."""
 
+    minutes: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Time for training and the open-set probe: layers, epochs and image sizes are chosen to fit, from "
+        "the speed of this machine. 0: no limit.",
+    )
+    layers: Literal["auto", Layers] = Field(
+        default="auto",
+        description="Layers of a pretrained network to train. head: a linear layer on its features, which are computed "
+        "once; last: all but the first third of the stages; all; auto: head, or with train.minutes what fits. Without "
+        "train.weights, all layers are trained.",
+    )
+    views: int = Field(
+        default=-1,
+        ge=-1,
+        le=100,
+        description="Augmented views of each training image whose features a head is trained on, beside the plain "
+        "ones. Each view takes as long as the plain images. -1: 4, or fewer if there are more than 5,000 images, but "
+        "at least one.",
+    )
     epochs: int = Field(
         default=0,
         ge=0,
-        description="Passes over the training images; 0: 12 if gray, 10 if color with Muon, 24 if color otherwise.",
+        description="Passes over the training images; 0: 12 if gray, 10 if color with Muon, 24 if color otherwise; "
+        "with train.weights, 30 for a head, otherwise 16.",
     )
     min_steps: int = Field(
         default=-1,
@@ -23,13 +47,25 @@ class TrainSettings(Section):
         description="Smallest number of training steps; small datasets are repeated within an epoch. "
         "-1: 300 if gray, 400 if color with Muon, 600 if color otherwise.",
     )
-    batch_size: int = Field(default=256, ge=2, description="Images per step, over all processes.")
+    max_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Largest number of training steps; an epoch of a large dataset then has only some of its images. "
+        "0: no limit, or 3000 for a head.",
+    )
+    batch_size: int = Field(
+        default=0,
+        ge=0,
+        description="Images per step, over all processes; 0: 256; with train.weights, 128 for a head, otherwise 32.",
+    )
     optimizer: Literal["auto", "muon", "adamw", "sgd"] = Field(
         default="auto",
         description="Muon, AdamW, or SGD with Nesterov momentum; auto: muon for color images in the compact backbone "
         "without pretrained weights, otherwise adamw.",
     )
-    learning_rate: float = Field(default=0.01, gt=0.0, description="Peak of the schedule.")
+    learning_rate: float = Field(
+        default=0.0, ge=0.0, description="Peak of the schedule; 0: 0.01, with train.weights 0.001."
+    )
     weight_decay: float = Field(
         default=-1.0,
         ge=-1.0,
@@ -63,7 +99,10 @@ class TrainSettings(Section):
         description="Networks in a deep ensemble. They train together, and their embeddings are concatenated.",
     )
     embedding_dim: int = Field(
-        default=128, ge=2, le=2048, description="Dimensions of the embedding; a multiple of train.members."
+        default=0,
+        ge=0,
+        le=2048,
+        description="Dimensions of the embedding, a multiple of train.members; 0: 128, or 256 with train.weights.",
     )
     backbone: str = Field(
         default="auto",
@@ -84,11 +123,18 @@ class TrainSettings(Section):
         description="Side of the input images of a timm backbone; 0: as in its pretraining with train.weights, "
         "otherwise as in the dataset.",
     )
+    size_factor: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Side of the training images of a timm backbone in the last epochs, relative to its input; 0: 6/7 "
+        "with train.weights, otherwise 1. The first 60% of the epochs have 5/6 of it.",
+    )
     backbone_learning_rate_factor: float = Field(
         default=0.0,
         ge=0.0,
-        description="Learning rate of the backbone, relative to that of the other layers; 0: 0.1 with train.weights, "
-        "otherwise 1.",
+        description="Learning rate of the backbone, relative to that of the other layers; 0: 1. In a pretrained "
+        "one, the rate falls by a fifth from stage to stage, toward the image.",
     )
     frozen: bool = Field(default=False, description="Use the features of a pretrained backbone, without training.")
     width: int = Field(
@@ -101,9 +147,10 @@ class TrainSettings(Section):
     patch_px: int = Field(
         default=0, ge=0, le=32, description="Side of the patches whose pixels become channels; 0: from the image size."
     )
-    augment: Literal["auto", "none", "shift", "affine", "elastic"] = Field(
+    augment: Literal["auto", "none", "shift", "affine", "elastic", "photograph"] = Field(
         default="auto",
-        description="Random augmentation of training images; auto: affine if they are gray, shift if they are color.",
+        description="Random augmentation of training images; photograph: large crops and changes of color or shape; "
+        "auto: affine if they are gray, shift if they are color, photograph with train.weights.",
     )
     flip: Literal["auto", "none", "horizontal", "vertical", "both"] = Field(
         default="auto",
@@ -138,11 +185,30 @@ class TrainSettings(Section):
         description="Largest difference between the eager and the TorchScript embedding of an image.",
     )
 
+    @property
+    def trained_layers(self) -> Layers:
+        """The layers to train, with ``auto`` resolved as without ``minutes``."""
+        if self.layers != "auto":
+            return self.layers
+        return "head" if self.weights else "all"
+
+    @property
+    def keeps_backbone(self) -> bool:
+        """Whether the backbone stays as it is pretrained, so that its features can be cached."""
+        return self.frozen or self.trained_layers == "head"
+
     @field_validator("weight_decay", "label_smoothing")
     @classmethod
     def _not_between(cls, value: float) -> float:
         if -1 < value < 0:
             raise ValueError(f"{value:g} is negative; use 0 or more, or -1 to choose by the images")
+        return value
+
+    @field_validator("batch_size", "embedding_dim")
+    @classmethod
+    def _not_one(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("1 is too small; use 2 or more, or 0 to choose by the network")
         return value
 
     @field_validator("weights")
@@ -159,6 +225,18 @@ class TrainSettings(Section):
             nearest = math.ceil(self.embedding_dim / self.members) * self.members
             raise ValueError(
                 f"embedding_dim is {self.embedding_dim}, not a multiple of the {self.members} members; try {nearest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trainable(self) -> Self:
+        if not self.weights and self.layers in ("head", "last"):
+            raise ValueError(f"layers is {self.layers}, but weights is empty; set weights, or layers to all or auto")
+        several = next((name for name in ("members", "processes", "nodes") if getattr(self, name) > 1), None)
+        if several and self.trained_layers == "head" and not self.frozen:
+            raise ValueError(
+                f"{several} is {getattr(self, several)}, but only a head is trained on pretrained weights, which takes "
+                f"one process and has one member; set layers=all to train the whole network, or {several}=1"
             )
         return self
 

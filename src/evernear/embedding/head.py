@@ -1,0 +1,252 @@
+"""A linear head on the features of a pretrained backbone, which stays as it is.
+
+The features of the training images, plain and in a few augmented views, are computed once and cached. A training step
+over them takes milliseconds, so the head is trained in seconds.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from evernear.common.output import quantity
+from evernear.data.shards import Dataset
+from evernear.embedding.arcface import ArcFace, TrainingModule
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.artifact import HeadTest
+from evernear.embedding.backbone import whiten
+from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.features import FrozenFeatures, View
+from evernear.embedding.image_vectors import one_torch_thread
+from evernear.embedding.network import EmbeddingNetwork
+from evernear.embedding.photographs import augment_block, view_name
+from evernear.embedding.recipe import choose_optimizer, learning_rate, margin, steps_per_epoch, with_defaults
+from evernear.embedding.timm_member import TimmMember, Whitening
+from evernear.settings import TrainSettings
+
+DROPOUT = 0.5
+"""Share of the features that a training step ignores."""
+MAX_BYTES = 2**30
+"""Largest size of the features to train on, which are in memory. Of more images, every second, third ... is taken."""
+COMPARED_IMAGES = 16_384
+"""Largest number of images of each split in the comparison with whitened features."""
+MAX_LOSS_ERRORS = 1.645
+"""Standard errors by which a head may be worse than whitened features, or without views has to be better: a one-sided
+test at 5%."""
+OnHeadStep = Callable[[int, int], None]
+"""Called after a step with the number of steps done, and of all."""
+
+
+class LinearHead(nn.Module):
+    """Maps whitened features (N, F) to unit vectors (N, D); initially a rotation, which preserves their angles."""
+
+    def __init__(self, features: int, dim: int) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(DROPOUT)
+        self.project = nn.Linear(features, dim, bias=False)
+        nn.init.orthogonal_(self.project.weight)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Embed ``features`` (N, F)."""
+        return F.normalize(self.project(self.dropout(features)))
+
+
+class HeadExamples(NamedTuple):
+    """Whitened features of length sqrt(F), in place of the images of the train split."""
+
+    features: NDArray[np.float32]
+    """(V + 1, N, F): first of the plain images, then of each augmented view."""
+    classes: NDArray[np.int64]
+    """(N,)"""
+
+    def batches(self, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield shuffled batches of features (N, F), each of a random view, and of classes (N,), indefinitely."""
+        rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
+        while True:
+            while len(order) < batch_size:
+                order = np.concatenate([order, rng.permutation(len(self.classes))])
+            rows, order = order[:batch_size], order[batch_size:]
+            views = rng.integers(len(self.features), size=batch_size)
+            yield torch.from_numpy(self.features[views, rows]), torch.from_numpy(self.classes[rows])
+
+
+class Head(NamedTuple):
+    """A trained head."""
+
+    map: Whitening
+    """Whitening and projection in one, as a network applies them to features."""
+    centers: Tensor
+    """(C, D), the centers of the classes."""
+    test: HeadTest
+    warnings: tuple[str, ...]
+
+
+def whitening_for(features: FrozenFeatures, dataset: Dataset, images: TrainingImages) -> Whitening:
+    """The whitening of ``features``, fitted to the train split."""
+    whitening = Whitening(features.dim, features.dim)
+    whiten(whitening, features.batches(dataset, "train", images), images.classes)
+    return whitening
+
+
+def train_head(
+    features: FrozenFeatures,
+    architecture: Architecture,
+    dataset: Dataset,
+    images: TrainingImages,
+    settings: TrainSettings,
+    on_step: OnHeadStep | None = None,
+) -> Head:
+    """Train a head on the train split, and compare it with whitened features on the gallery split.
+
+    With ``settings.minutes``, views that cannot be computed in this time are left out.
+    """
+    end_s = time.monotonic() + settings.minutes * 60 if settings.minutes else math.inf
+    settings = with_defaults(settings, dataset)
+    whitening = whitening_for(features, dataset, images)
+    examples = read_examples(features, whitening, dataset, images, settings, end_s)
+    torch.manual_seed(settings.seed)
+    layer = LinearHead(features.dim, architecture.embedding_dim)
+    module = TrainingModule(architecture, images.classes, settings, torch.float32, layer)
+    centers = cast(ArcFace, module.heads[0]).centers
+    with one_torch_thread():
+        _start_at_class_means(centers, layer, examples)
+        _train(module, examples, settings, on_step)
+    weight = layer.project.weight.detach()
+    test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
+    # The length of the whitened features, which is normalized in between, does not matter: unit vectors follow.
+    folded = Whitening(features.dim, architecture.embedding_dim)
+    folded.mean.copy_(whitening.mean)
+    folded.matrix.copy_(whitening.matrix @ weight.T)
+    views = len(examples.features) - 1
+    warning = (
+        f"The time was enough for {views} of {quantity(settings.views, 'augmented view')}: the machine became slower."
+    )
+    return Head(folded, centers.detach(), test, (warning,) if views < settings.views else ())
+
+
+def read_examples(
+    features: FrozenFeatures,
+    whitening: Whitening,
+    dataset: Dataset,
+    images: TrainingImages,
+    settings: TrainSettings,
+    end_s: float = math.inf,
+) -> HeadExamples:
+    """Compute the features of the train split, plain and in ``settings.views`` views, until ``time.monotonic()`` is
+    ``end_s``.
+    """
+    mirror = is_mirrored(settings, dataset)
+    views = [
+        View(view_name(number, mirror), partial(augment_block, view=number, mirror=mirror))
+        for number in range(settings.views)
+    ]
+    every = max(1, math.ceil(images.count * (len(views) + 1) * features.dim * 4 / MAX_BYTES))
+    rows = np.empty((len(views) + 1, math.ceil(images.count / every), features.dim), np.float32)
+    numbers, read = np.empty(rows.shape[1], np.int64), 0
+    for view in [None, *views]:
+        if view and time.monotonic() > end_s:
+            break
+        seen = filled = 0
+        for batch, classes in features.batches(dataset, "train", images, view):
+            chosen = torch.arange(-seen % every, len(classes), every)
+            part = slice(filled, filled + len(chosen))
+            rows[read, part] = _whitened(whitening, batch[chosen]).numpy()
+            numbers[part] = classes[chosen].numpy()
+            seen, filled = seen + len(classes), part.stop
+        read += 1
+    return HeadExamples(rows[:read], numbers)
+
+
+def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
+    """Whether augmented views are mirrored: by ``train.flip``, of which auto mirrors color images, mostly photographs.
+
+    The features of a backbone hardly change if an image is mirrored, so no measurement could decide.
+    """
+    return settings.flip in ("horizontal", "both") or (settings.flip == "auto" and dataset.shape[2] == 3)
+
+
+@torch.no_grad()
+def compare(
+    weight: Tensor, whitening: Whitening, examples: HeadExamples, gallery: Iterator[tuple[Tensor, Tensor]]
+) -> HeadTest:
+    """Compare the projection by ``weight`` (D, F) with whitened features, by the nearest plain training images.
+
+    The head is used unless it is significantly worse (McNemar 1947, "Note on the sampling error of the difference
+    between correlated proportions or percentages"): on a small gallery a few images are luck, and on photographs the
+    head is better (docs/decisions/0075-a-head-on-frozen-features.md). Without views whitened features are, so that the
+    head has to be significantly better.
+    """
+    plain, known = torch.from_numpy(examples.features[0][:COMPARED_IMAGES]), examples.classes[:COMPARED_IMAGES]
+    maps = [nn.Identity(), lambda rows: rows @ weight.T]
+    references = [F.normalize(embed(plain)) for embed in maps]
+    correct: list[Tensor] = []
+    count = 0
+    for batch, classes in gallery:
+        queries = _whitened(whitening, batch)
+        nearest = [
+            (F.normalize(embed(queries)) @ rows.T).argmax(dim=1) for embed, rows in zip(maps, references, strict=True)
+        ]
+        correct.append(torch.from_numpy(known)[torch.stack(nearest)] == classes)
+        if (count := count + len(classes)) >= COMPARED_IMAGES:
+            break
+    whitened, trained = torch.cat(correct, dim=1)
+    lost, gained = int((whitened & ~trained).sum()), int((trained & ~whitened).sum())
+    tolerance = MAX_LOSS_ERRORS if len(examples.features) > 1 else -MAX_LOSS_ERRORS
+    return HeadTest(
+        whitened=float(whitened.float().mean()),
+        trained=float(trained.float().mean()),
+        used=lost - gained <= tolerance * math.sqrt(lost + gained),
+    )
+
+
+@torch.no_grad()
+def start_at_head(module: TrainingModule, head: Head) -> None:
+    """Initialize the last layer and the centers of ``module``, a pretrained network, by a trained head.
+
+    A random head would distort the features first (Kumar et al. 2022, "Fine-tuning can distort pretrained features and
+    underperform out-of-distribution", arXiv:2202.10054).
+    """
+    member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
+    project = cast(nn.Linear, member.project)
+    project.weight.copy_(head.map.matrix.T)
+    project.bias.copy_(-head.map.mean @ head.map.matrix)
+    cast(ArcFace, module.heads[0]).centers.copy_(head.centers)
+
+
+def _train(module: TrainingModule, examples: HeadExamples, settings: TrainSettings, on_step: OnHeadStep | None) -> None:
+    batch_size = min(settings.batch_size, len(examples.classes))
+    steps = settings.epochs * steps_per_epoch(settings, len(examples.classes), batch_size)
+    optimizer = choose_optimizer(module, settings, torch.float32)
+    module.train()
+    for step, (features, classes) in enumerate(islice(examples.batches(batch_size, settings.seed), steps)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(settings, step / steps)
+        optimizer.zero_grad()
+        module(features, classes, margin(settings, step / steps), classes).backward()
+        optimizer.step()
+        if on_step is not None:
+            on_step(step + 1, steps)
+    module.eval()
+
+
+@torch.no_grad()
+def _start_at_class_means(centers: Tensor, layer: LinearHead, examples: HeadExamples) -> None:
+    """Set the ``centers`` (C, D) of the classes to the mean embeddings of their plain training images."""
+    embeddings = F.normalize(torch.from_numpy(examples.features[0]) @ layer.project.weight.T)
+    sums = torch.zeros_like(centers).index_add_(0, torch.from_numpy(examples.classes), embeddings)
+    present = sums.norm(dim=1) > 0
+    centers[present] = F.normalize(sums[present])
+
+
+@torch.no_grad()
+def _whitened(whitening: Whitening, features: Tensor) -> Tensor:
+    """Whitened ``features`` (N, F) of length sqrt(F)."""
+    return F.normalize(whitening(features)) * features.shape[1] ** 0.5

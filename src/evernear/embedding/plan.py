@@ -1,0 +1,273 @@
+"""Training within a time: what to train, for how long and at which image size, from the speed of this machine.
+
+The speed is measured once for a dataset and its settings. The plan is stored beside the checkpoints, so a retry, a
+resumed run and the open-set probe train as planned, whatever the machine does then. A schedule that ends when the time
+ends is better than one that is cut (Li et al. 2020, "Budgeted Training", arXiv:1905.04753). If the machine becomes
+slower, `Deadline` shortens each epoch, and the schedule still ends.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
+from evernear.common.store import Store
+from evernear.data.manifest import SPLITS
+from evernear.data.shards import Dataset
+from evernear.embedding.artifact import Epoch
+from evernear.embedding.checkpoint import checkpoint_key
+from evernear.embedding.recipe import size_factor, steps_per_epoch, with_defaults
+from evernear.errors import SettingsError
+from evernear.settings import TrainSettings
+from evernear.settings.train import Layers
+
+USED_SHARE = 0.9
+"""Share of the time that is planned, because the speed of a machine varies."""
+START_S = 15.0
+"""Time to start the processes of train and probe, and to write their results."""
+HEAD_STEP_S = 0.01
+MOST_EPOCHS = 30
+"""More do not help."""
+FEWEST_EPOCHS = 4
+FEWEST_STEPS = 200
+"""Of fine-tuning."""
+MOST_REPETITIONS = 4
+"""Most steps on few images, as a multiple of ``train.min_steps``."""
+PROBE_DRAWS = 5
+"""Draws of the probe if the backbone is kept. With a fifth of the classes in each, every class is held out once."""
+PROBE_SHARE = 0.25
+"""Epochs of the probe as a share of the training's epochs."""
+PROBE_SHARE_WITH_MUON = 0.6
+"""Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
+
+
+class Plan(Frozen):
+    """How the time of ``train.minutes`` is used; ``checkpoints/<key>/plan.json`` in the store."""
+
+    train: TrainSettings
+    probe: TrainSettings
+    sentence: str
+    """The plan and its estimated time, for a person."""
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """A way to train a pretrained network that is chosen if at least ``fewest_epochs`` fit in the time."""
+
+    layers: Layers
+    size_factor: float
+    fewest_epochs: int
+
+
+LADDER = (
+    FineTuning("all", 6 / 7, 24),
+    FineTuning("last", 6 / 7, FEWEST_EPOCHS),
+    FineTuning("last", 4 / 7, FEWEST_EPOCHS),
+)
+"""Ways to train a pretrained network, best first. If none fits, only a head is trained."""
+
+
+class Speed(NamedTuple):
+    """Seconds per image."""
+
+    train_s: float
+    """Of a training step at the size of the network's input."""
+    validate_s: float
+    """Of the validation on the device that trains."""
+    embed_s: float
+    """Of an embedding on the CPU, as in the steps that do not train."""
+
+
+Measure = Callable[[TrainSettings], Speed]
+
+
+def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, measure: Measure) -> Plan:
+    """The plan for ``settings.minutes``: the stored one of an earlier run with the same images, settings and code.
+
+    Raises:
+        SettingsError: the time is too short.
+    """
+    name = f"checkpoints/{checkpoint_key(dataset.digest, settings, frozenset())}/plan.json"
+    stored = store.find(name) if store else None
+    if stored:
+        return Plan.model_validate_json(stored[0])
+    plan = make_plan(dataset, settings, measure)
+    if store:
+        store.put(name, plan.model_dump_json().encode())
+    return plan
+
+
+def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Plan:
+    """Choose what fits in ``settings.minutes``, at the speed that ``measure`` returns for settings.
+
+    Raises:
+        SettingsError: the time is too short.
+    """
+    end_s = time.monotonic() + settings.minutes * 60 * USED_SHARE - START_S
+    if settings.weights:
+        return _plan_pretrained(dataset, settings, end_s, measure)
+    work = _work(dataset, settings, settings, measure(with_defaults(settings, dataset)), 0.0)
+    time_s = end_s - time.monotonic()
+    return work.plan(time_s) or _refuse(settings, work.shortest_s, time_s)
+
+
+def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, measure: Measure) -> Plan:
+    """The first way of `LADDER` that fits, otherwise a head. ``train.layers`` may demand one of them."""
+    of_head = settings.model_copy(update={"layers": "head"})
+    recipe, images = with_defaults(of_head, dataset), dataset.count("train")
+    steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
+    embed_s, head_s = measure(recipe).embed_s, steps * HEAD_STEP_S
+    start_s = ((1 + max(0, settings.views)) * images + dataset.count("gallery")) * embed_s + 2 * head_s
+    speeds: dict[Layers, Speed] = {}
+    shortest_s = math.inf
+    for way in LADDER:
+        is_demanded = settings.layers == way.layers
+        if not is_demanded and settings.layers != "auto":
+            continue
+        changes = {"layers": way.layers, "size_factor": settings.size_factor or way.size_factor}
+        tuned = settings.model_copy(update=changes)
+        # A training step takes at least twice as long as an embedding. Measuring one that cannot fit is a waste.
+        shortest_s = _work(dataset, settings, tuned, Speed(2 * embed_s, embed_s, embed_s), start_s).shortest_s
+        if shortest_s > end_s - time.monotonic() and not is_demanded:
+            continue
+        if way.layers not in speeds:
+            speeds[way.layers] = measure(with_defaults(tuned, dataset))
+        work = _work(dataset, settings, tuned, speeds[way.layers], start_s)
+        if plan := work.plan(end_s - time.monotonic(), 0 if is_demanded else way.fewest_epochs):
+            return plan
+        shortest_s = work.shortest_s
+    if settings.layers in ("auto", "head"):
+        return _plan_head(dataset, settings, of_head, end_s - time.monotonic(), embed_s, (1 + PROBE_DRAWS) * head_s)
+    return _refuse(settings, shortest_s, end_s - time.monotonic())
+
+
+def _plan_head(
+    dataset: Dataset, settings: TrainSettings, of_head: TrainSettings, time_s: float, embed_s: float, heads_s: float
+) -> Plan:
+    """A head with as many views as fit in ``time_s``, or whitened features if none fits."""
+    features_s = sum(dataset.count(split) for split in SPLITS) * embed_s
+    if features_s > time_s:
+        return _refuse(settings, features_s, time_s)
+    fixed_s, view_s = features_s + heads_s, dataset.count("train") * embed_s
+    most_views = with_defaults(of_head, dataset).views
+    views = min(most_views, int((time_s - fixed_s) / view_s))
+    if views < min(1, most_views):
+        whitened = of_head.model_copy(update={"frozen": True, "minutes": 0.0})
+        what = "whitened features without training, because a head takes longer"
+        sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
+        return Plan(train=whitened, probe=whitened, sentence=sentence)
+    # In the training, `minutes` limits the time for the train split. The probe only reads the features.
+    limit_s = (1 + views) * view_s / USED_SHARE
+    chosen = of_head.model_copy(update={"views": views, "minutes": limit_s / 60})
+    what = f"a head on the features of the images and of {quantity(views, 'augmented view')} of each"
+    expected_s = START_S + fixed_s + views * view_s
+    return Plan(train=chosen, probe=chosen, sentence=_sentence(settings, what, expected_s, views == most_views))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a training and its probe consist of, and how long each part takes."""
+
+    settings: TrainSettings
+    """As given."""
+    chosen: TrainSettings
+    """With the layers and the image size that are considered."""
+    recipe: TrainSettings
+    """``chosen`` with its defaults."""
+    fixed_s: float
+    step_s: float
+    validation_s: float
+    pass_steps: int
+    """Steps that see each image once."""
+
+    @property
+    def probe_share(self) -> float:
+        return PROBE_SHARE_WITH_MUON if self.recipe.optimizer == "muon" else PROBE_SHARE
+
+    @property
+    def fewest_steps(self) -> int:
+        """With fewer, a pretrained network forgets more than it learns, and a head is better."""
+        return FEWEST_STEPS if self.recipe.weights else FEWEST_EPOCHS
+
+    @property
+    def shortest_s(self) -> float:
+        """The time of the shortest training that makes sense."""
+        loop_s = FEWEST_EPOCHS * self.validation_s + self.fewest_steps * self.step_s
+        return self.fixed_s + (1 + self.probe_share) * loop_s
+
+    def plan(self, time_s: float, fewest_epochs: int = 0) -> Plan | None:
+        """The plan that takes ``time_s``, or less if more would not help; None if the time is too short."""
+        usable_s = (time_s - self.fixed_s) / (1 + self.probe_share)
+        epochs = int(usable_s / (self.pass_steps * self.step_s + self.validation_s))
+        if time_s < self.shortest_s or epochs < fewest_epochs:
+            return None
+        epochs = max(FEWEST_EPOCHS, min(MOST_EPOCHS, epochs))
+        fitting = int((usable_s - epochs * self.validation_s) / self.step_s)
+        most_steps = max(MOST_EPOCHS * self.pass_steps, MOST_REPETITIONS * self.recipe.min_steps)
+        steps = max(epochs, min(fitting, most_steps))
+        probe_epochs = max(1, round(epochs * self.probe_share))
+        train, probe = self._of(epochs, steps), self._of(probe_epochs, max(1, steps * probe_epochs // epochs))
+        layers = {"all": "all layers", "last": "the last stages"}[self.recipe.trained_layers]
+        size = f" at up to {self.recipe.size_factor:.0%} of the size" if self.recipe.weights else ""
+        what = f"{layers}, {quantity(epochs, 'epoch')} of {quantity(steps // epochs, 'step')}{size}"
+        loops_s = (train.minutes + probe.minutes) * 60 * USED_SHARE
+        expected_s = START_S + self.fixed_s + loops_s
+        sentence = _sentence(self.settings, what, expected_s, is_enough=fitting > most_steps)
+        return Plan(train=train, probe=probe, sentence=sentence)
+
+    def _of(self, epochs: int, steps: int) -> TrainSettings:
+        """The settings of a training; its ``minutes`` limit the loop over epochs."""
+        loop_s = steps * self.step_s + epochs * self.validation_s
+        changes = {"epochs": epochs, "min_steps": steps, "max_steps": steps, "minutes": loop_s / USED_SHARE / 60}
+        return self.chosen.model_copy(update=changes)
+
+
+def _work(dataset: Dataset, settings: TrainSettings, chosen: TrainSettings, speed: Speed, start_s: float) -> _Work:
+    """The work of a training whose start takes ``start_s``."""
+    recipe = with_defaults(chosen, dataset)
+    images, gallery = dataset.count("train"), dataset.count("gallery")
+    batch_size = min(recipe.batch_size, images)
+    sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
+    # The probe embeds all other splits, mirrored as well. Both trainings measure flips once.
+    others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
+    return _Work(
+        settings=settings,
+        chosen=chosen,
+        recipe=recipe,
+        fixed_s=start_s + others * speed.embed_s,
+        step_s=batch_size * speed.train_s * sum(size**2 for size in sizes) / len(sizes),
+        validation_s=gallery * speed.validate_s,
+        pass_steps=max(1, images // batch_size),
+    )
+
+
+def _sentence(settings: TrainSettings, what: str, expected_s: float, is_enough: bool) -> str:
+    shorter = f" of the {settings.minutes:g}, because more would not help" if is_enough else ""
+    return f"{what}; about {expected_s / 60:.1f} minutes with the probe{shorter}"
+
+
+def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
+    """Raise an error: ``time_s`` is left of the time, and ``shortest_s`` is needed."""
+    needed = math.ceil(settings.minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
+    raise SettingsError(
+        f"train.minutes is {settings.minutes:g}, but training on these images and the probe take at least about "
+        f"{needed:g} minutes on this machine; set train.minutes={needed:g} or more."
+    )
+
+
+class Deadline:
+    """The share of the time of a loop over epochs that one epoch may take, so that none of them takes another's."""
+
+    def __init__(self, settings: TrainSettings, history: Sequence[Epoch]) -> None:
+        self._end_s = math.inf
+        if settings.minutes:
+            costs = [size_factor(settings, epoch) ** 2 for epoch in range(len(history), settings.epochs)]
+            left_s = settings.minutes * 60 - sum(epoch.duration_s for epoch in history)
+            self._end_s = time.monotonic() + max(0.0, left_s) * costs[0] / sum(costs)
+
+    def is_over(self) -> bool:
+        """Whether the epoch has to end."""
+        return time.monotonic() > self._end_s

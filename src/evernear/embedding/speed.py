@@ -1,0 +1,84 @@
+"""The speed of this machine, from which training within a time is planned."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from evernear.common.store import Store
+from evernear.data.shards import Dataset
+from evernear.embedding.image_vectors import one_torch_thread
+from evernear.embedding.monitor import measure_gallery
+from evernear.embedding.plan import Plan, Speed, find_plan
+from evernear.embedding.recipe import choose_device
+from evernear.embedding.torchscript import optimized
+from evernear.embedding.train import Training, prepare_training, train_step
+from evernear.settings import TrainSettings
+
+MEASURED_IMAGES = 16
+"""Images to embed at a time."""
+COMPILING_CALLS = 2
+"""Calls in which TorchScript compiles a network."""
+
+
+def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None) -> Plan:
+    """The plan for ``settings.minutes``, which an earlier run may have made; see `evernear.embedding.plan`.
+
+    Raises:
+        SettingsError: the time is too short.
+        TrainingError: as `evernear.embedding.train.train_network`.
+    """
+    return find_plan(dataset, settings, store, partial(measure_speed, dataset))
+
+
+def measure_speed(dataset: Dataset, settings: TrainSettings) -> Speed:
+    """The speed of this machine, from a few batches of ``dataset``. If the backbone is kept, no step is measured."""
+    device = torch.device("cpu") if settings.keeps_backbone else choose_device(settings, 0)
+    trained = settings.model_copy(update={"layers": "all"}) if settings.keeps_backbone else settings
+    training = prepare_training(dataset, trained, frozenset(), device, start=False)
+    pixels, classes = next(training.images.batches(training.batch_size, 0, 0, 0, 1))
+    few = pixels[:MEASURED_IMAGES], classes[:MEASURED_IMAGES]
+    if settings.keeps_backbone:
+        embed_s = _embed_s(training.module.network, few[0])
+        return Speed(train_s=0.0, validate_s=embed_s, embed_s=embed_s)
+    train_s = _train_s(training, pixels, classes)
+    validate_s = _fastest_s(lambda: measure_gallery(training.module, [few], device)) / len(few[0])
+    return Speed(train_s, validate_s, _embed_s(training.module.network.cpu(), few[0]))
+
+
+def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
+    """Seconds per image of a training step with images of the network's input size."""
+    training.module.train()
+    if training.settings.weights:
+        from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
+
+        prepare_epoch(training.module, 1.0)
+    generator = torch.Generator().manual_seed(0)
+    return _fastest_s(lambda: train_step(training, pixels, classes, 0.0, (), generator)) / len(pixels)
+
+
+def _embed_s(network: nn.Module, pixels: Tensor) -> float:
+    """Seconds per image of an embedding on the CPU, with as many batches at a time as there are threads."""
+    scripted = optimized(network)
+
+    def embed(batch: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return scripted(batch)
+
+    with one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
+        for _ in range(COMPILING_CALLS):
+            embed(pixels)
+        return _fastest_s(lambda: list(pool.map(embed, [pixels] * threads))) / (threads * len(pixels))
+
+
+def _fastest_s(function: Callable[[], object]) -> float:
+    """The shorter time of two calls after a first one, which allocates memory."""
+    times_s: list[float] = []
+    for _ in range(3):
+        started_s = time.monotonic()
+        function()
+        times_s.append(time.monotonic() - started_s)
+    return min(times_s[1:])

@@ -1,0 +1,59 @@
+"""The stages of a pretrained network: which of them are trained, and at what rate."""
+
+import math
+from typing import Any, cast
+
+from timm.models import group_parameters
+from torch import nn
+
+from evernear.embedding.timm_member import Resize, TimmMember
+
+RATE_DECAY = 0.8
+"""Learning rate of a stage, relative to the stage after it: early stages change the least (Howard and Ruder 2018,
+"Universal Language Model Fine-tuning for Text Classification", section 3.2, arXiv:1801.06146)."""
+FROZEN_SHARE = 1 / 3
+"""Share of the stages, from the first on, that ``train.layers = last`` leaves as they are: they see the most pixels,
+which costs most of the time, and differ least between data sets."""
+
+
+def prepare_epoch(module: nn.Module, size_factor: float) -> None:
+    """Prepare ``module``, in train mode, for an epoch with images of ``size_factor`` times the input's side."""
+    for part in module.modules():
+        if isinstance(part, Resize):
+            part.set_training_size(size_factor)
+    fix_frozen_statistics(module)
+
+
+def rate_factors(backbone: nn.Module) -> dict[str, float]:
+    """The learning rate of each parameter of a timm model, relative to that of the layers after it."""
+    stages = _stages(backbone)
+    last = max(stages.values(), default=0)
+    return {name: RATE_DECAY ** (last - stage) for name, stage in stages.items()}
+
+
+def freeze_first_stages(module: nn.Module) -> None:
+    """Exclude the first third of the stages of each timm model in ``module`` from training."""
+    for member in module.modules():
+        if isinstance(member, TimmMember):
+            _freeze(member.backbone)
+
+
+def _freeze(backbone: nn.Module) -> None:
+    stages = _stages(backbone)
+    frozen = math.ceil((max(stages.values(), default=0) + 1) * FROZEN_SHARE)
+    for name, parameter in backbone.named_parameters():
+        parameter.requires_grad_(stages[name] >= frozen)
+
+
+def fix_frozen_statistics(network: nn.Module) -> None:
+    """Put layers without trained parameters in eval mode, so that their batch statistics do not change."""
+    for module in network.modules():
+        parameters = list(module.parameters(recurse=False))
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+
+
+def _stages(backbone: nn.Module) -> dict[str, int]:
+    """The number of the stage of each parameter; the stem is 0."""
+    matcher = cast(Any, backbone).group_matcher(coarse=True)
+    return cast(dict[str, int], group_parameters(backbone, matcher, reverse=True))

@@ -1,0 +1,285 @@
+"""A linear head on the cached features of a pretrained backbone."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from evernear.common.store import Store, open_store
+from evernear.data.manifest import SPLITS
+from evernear.data.shards import Block, Dataset
+from evernear.embedding import head as head_module
+from evernear.embedding import image_vectors
+from evernear.embedding.artifact import load_trained
+from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.embed import embed_dataset
+from evernear.embedding.embeddings import Embeddings
+from evernear.embedding.export import export_network, load_network
+from evernear.embedding.features import FrozenFeatures
+from evernear.embedding.freeze import choose_architecture, initialize
+from evernear.embedding.head import HeadExamples, compare, read_examples, train_head, whitening_for
+from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.network import build_network
+from evernear.embedding.photographs import augment_block, augment_photographs, view_name
+from evernear.embedding.recipe import with_defaults
+from evernear.embedding.timm_member import Whitening
+from evernear.embedding.train import Steps, prepare_training, train_network
+from evernear.errors import SettingsError
+from evernear.evaluation.probe import probe_open_set
+from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings, load
+
+TINY = "test_resnet"
+"""The smallest convolutional network of timm; it has 96 features."""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import timm
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(timm.create_model(TINY, num_classes=0).state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def of_head(weights: Path) -> TrainSettings:
+    return TrainSettings(
+        backbone=TINY, weights=str(weights), backbone_size_px=16, embedding_dim=32, views=1, min_steps=60, epochs=1
+    )
+
+
+@pytest.fixture
+def always_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The features of random weights gain nothing by a head."""
+    monkeypatch.setattr(head_module, "MAX_LOSS_ERRORS", math.inf)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store((tmp_path / "store").as_uri())
+
+
+def features_of(dataset: Dataset, settings: TrainSettings, store: Store | None = None) -> FrozenFeatures:
+    torch.manual_seed(0)
+    architecture = choose_architecture(dataset, settings)
+    network = build_network(architecture)
+    initialize(network, architecture, settings, dataset)
+    return FrozenFeatures(network, architecture, store)
+
+
+@pytest.mark.usefixtures("always_used")
+def test_weights_alone_train_a_head_on_features_that_are_computed_once(
+    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def record(network: torch.nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        seen.append(len(images))
+        return embed_images(network, images)
+
+    monkeypatch.setattr(image_vectors, "embed_images", record)
+    steps: list[Steps] = []
+    result = train_network(digits, of_head, tmp_path / "trained", store, on_step=steps.append)
+    assert steps[-1] == Steps(60, 60, 60)
+    assert result.epochs == ()
+    assert result.head is not None
+    assert result.head.used
+    assert result.head.trained > 0.8
+    probe_open_set(digits, of_head, EvaluationSettings(), IndexSettings(), store=store)
+    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", 1e-4, store)
+    embed_dataset(tmp_path / "network", digits, tmp_path / "embeddings", store=store)
+    assert sum(seen) == sum(digits.count(split) for split in SPLITS) + digits.count("train"), "plain and one view"
+
+    assert exported.embedding_dim == 32
+    cached = Embeddings.open(tmp_path / "embeddings")
+    block = next(digits.blocks("gallery", 8))
+    served = embed_images(load_network(tmp_path / "network"), block.images)
+    np.testing.assert_allclose(np.linalg.norm(served, axis=1), 1, atol=1e-5)
+    of_digest = {
+        digest.tobytes(): vector
+        for part in cached.blocks("gallery")
+        for digest, vector in zip(part.digests, part.embeddings, strict=True)
+    }
+    for digest, vector in zip(block.digests, served, strict=True):
+        np.testing.assert_allclose(of_digest[digest.tobytes()], vector, atol=1e-4)
+
+
+@pytest.mark.usefixtures("always_used")
+def test_the_same_seed_trains_the_same_head(
+    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store
+) -> None:
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        train_network(digits, of_head.model_copy(update={"seed": seed}), tmp_path / name, store)
+    first, again, other = (load_trained(tmp_path / name)[0].weights_sha256 for name in ("first", "again", "other"))
+    assert first == again != other
+
+
+def test_a_head_that_is_worse_is_not_used(
+    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_module, "DROPOUT", 0.999)
+    worse = of_head.model_copy(update={"embedding_dim": 2})
+    result = train_network(digits, worse, tmp_path / "trained", store)
+    assert result.head is not None
+    assert not result.head.used
+    assert str(result.head).startswith("the head is not used: nearest neighbors recognize")
+    train_network(digits, of_head.model_copy(update={"frozen": True}), tmp_path / "frozen", store)
+    fallback, frozen = (load_trained(tmp_path / name) for name in ("trained", "frozen"))
+    assert fallback[0].architecture.embedding_dim == frozen[0].architecture.embedding_dim == 96
+    for name, tensor in frozen[1].state_dict().items():
+        torch.testing.assert_close(fallback[1].state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("lost", "views", "used"), [(0, 1, True), (2, 1, True), (3, 1, False), (40, 1, False), (1, 0, False), (2, 0, False)]
+)
+def test_a_few_images_do_not_reject_a_head_with_views(lost: int, views: int, used: bool) -> None:
+    """Whitened features recognize all; the head, which ignores the second feature, fails on the first ``lost``."""
+    images, whitening = 60, Whitening(3, 3)
+    plain = torch.eye(3) * 3**0.5
+    examples = HeadExamples(np.stack([plain.numpy()] * (views + 1)), np.arange(3))
+    classes = torch.arange(images) % 2 * 2  # the classes 0 and 2, which the head distinguishes
+    classes[:lost] = 1
+    projection = torch.tensor([[1.0, 0.9, 0.0], [0.0, 0.0, 1.0]])
+    test = compare(projection, whitening, examples, iter([(plain[classes], classes)]))
+    assert test.whitened == 1
+    assert test.trained == pytest.approx(1 - lost / images)
+    assert test.used is used
+
+
+def test_features_in_memory_are_bounded(
+    digits: Dataset, of_head: TrainSettings, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features, images = features_of(digits, of_head, store), TrainingImages(digits, frozenset("3"))
+    whitening, settings = whitening_for(features, digits, images), with_defaults(of_head, digits)
+    everything = read_examples(features, whitening, digits, images, settings)
+    assert everything.features.shape == (2, images.count, 96)
+    monkeypatch.setattr(head_module, "MAX_BYTES", everything.features.nbytes // 3)
+    some = read_examples(features, whitening, digits, images, settings)
+    assert some.features.nbytes <= everything.features.nbytes / 2
+    every = int(np.ceil(everything.features.shape[1] / some.features.shape[1]))
+    np.testing.assert_array_equal(some.features, everything.features[:, ::every])
+    np.testing.assert_array_equal(some.classes, everything.classes[::every])
+    assert set(some.classes) == set(range(9))
+
+
+def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: TrainSettings, store: Store) -> None:
+    features, images = features_of(digits, of_head, store), TrainingImages(digits, frozenset())
+    hurried = of_head.model_copy(update={"views": 3, "minutes": 1e-9, "min_steps": 5})
+    head = train_head(features, choose_architecture(digits, hurried), digits, images, hurried)
+    assert head.warnings == ("The time was enough for 0 of 3 augmented views: the machine became slower.",)
+
+
+def test_fine_tuning_starts_at_the_head(digits: Dataset, of_head: TrainSettings, store: Store) -> None:
+    settings = of_head.model_copy(update={"layers": "all"})
+    training = prepare_training(digits, settings, frozenset(), torch.device("cpu"), store)
+    features = features_of(digits, of_head, store)
+    (batch, _), *_ = features.batches(digits, "gallery", training.images)
+    head = train_head(
+        features,
+        choose_architecture(digits, of_head),
+        digits,
+        training.images,
+        of_head.model_copy(update={"min_steps": -1, "epochs": 0}),
+    )
+    pixels, expected = next(training.images.gallery())
+    with torch.no_grad():
+        embeddings = training.module.eval().network(pixels[: len(batch)])
+        logits = training.module.logits(pixels)
+    torch.testing.assert_close(embeddings, F.normalize(head.map(batch)), atol=1e-3, rtol=0)
+    assert (logits.argmax(dim=1) == expected).float().mean() > 0.8
+    random = prepare_training(digits, settings, frozenset(), torch.device("cpu"), store, start=False)
+    assert (random.module.eval().logits(pixels).argmax(dim=1) == expected).float().mean() < 0.5
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_image_and_a_view_determine_the_augmented_image(channels: int) -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (6, 20, 30, channels), np.uint8)
+    block = Block(images, np.zeros(6, np.int64), rng.integers(0, 256, (6, 32), np.uint8))
+    state = torch.random.get_rng_state()
+    views = augment_block(block, 0, mirror=True)
+    assert torch.equal(torch.random.get_rng_state(), state), "the generator of the training is not used up"
+    assert views.shape == images.shape
+    assert views.dtype == np.uint8
+    last = augment_block(Block(images[4:], block.labels[4:], block.digests[4:]), 0, mirror=True)
+    np.testing.assert_array_equal(last, views[4:])
+    assert not np.array_equal(augment_block(block, 1, mirror=True), views)
+    assert len({view_name(view, mirror) for view in (0, 1) for mirror in (False, True)}) == 4
+
+
+def test_about_half_of_the_images_are_mirrored_if_they_may_be() -> None:
+    images = torch.zeros(200, 1, 16, 16, dtype=torch.uint8)
+    images[..., 8:] = 255
+    plain, mirrored = (augment_photographs(images, list(range(200)), mirror) for mirror in (False, True))
+    left = [
+        int((m[..., :8].float().mean(dim=(1, 2, 3)) > m[..., 8:].float().mean(dim=(1, 2, 3))).sum())
+        for m in (plain, mirrored)
+    ]
+    assert left[0] < 30  # solarizing and rotating may also brighten the left half
+    assert 60 < left[1] < 140
+
+
+def test_many_images_get_fewer_views(digits: Dataset, of_head: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    unset = of_head.model_copy(update={"views": -1})
+    assert with_defaults(unset, digits).views == 4
+    monkeypatch.setattr("evernear.embedding.recipe.MOST_VIEWED_IMAGES", 3 * digits.count("train"))
+    assert with_defaults(unset, digits).views == 3
+    monkeypatch.setattr("evernear.embedding.recipe.MOST_VIEWED_IMAGES", 1)
+    assert with_defaults(unset, digits).views == 1
+    assert with_defaults(unset.model_copy(update={"frozen": True}), digits).views == 0
+
+
+@pytest.mark.parametrize(
+    ("assignments", "sentence"),
+    [
+        (["train.layers=head"], "layers is head, but weights is empty; set weights, or layers to all or auto"),
+        (["train.weights=hub", "train.members=2"], "members is 2, but only a head is trained .* set layers=all"),
+        (["train.weights=hub", "train.nodes=2"], "nodes is 2, but only a head is trained .* or nodes=1"),
+        (["train.weights=hub", "train.processes=3"], "processes is 3, but only a head is trained .* or processes=1"),
+        (
+            ["train.embedding_dim=128", "train.members=3"],
+            "embedding_dim is 128, not a multiple of the 3 members; try 129",
+        ),
+        (["train.batch_size=1"], "1 is too small; use 2 or more, or 0"),
+        (["train.embedding_dim=1"], "1 is too small; use 2 or more, or 0"),
+        (["train.minutes=-3"], "greater than or equal to 0"),
+        (
+            ["train.minutes=5", "train.epochs=2"],
+            "which chooses the epochs, but train.epochs is 2; set one of them to 0",
+        ),
+        (["train.minutes=5", "train.frozen=true"], "but train.frozen trains nothing"),
+        (["train.minutes=5", "train.processes=2"], "one of train.processes, not 2; set train.epochs"),
+        (["train.minutes=5", "train.nodes=2"], "one of train.nodes, not 2"),
+        (
+            ["train.minutes=5", "train.weights=hub", "train.layers=all", "train.members=2"],
+            "one of train.members, not 2",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(assignments: list[str], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence) as refused:
+        load(overrides=assignments, remembered=False)
+    assert "\n" not in str(refused.value)
+    assert "Invalid setting  =" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ["train.weights=hub", "train.layers=all", "train.nodes=2"],
+        ["train.weights=hub", "train.layers=all", "train.members=2"],
+        ["train.minutes=5", "train.members=2"],
+        ["train.members=3"],
+        ["train.minutes=5", "train.weights=hub"],
+        ["train.frozen=true", "train.weights=hub", "train.processes=2"],
+    ],
+)
+def test_the_remedies_are_accepted(assignments: list[str]) -> None:
+    assert load(overrides=assignments, remembered=False)
