@@ -14,7 +14,7 @@ from evernear.data.manifest import Manifest
 from evernear.data.source_diff import Newest, diff_source, fetch_ledger
 from evernear.data.sources.packed import PackedFiles, split_word
 from evernear.errors import DataError, SettingsError
-from evernear.review.answers import open_label_target
+from evernear.review.label_target import open_label_target
 from evernear.settings import DataSettings
 
 Sample = tuple[str, bytes]
