@@ -131,8 +131,8 @@ def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTa
         case _:
             open_source(source)
             raise SettingsError(
-                f"Labels cannot be written to {source}: correct them where it was made, or use folder:DIRECTORY or"
-                " s3://bucket/prefix as the source, whose files review can move."
+                f"Labels cannot be written to {source}: correct them where it was made; review needs"
+                " folder:DIRECTORY or s3://bucket/prefix, whose files it can move."
             )
 
 
