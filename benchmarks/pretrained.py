@@ -108,7 +108,8 @@ def transfer(images: Path, weights: Path, seed: int, fine_tuning: list[str], scr
     dataset = ingest_dataset(f"folder:{images}", scratch)
     frozen = run(dataset, settings_of("default", *pretrained, "train.frozen=true"), scratch, "test")
     features, embeddings = zip(*embed(scratch / "trained", dataset), strict=True)
-    fine_tuned = run(dataset, settings_of("default", *pretrained, "train.layers=all", *fine_tuning), scratch / "tuned", "test")
+    tuning = settings_of("default", *pretrained, "train.layers=all", *fine_tuning)
+    fine_tuned = run(dataset, tuning, scratch / "tuned", "test")
     return {
         "queries": frozen["queries"],
         "frozen": frozen["accuracy"],
