@@ -12,6 +12,8 @@ from sklearn.datasets import load_digits
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
+from evernear.embedding.plan import PROBE_DRAWS, Plan
+from evernear.evaluation import probe as probe_module
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, probe_open_set, probe_recipe
 from evernear.evaluation.statistics import auroc
@@ -269,3 +271,17 @@ def test_too_few_classes_skip_the_probe(system: System):
     two_classes = Dataset(manifest.model_copy(update={"shards": shards}), open_store(manifest.store_uri))
     nothing = probe_open_set(two_classes, TINY, EvaluationSettings(), IndexSettings())
     assert nothing == OpenSet(held_out=())
+
+
+@pytest.mark.parametrize(("probe_s", "draws"), [(0.0, 1), (600.0, PROBE_DRAWS)])
+def test_no_draw_begins_after_the_time_of_the_plan(
+    system: System, monkeypatch: pytest.MonkeyPatch, probe_s: float, draws: int
+):
+    head = TrainSettings(weights="some.safetensors", layers="head", minutes=1)
+    plan = Plan(train=head, probe=head, sentence="a head", probe_s=probe_s)
+    monkeypatch.setattr(probe_module, "plan_training", lambda *_: plan)
+    monkeypatch.setattr(probe_module, "_recognizer_without", lambda *_: None)
+    monkeypatch.setattr(probe_module, "_measure_draw", lambda *_: draw_of(NEAR, FAR))
+    measured = probe_open_set(system.dataset, head, EvaluationSettings(held_out_classes=2), IndexSettings())
+    assert measured.draws == draws
+    assert len(measured.held_out) == 2 * draws

@@ -51,6 +51,8 @@ class Plan(Frozen):
     probe: TrainSettings
     sentence: str
     """The plan and its estimated time, for a person."""
+    probe_s: float | None = None
+    """Time after which the probe begins no further draw; None if its only draw ends with its steps."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,15 @@ def _plan_head(
         whitened = of_head.model_copy(update={"frozen": True, "minutes": 0.0})
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
-        return Plan(train=whitened, probe=whitened, sentence=sentence)
+        return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
     # In the training, `minutes` limits the time for the train split. The probe only reads the features.
     limit_s = (1 + views) * view_s / USED_SHARE
     chosen = of_head.model_copy(update={"views": views, "minutes": limit_s / 60})
     what = f"a head on the features of the images and of {quantity(views, 'augmented view')} of each"
     expected_s = START_S + fixed_s + views * view_s
-    return Plan(train=chosen, probe=chosen, sentence=_sentence(settings, what, expected_s, views == most_views))
+    sentence = _sentence(settings, what, expected_s, views == most_views)
+    probe_s = time_s - features_s - views * view_s - heads_s / (1 + PROBE_DRAWS)
+    return Plan(train=chosen, probe=chosen, sentence=sentence, probe_s=probe_s)
 
 
 @dataclass(frozen=True)

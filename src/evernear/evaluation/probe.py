@@ -1,6 +1,7 @@
 """The open-set probe: how well distances separate classes that the network has never seen."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,18 +102,20 @@ def probe_open_set(
     The networks are discarded afterwards: the result describes the recipe. If images of unseen classes are not
     significantly farther away than known ones, the release calls no image unknown. ``on_step`` is called after each
     training step, and ``on_draw`` after each draw with the number done and their total. Features of a frozen backbone
-    come from ``store``.
+    come from ``store``. With ``train.minutes``, no draw begins after the time of the plan.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
     # Every class needs images in each split, whether it is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     wanted = settings.held_out_classes or max(FEWEST_HELD_OUT, len(eligible) // 5)
-    recipe = probe_recipe(dataset, train_settings, settings, store)
+    plan = plan_training(dataset, train_settings, store) if train_settings.minutes else None
+    recipe = plan.probe if plan else probe_recipe(dataset, train_settings, settings)
     held_out = choose_held_out(eligible, wanted, PROBE_DRAWS if recipe.keeps_backbone else 1, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
     draws: list[Draw] = []
+    end_s = time.monotonic() + (plan.probe_s if plan and plan.probe_s is not None else math.inf)
     with group_numbers(dataset) as groups:
         for labels in held_out:
             recognizer = _recognizer_without(
@@ -121,7 +124,9 @@ def probe_open_set(
             draws.append(_measure_draw(recognizer, dataset, labels, settings.batch_size, groups))
             if on_draw is not None:
                 on_draw(len(draws), len(held_out))
-    all_held_out = tuple(sorted(frozenset[str]().union(*held_out)))
+            if time.monotonic() > end_s:
+                break
+    all_held_out = tuple(sorted(frozenset[str]().union(*held_out[: len(draws)])))
     return assess(draws, index_settings, settings.confidence).model_copy(update={"held_out": all_held_out})
 
 
