@@ -4,7 +4,7 @@ Each component under ``components/`` only calls the function of its name, so the
 are local to each function, so that a step loads only the libraries it needs.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,20 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from evernear.common.disk import write_atomically
 from evernear.common.output import printable, quantity
-from evernear.common.progress import Countdown, RunCommand, Step, step
+from evernear.common.progress import RunCommand, Step, step
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.plugins import FAISS, index_backend, run_ended
+from evernear.reporting.countdowns import draw_countdown, image_countdown, test_countdown, training_countdown
 from evernear.settings import RunSettings, of_run, parse
 from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
     from evernear.common.parts import PartsRecord
-    from evernear.data.shards import Block
-    from evernear.data.validate import Report
-    from evernear.embedding.train import Steps
     from evernear.evaluation.evaluate import Evaluation
-    from evernear.evaluation.measure import Observer
     from evernear.kubeflow.nodes import StepNodes
     from evernear.settings.parts_job import Nodes
 
@@ -108,7 +105,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
         result = validate_dataset(data, chosen.validation, known, chosen.classes, near_duplicates, from_scratch)
         write_atomically(Path(report), result.markdown())
         RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))
-        running.summary = _in_words(result)
+        running.summary = result.summary()
         require_valid(result)
 
 
@@ -149,8 +146,8 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             Path(trained),
             opened,
             on_epoch=report_epoch,
-            on_step=_countdown(running),
-            on_images=_image_countdown(running, images),
+            on_step=training_countdown(running),
+            on_images=image_countdown(running, images),
         )
         history = [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in result.epochs]
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
@@ -175,7 +172,7 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
 
         tolerance = chosen.train.parity_tolerance
         data = Dataset.open(Path(dataset))
-        on_images = _image_countdown(running, data.count("gallery"))
+        on_images = image_countdown(running, data.count("gallery"))
         result = export_network(Path(trained), data, Path(network), tolerance, open_store(chosen.store_uri), on_images)
         difference = result.parity_max_abs_difference
         running.summary = f"TorchScript within {difference:.1e} of eager on {quantity(result.parity_images, 'image')}"
@@ -222,7 +219,7 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
         nodes = _nodes(chosen.index.nodes, running, chosen)
         if not nodes.is_one:
             put_folder(opened, network_folder(parts), Path(network))
-        on_images = _image_countdown(running, parts.plan.units)
+        on_images = image_countdown(running, parts.plan.units)
         ran = nodes.run(parts, partial(open_here, Path(network), data, opened, on_images))
         result = combine_embeddings(parts, Path(network), data, Path(embeddings), opened.uri)
         if ran:
@@ -287,7 +284,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
         result = probe_open_set(
-            data, here, chosen.evaluation, chosen.index, _countdown(running), opened, _draw_countdown(running)
+            data, here, chosen.evaluation, chosen.index, training_countdown(running), opened, draw_countdown(running)
         )
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
@@ -327,7 +324,7 @@ def evaluate(
         with ExitStack() as stack:
             champion = stack.enter_context(open_champion(opened, chosen.classes))
             anchor = stack.enter_context(open_anchor(opened, chosen.classes))
-            progress = _test_countdown(running, data.count("test") * (2 if champion else 1))
+            progress = test_countdown(running, data.count("test") * (2 if champion else 1))
             replayer = Replayer(candidate, champion)
             answered, ran = answered_by_nobody, None
             nodes = _nodes(chosen.evaluation.nodes, running, chosen)
@@ -510,55 +507,6 @@ def _nodes(nodes: "Nodes", running: Step, chosen: RunSettings) -> "StepNodes":
 def _on_nodes(ran: "PartsRecord | None") -> str:
     """The end of the summary of a step whose parts ran on several nodes."""
     return f" on {quantity(ran.nodes, 'node')} in {quantity(ran.parts, 'part')}" if ran else ""
-
-
-def _countdown(running: Step) -> "Callable[[Steps], None]":
-    """A training callback that reports the progress within an epoch and the time left."""
-    countdown = Countdown(running.report, running.progressed)
-
-    def report(steps: "Steps") -> None:
-        epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
-        epoch = f"epoch {epochs_before + 1}/{steps.total // steps.per_epoch}"
-        countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
-
-    return report
-
-
-def _draw_countdown(running: Step) -> Callable[[int, int], None]:
-    """A callback that reports the draws of the probe that are done."""
-    countdown = Countdown(running.report)
-    return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
-
-
-def _image_countdown(running: Step, total: int) -> Callable[[int], None]:
-    """A callback that is called with the number of images that are done since the last call."""
-    countdown, done = Countdown(running.report, running.progressed), 0
-
-    def report(images: int) -> None:
-        nonlocal done
-        done += images
-        countdown(done, max(done, total), f"{done:,} of {max(done, total):,} images")
-
-    return report
-
-
-def _test_countdown(running: Step, total: int) -> "Observer":
-    """An observer of a measurement that reports its progress."""
-    on_images = _image_countdown(running, total)
-
-    def observe(block: "Block", *_: object) -> None:
-        on_images(len(block))
-
-    return observe
-
-
-def _in_words(report: "Report") -> str:
-    """The findings of a validation, errors first. Information is no problem."""
-    if not report.findings:
-        return "no problems"
-    problems = sum(finding.severity != "info" for finding in report.findings)
-    messages = [finding.message for finding in report.findings]
-    return " ".join([f"{quantity(problems, 'finding')}:" if problems else "no problems.", *messages])
 
 
 @contextmanager

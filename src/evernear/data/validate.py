@@ -52,6 +52,14 @@ class Report(Frozen):
     findings: tuple[Finding, ...]
     near_duplicates: NearDuplicates | None = None
 
+    def summary(self) -> str:
+        """The findings of a validation, errors first. Information is no problem."""
+        if not self.findings:
+            return "no problems"
+        problems = sum(finding.severity != "info" for finding in self.findings)
+        messages = [finding.message for finding in self.findings]
+        return " ".join([f"{quantity(problems, 'finding')}:" if problems else "no problems.", *messages])
+
     def markdown(self) -> str:
         """The report as Markdown."""
         lines = ["# Data validation", "", f"Dataset `{self.dataset_digest[:12]}`.", ""]

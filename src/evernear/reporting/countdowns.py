@@ -1,0 +1,52 @@
+"""Callbacks that report the progress of a step and the time left."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from evernear.common.output import quantity
+from evernear.common.progress import Countdown, Step
+
+if TYPE_CHECKING:
+    from evernear.data.shards import Block
+    from evernear.embedding.train import Steps
+    from evernear.evaluation.measure import Observer
+
+
+def training_countdown(running: Step) -> "Callable[[Steps], None]":
+    """A training callback that reports the progress within an epoch and the time left."""
+    countdown = Countdown(running.report, running.progressed)
+
+    def report(steps: "Steps") -> None:
+        epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
+        epoch = f"epoch {epochs_before + 1}/{steps.total // steps.per_epoch}"
+        countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
+
+    return report
+
+
+def draw_countdown(running: Step) -> Callable[[int, int], None]:
+    """A callback that reports the draws of the probe that are done."""
+    countdown = Countdown(running.report)
+    return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
+
+
+def image_countdown(running: Step, total: int) -> Callable[[int], None]:
+    """A callback that is called with the number of images that are done since the last call."""
+    countdown, done = Countdown(running.report, running.progressed), 0
+
+    def report(images: int) -> None:
+        nonlocal done
+        done += images
+        countdown(done, max(done, total), f"{done:,} of {max(done, total):,} images")
+
+    return report
+
+
+def test_countdown(running: Step, total: int) -> "Observer":
+    """An observer of a measurement that reports its progress."""
+    on_images = image_countdown(running, total)
+
+    def observe(block: "Block", *_: object) -> None:
+        on_images(len(block))
+
+    return observe
