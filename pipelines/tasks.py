@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from kfp import dsl, kubernetes
 
-from evernear.kubeflow import IMAGE_VARIABLE
-
 S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
 MILVUS_SECRET, MILVUS_KEYS = "evernear-milvus", ("EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN")
 TRACKING_SECRET = "evernear-tracking"  # noqa: S105 - the name of a Secret
@@ -20,6 +18,7 @@ TRACKING_KEYS = (
     "MLFLOW_TRACKING_PASSWORD",
     "MODEL_REGISTRY_BASE_URL",
 )
+IMAGE_VARIABLE = "EVERNEAR_IMAGE"
 RUN = dsl.PIPELINE_JOB_ID_PLACEHOLDER
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S

@@ -80,7 +80,7 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
 
     command = [Path(sys.executable).with_name("evernear"), "inspect", "show", packed.archive]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"\ntraining settings\n  epochs +4\n", text)
+    assert re.search(r"\ntraining settings\n(  .+\n)*  epochs +4\n", text)
     assert "chosen because exact search of 0 MB is fast enough" in text
     for word in (packed.version, system.dataset.digest, manifest.network_sha256, "uint8", "Flat", "A test says so."):
         assert word in text

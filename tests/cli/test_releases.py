@@ -87,7 +87,7 @@ def test_promote_roll_back_list_and_prune(uri: str, releases: list[PackedRelease
     manifest = releases[0].manifest
     output = evernear("show", first, *options)
     assert re.search(r"\nsource +digits\n", output)
-    assert re.search(r"\ntraining settings\n  epochs +4\n", output)
+    assert re.search(r"\ntraining settings\n(  .+\n)*  epochs +4\n", output)
     for word in (manifest.dataset_digest, manifest.network_sha256, manifest.git_commit, "A test says so.", "accuracy"):
         assert word in output
     assert json.loads(evernear("prune", "--keep", "1", "--json", *options)) == {"removed": [third]}

@@ -56,7 +56,7 @@ def test_changed_code_changes_the_digest(edit: Edit, name: str, old: str, new: s
         ("evernear.embedding.recipe", '"""Fraction of all steps', '"""A fraction of all steps'),
         ("evernear.embedding.recipe", "WARM_UP = 0.2", "# A comment.\nWARM_UP =   0.2"),
         ("evernear.common.store.files", "24 * 3600", "48 * 3600"),
-        ("evernear.release.registry", "300.0", "400.0"),
+        ("evernear.release.promotions", "300.0", "400.0"),
     ],
 )
 def test_text_and_unrelated_code_do_not_change_it(edit: Edit, name: str, old: str, new: str) -> None:

@@ -152,7 +152,8 @@ def test_person_behind_a_proxy_is_recorded_as_the_one_who_started_a_local_run(
     settings = settings_of(store, source, workdir=str(source.parent))
     runner = LocalRuns(settings, ["--set", "no.such=setting"])
     runner.start("reindex", "ann@x")
-    passed = psutil.Process().children()[-1].environ()[STARTED_BY_VARIABLE]
+    assert runner._process is not None
+    passed = psutil.Process(runner._process.pid).environ()[STARTED_BY_VARIABLE]
     while not (failure := runner.failure()):
         time.sleep(0.05)
     assert "no.such" in failure

