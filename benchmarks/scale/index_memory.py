@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import machine
 from evernear.data.manifest import load_manifest
-from evernear.embedding.embeddings import Embeddings, EmbeddingShard
+from evernear.embedding.embeddings import DESCRIPTION_FILE, Embeddings, EmbeddingsDescription, EmbeddingShard
 from evernear.index.build import build_index
 from evernear.index.description import VECTORS_FILE
 from evernear.settings import IndexSettings
@@ -32,12 +32,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-    embeddings = repeat_gallery(Embeddings.open(arguments.directory / "embeddings"), arguments.count)
     labels = load_manifest(arguments.directory).labels
     started_s, cpu_before_s = time.perf_counter(), time.process_time()
-    with TemporaryDirectory(dir=arguments.directory) as scratch:
-        described = build_index(embeddings, labels, IndexSettings(), Path(scratch))
-        size_bytes = (Path(scratch) / VECTORS_FILE).stat().st_size
+    with TemporaryDirectory(dir=arguments.directory) as scratch, TemporaryDirectory(dir=arguments.directory) as index:
+        embeddings = repeat_gallery(arguments.directory / "embeddings", arguments.count, Path(scratch))
+        described = build_index(embeddings, labels, IndexSettings(), Path(index))
+        size_bytes = (Path(index) / VECTORS_FILE).stat().st_size
     run = {
         "vectors": described.size,
         "chosen": f"{described.factory} ({described.search})",
@@ -57,18 +57,21 @@ def main() -> None:
     )
 
 
-def repeat_gallery(embeddings: Embeddings, count: int) -> Embeddings:
-    """The same queries, and the gallery's shards, repeated until they have ``count`` vectors."""
-    shards = embeddings.description.shards
+def repeat_gallery(directory: Path, count: int, out: Path) -> Embeddings:
+    """The same queries, and the gallery's shards, repeated until they have ``count`` vectors; described in ``out``."""
+    description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
     gallery: list[EmbeddingShard] = []
     total = 0
-    for shard in cycle(shard for shard in shards if shard.split == "gallery"):
+    for shard in cycle(shard for shard in description.shards if shard.split == "gallery"):
         if total >= count:
             break
         gallery.append(shard)
         total += shard.count
-    others = (shard for shard in shards if shard.split != "gallery")
-    return Embeddings(embeddings.directory, embeddings.description.model_copy(update={"shards": (*gallery, *others)}))
+    others = (shard for shard in description.shards if shard.split != "gallery")
+    store_uri = description.store_uri or directory.resolve().as_uri()
+    changes = {"shards": (*gallery, *others), "store_uri": store_uri}
+    description.model_copy(update=changes).save(out / DESCRIPTION_FILE)
+    return Embeddings.open(out)
 
 
 def peak_bytes() -> int:

@@ -62,7 +62,16 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
     assert output["network"]["outputs"][0]["shape"] == ["N", manifest.embedding_dim]
     outputs = {value["name"]: (value["dtype"], value["shape"]) for value in output["request"]["outputs"]}
     assert outputs["neighbors.dist"] == ("float", [index.k])
-    assert set(outputs) == {"pred", "dist", "unknown", "neighbors.label", "neighbors.dist", "version", "id"}
+    assert set(outputs) == {
+        "pred",
+        "dist",
+        "unknown",
+        "neighbors.label",
+        "neighbors.dist",
+        "neighbors.row",
+        "version",
+        "id",
+    }
     assert (output["index"]["factory"], output["index"]["size"], output["index"]["metric"]) == (
         "Flat",
         index.size,

@@ -153,6 +153,7 @@ def _request(manifest: ReleaseManifest, index: IndexDescription) -> Signature:
             Value(name="unknown", dtype="bool", shape=(), meaning=describe_threshold(index.threshold)),
             Value(name="neighbors.label", dtype="string", shape=(neighbor_count,), meaning="nearest first"),
             Value(name="neighbors.dist", dtype="float", shape=(neighbor_count,), meaning="L2, ascending"),
+            Value(name="neighbors.row", dtype="int", shape=(neighbor_count,), meaning="rows in the gallery"),
             Value(name="version", dtype="string", shape=(), meaning=manifest.version),
             Value(name="id", dtype="string", shape=(), meaning="the request's id in the query log"),
         ),
