@@ -161,13 +161,15 @@ def _plan_head(
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
         return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
-    # In the training, `minutes` limits the time for the train split. The probe only reads the features.
-    limit_s = (1 + views) * view_s / USED_SHARE
+    # In the training, `minutes` limits the time for the train split. The probe only reads the features. Both share the
+    # time that is left, because either may take longer than expected.
+    spare_s = max(0.0, time_s - fixed_s - views * view_s)
+    limit_s = ((1 + views) * view_s + spare_s / 2) / USED_SHARE
     chosen = of_head.model_copy(update={"views": views, "minutes": limit_s / 60})
     what = f"a head on the features of the images and of {quantity(views, 'augmented view')} of each"
     expected_s = START_S + fixed_s + views * view_s
     sentence = _sentence(settings, what, expected_s, views == most_views)
-    probe_s = time_s - features_s - views * view_s - heads_s / (1 + PROBE_DRAWS)
+    probe_s = heads_s * PROBE_DRAWS / (1 + PROBE_DRAWS) + spare_s / 2
     return Plan(train=chosen, probe=chosen, sentence=sentence, probe_s=probe_s)
 
 
