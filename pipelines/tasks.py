@@ -62,7 +62,7 @@ POLICIES = {
 def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str, memory: str) -> None:
     """Set the image, the Secrets, the CPU and memory limits and the policy of each task, and disable KFP's cache.
 
-    A task knows the name of its own image, so that pods that it starts run the same code.
+    Each task receives the name of its image, so the pods that it starts run the same code.
 
     The cache can never hit because each ingest makes a new artifact. Expensive steps keep checkpoints in the store.
     """

@@ -22,7 +22,10 @@ from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
     from evernear.common.parts import PartsRecord
+    from evernear.common.store import Store
     from evernear.evaluation.evaluate import Evaluation
+    from evernear.evaluation.examples import Examples
+    from evernear.evaluation.replay_examples import ReplayExamples
     from evernear.kubeflow.nodes import StepNodes
     from evernear.settings.parts_job import Nodes
 
@@ -313,8 +316,6 @@ def evaluate(
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.release.champion import open_anchor, open_champion
-        from evernear.review.live_labels import live_accuracy
-        from evernear.serving.live_queries import live_distances
         from evernear.serving.replay import Replayer
 
         data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
@@ -356,22 +357,32 @@ def evaluate(
         changes = {"replay": replay, "near_duplicates": near, "training_warnings": warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
-        if result.champion:
-            in_life, _ = live_accuracy(opened, result.champion.name)  # the watcher reports damaged files
-            live = {"live": live_distances(opened, result.champion), "live_accuracy": in_life}
-            examples = examples.model_copy(update=live)
-        shown = {"examples": examples, "replay": changed}
-        record.save(
-            evaluation=result.model_dump(mode="json"),
-            **{name: part.model_dump(mode="json") for name, part in shown.items() if part},
-        )
+        _save_evaluation(record, opened, result, examples, changed, ran)
         running.summary = (
             f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
         )
         running.summary += _on_nodes(ran)
-        if ran:
-            record.save(parts_evaluate=ran.model_dump(mode="json"))
     return result
+
+
+def _save_evaluation(
+    record: RunRecord,
+    store: "Store",
+    evaluation: "Evaluation",
+    examples: "Examples",
+    replay: "ReplayExamples | None",
+    ran: "PartsRecord | None",
+) -> None:
+    """Store what the run page shows of an evaluation."""
+    from evernear.review.live_labels import live_accuracy
+    from evernear.serving.live_queries import live_distances
+
+    if evaluation.champion:
+        in_life, _ = live_accuracy(store, evaluation.champion.name)  # the watcher reports damaged files
+        live = {"live": live_distances(store, evaluation.champion), "live_accuracy": in_life}
+        examples = examples.model_copy(update=live)
+    shown = {"evaluation": evaluation, "examples": examples, "replay": replay, "parts_evaluate": ran}
+    record.save(**{name: part.model_dump(mode="json") for name, part in shown.items() if part is not None})
 
 
 def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:

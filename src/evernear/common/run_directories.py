@@ -34,7 +34,7 @@ class RunProgress(Frozen):
 
 
 def progress(workdir: Path) -> RunProgress | None:
-    """The run that uses ``workdir`` now; None if there is none."""
+    """The run in progress in ``workdir``, or None."""
     try:
         process = int((workdir / "run.pid").read_text())
         # A process that started later has reused the process ID of a killed run.

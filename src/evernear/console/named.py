@@ -18,7 +18,7 @@ _MORE_IMAGES_HELP = ("class_recall_floor", "class_recall_drop", "false_rejects",
 
 
 class Hold(NamedTuple):
-    """The last run, if it was held or failed. ``rules`` are those of the gate that failed."""
+    """The last run, which was held or failed, with the rules of its gate that did not pass."""
 
     outcome: RunOutcome
     begun: datetime
@@ -26,14 +26,14 @@ class Hold(NamedTuple):
 
 
 class NamedClass(NamedTuple):
-    """A class as which people named images. ``rules`` are those that failed and name the class."""
+    """A class that people gave to images, with the failed rules that name it."""
 
     label: str
     images: int
     is_new: bool
-    """The live release does not know the class."""
+    """Whether the live release does not know the class."""
     is_held: bool
-    """The last run, which was held or failed, began after all answers."""
+    """Whether the last run began after all answers and was held or failed."""
     rules: tuple[Rule, ...]
 
 

@@ -729,9 +729,9 @@ def _source_uri(source: str) -> str:
 
 
 def _decode_order(entry: FileEntry, in_order: bool) -> int:
-    """Held-out splits come first, so that an image that is also in ``train`` is held out; within a split by hash.
+    """The sort key of an image: held-out splits first, so an image that is also in ``train`` is held out.
 
-    ``in_order``, names decide within a split. The images of an export keep the order that they had.
+    Within a split, a hash of the name decides, or the name itself if ``in_order``. Exported images keep their order.
     """
     if in_order:
         mixed = 0

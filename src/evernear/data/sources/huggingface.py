@@ -1,7 +1,7 @@
 """Hugging Face datasets: Parquet files, or the Arrow files of ``save_to_disk``, with the images in a column."""
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,65 +54,49 @@ class HuggingFace(PackedFiles):
                         yield name, _content(images[position].as_py(), file, name)
 
 
-class _TableFile:
-    """A Parquet or Arrow file, a batch of rows at a time."""
+class _TableFile(NamedTuple):
+    """A Parquet or Arrow file."""
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            is_parquet = file.read(4) == b"PAR1"
-        self._parquet = pq.ParquetFile(path) if is_parquet else None
-        self._map = None if is_parquet else pa.memory_map(str(path))
-        self._stream = None if self._map is None else _arrow(self._map)
-        self.schema: Any = self._parquet.schema_arrow if self._parquet else _schema(self._stream)
-
-    def batches(self, columns: list[str], rows: int) -> Iterator[Any]:
-        """Batches with these columns in their order."""
-        if self._parquet:
-            yield from self._parquet.iter_batches(rows, columns=columns)
-            return
-        assert self._stream is not None  # noqa: S101 - one of the two
-        reader = self._stream
-        batches = (
-            (reader.get_batch(number) for number in range(reader.num_record_batches))
-            if isinstance(reader, pa.RecordBatchFileReader)
-            else reader
-        )
-        for batch in batches:
-            for start in range(0, batch.num_rows, rows):
-                yield batch.select(columns).slice(start, rows)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._parquet:
-            self._parquet.close()
-        if self._map:
-            self._map.close()
-
-
-def _schema(stream: Any) -> Any:
-    return stream.schema
-
-
-def _arrow(file: Any) -> Any:
-    try:
-        return pa.ipc.open_stream(file)
-    except pa.ArrowInvalid:
-        file.seek(0)
-        return pa.ipc.open_file(file)
+    schema: Any
+    batches: Callable[[list[str], int], Iterator[Any]]
+    """Batches of these columns with at most this number of rows."""
 
 
 @contextmanager
 def _opened(path: Path, file: str) -> Generator[_TableFile]:
     with disk_errors(path):
+        with path.open("rb") as start:
+            is_parquet = start.read(4) == b"PAR1"
         try:
-            table = _TableFile(path)
-            try:
+            with _parquet(path) if is_parquet else _arrow(path) as table:
                 yield table
-            finally:
-                table.close()
         except pa.ArrowException as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise DataError(f"{file} is not a valid Parquet or Arrow file ({reason}); write it again.") from None
+
+
+@contextmanager
+def _parquet(path: Path) -> Generator[_TableFile]:
+    with pq.ParquetFile(path) as table:
+        yield _TableFile(table.schema_arrow, lambda columns, rows: table.iter_batches(rows, columns=columns))
+
+
+@contextmanager
+def _arrow(path: Path) -> Generator[_TableFile]:
+    with pa.memory_map(str(path)) as file:
+        try:
+            batches = reader = pa.ipc.open_stream(file)
+        except pa.ArrowInvalid:
+            file.seek(0)
+            reader = pa.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+
+        def slices(columns: list[str], rows: int) -> Iterator[Any]:
+            for batch in batches:
+                for start in range(0, batch.num_rows, rows):
+                    yield batch.select(columns).slice(start, rows)
+
+        yield _TableFile(reader.schema, slices)
 
 
 def _columns(schema: Any, file: str) -> _Columns:

@@ -1,13 +1,14 @@
 """Files that contain many encoded images, such as tars and Parquet files: the second form of a source of files.
 
-They are listed and read a file at a time, from front to back, in flat memory. A file of a bucket is copied to the
-temporary directory first. An image is called ``<file>/<member>``, and its etag is the file's, so that a file which has
-not changed is neither listed nor read again.
+They are listed and read one file at a time, from front to back. Memory holds the names in one file, and one image. A
+file in a bucket is first copied to the temporary directory. An image is called ``<file>/<member>``. Its etag is that of
+the file, so a file that has not changed is neither listed nor read again.
 """
 
 import os
 import re
 import tempfile
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,13 +113,13 @@ class PackedFiles(FileSource):
             if wanted:
                 raise DataError(f"{file} no longer contains {min(wanted)}, which was listed; run again.")
 
+    @abstractmethod
     def _members(self, path: Path, file: str) -> Iterator[Member]:
         """The images in a file, which is called ``file`` in messages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
         """Name and content of the ``wanted`` members, in the order of the file."""
-        raise NotImplementedError
 
     def _listed(self, file: _File, explicit: Split | None) -> list[FileEntry]:
         """The images of a file, from the file itself."""

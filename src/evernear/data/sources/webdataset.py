@@ -57,15 +57,15 @@ class WebDataset(PackedFiles):
 
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
         with _opened(path, file) as tar:
-            for info in tar:
+            for info in _each(tar):
                 if info.name in wanted and info.isreg():
                     # `evernear.data.decoding` refuses what is larger than uncompressed pixels.
                     is_too_large = info.size > 8 * self._settings.max_pixels
                     yield info.name, b"" if is_too_large else _content(tar, info)
 
     def _used(self, tar: tarfile.TarFile, file: str) -> Iterator[tarfile.TarInfo]:
-        """The regular members that are not left behind by a system."""
-        for info in tar:
+        """The regular members that no operating system left behind."""
+        for info in _each(tar):
             try:
                 info.name.encode()
             except UnicodeEncodeError:
@@ -89,6 +89,13 @@ class WebDataset(PackedFiles):
         except ValueError:
             raise DataError(f"{where} is not {'UTF-8' if kind == 'cls' else 'JSON'}; write it again.") from None
         return cell_text(fields.get("label")) if isinstance(fields, dict) and "label" in fields else None
+
+
+def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members in their order. `tarfile` would remember them all."""
+    while info := tar.next():
+        yield info
+        tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - absent from the type stubs
 
 
 def _sample(name: str) -> tuple[str, str]:
