@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import machine
 from scipy.stats import t
 
+from benchmarks import machine
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset

@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Literal
 
-import machine
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binomtest, lognorm
 
+from benchmarks import machine
 from evernear.evaluation.bake import LEVEL, Comparison, Figures
 from evernear.serving.metrics import SECONDS_BOUNDS
 from evernear.settings import WatchSettings

@@ -9,12 +9,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-import machine
 import numpy as np
 import torch
 from gate import make_evaluation
 from torch.nn import functional as F
 
+from benchmarks import machine
 from evernear.embedding.arcface import ArcFace, choose_scale, sample_classes
 from evernear.evaluation.gate import decide
 from evernear.evaluation.measure import Outcomes

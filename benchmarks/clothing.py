@@ -23,15 +23,15 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
-from accuracy import ingest_dataset, mean_interval, run, settings_of
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.datasets import ImageFolder
 from torchvision.models import resnet18
 from torchvision.transforms import v2
 
+from benchmarks import machine
+from benchmarks.accuracy import ingest_dataset, mean_interval, run, settings_of
 from evernear.data.shards import Dataset
 from evernear.embedding.recipe import choose_precision
 

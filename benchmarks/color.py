@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import machine
 import numpy as np
 import torch
-from accuracy import ingest_dataset, run, settings_of, summarize
 from torch import nn
 
+from benchmarks import machine
+from benchmarks.accuracy import ingest_dataset, run, settings_of, summarize
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.evaluation.probe import probe_open_set

@@ -22,11 +22,11 @@ from io import BytesIO
 from pathlib import Path
 
 import httpx
-import machine
 import numpy as np
 import psutil
 from PIL import Image
 
+from benchmarks import machine
 from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RUNS, StepRecord
 from evernear.common.store import FileStore, ObjectInfo

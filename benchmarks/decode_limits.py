@@ -13,13 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-import hostile
-import machine
-
+from benchmarks import machine
 from evernear.data.preprocess import DECODE_BYTES_PER_PIXEL
 from evernear.settings import ServingSettings
+from tests import hostile
 
 SIDES_PX = (28, 1024)
 DECODE = """

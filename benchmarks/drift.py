@@ -29,12 +29,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import machine
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
+from benchmarks import machine
 from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.drift_baseline import DriftBaseline

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
-from accuracy import ingest_dataset, settings_of
 
+from benchmarks import machine
+from benchmarks.accuracy import ingest_dataset, settings_of
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.export import NETWORK_FILE, export_network

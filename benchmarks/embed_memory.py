@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import machine
-
+from benchmarks import machine
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset

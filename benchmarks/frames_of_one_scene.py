@@ -14,12 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import accuracy
-import machine
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from benchmarks import accuracy, machine
 from evernear.data.groups import group_numbers
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest

@@ -27,12 +27,12 @@ from functools import cache
 from statistics import NormalDist
 from typing import Literal
 
-import machine
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import binomtest, multivariate_normal
 
+from benchmarks import machine
 from evernear.evaluation.compare import compare
 from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
 from evernear.evaluation.gate import decide

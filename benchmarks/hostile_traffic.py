@@ -24,23 +24,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.extend(f"{sys.path[0]}/serving{folder}" for folder in ("", "/prep", "/kserve"))
-
-import hostile
 import httpx
-import machine
 import psutil
-from hostile_requests import Answer, Request, RequestTarget, is_refusal, kserve, prep, torchserve, with_image
-from inference_service import PYTHON, Server
-from prep_server import make_champion
-from releases import PackedRelease, build_system, release_maker, settings_on_free_ports
-from served import Served, serving
 
+from benchmarks import machine
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.endpoints import read_key
 from evernear.serving.torchserve import processes
+from tests import hostile
+from tests.hostile_requests import Answer, Request, RequestTarget, is_refusal, kserve, prep, torchserve, with_image
+from tests.prep_server import make_champion
+from tests.releases import PackedRelease, build_system, release_maker, settings_on_free_ports
+from tests.served import Served, serving
+from tests.serving.kserve.inference_service import PYTHON, Server
 
 VALID_REQUESTS = 8
 BLOCK = 25

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
-import machine
 import numpy as np
 from PIL import Image
+
+from benchmarks import machine
 
 TIMES = 10
 TARGET = 1.1

@@ -19,11 +19,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import machine
 import numpy as np
-from accuracy import ingest_dataset, settings_of
 from PIL import Image
 
+from benchmarks import machine
+from benchmarks.accuracy import ingest_dataset, settings_of
 from evernear.data.manifest import SPLITS
 from evernear.data.preprocess import decode, image_digest
 from evernear.data.shards import Dataset

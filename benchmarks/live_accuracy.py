@@ -13,10 +13,10 @@ accuracy comes from that test split, as for a real release. Every label counts a
 
 import argparse
 
-import machine
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks import machine
 from evernear.evaluation.live_accuracy import LEVEL, LOSS, expected_accuracy, is_loss
 from evernear.evaluation.statistics import exact_proportion, proportion
 

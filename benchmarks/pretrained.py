@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import machine
 import numpy as np
 import torch
-from accuracy import ingest_dataset, run, settings_of
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegressionCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from benchmarks import machine
+from benchmarks.accuracy import ingest_dataset, run, settings_of
 from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained

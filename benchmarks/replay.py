@@ -22,13 +22,13 @@ from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 
-import machine
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from scipy.stats import binomtest
 from sklearn.datasets import load_digits
 
+from benchmarks import machine
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset

@@ -8,9 +8,7 @@ only show that something broke.
 import tempfile
 from pathlib import Path
 
-import accuracy
-import embed_gallery
-import machine
+from benchmarks import accuracy, embed_gallery, machine
 
 SOURCE = "digits"
 

@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import machine
 import numpy as np
 from PIL import Image
 
+from benchmarks import machine
 from evernear import steps
 from evernear.common.run_record import RUNS, RunRecord
 from evernear.common.store import Store, open_store

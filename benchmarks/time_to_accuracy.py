@@ -17,14 +17,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import machine
 import numpy as np
-import source_recipe
 import torch
-from accuracy import ingest_dataset
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks import machine, source_recipe
+from benchmarks.accuracy import ingest_dataset
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.data_loader import to_tensor

@@ -17,11 +17,11 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
-import machine
 import numpy as np
-from accuracy import ingest_dataset, run, settings_of, summarize
 from scipy.stats import ttest_rel
 
+from benchmarks import machine
+from benchmarks.accuracy import ingest_dataset, run, settings_of, summarize
 from evernear.integrations.tuning.space import BUILT_IN, load_space
 from evernear.integrations.tuning.study import StudyResult, run_study
 

@@ -1,5 +1,9 @@
 """Shared fixtures: an S3 server on loopback, and a system to release."""
 
+import tests.environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
+
+# isort: split
+
 import itertools
 import os
 import time
@@ -7,17 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import environment  # noqa: F401 - first, because libraries and `evernear` read the environment on import
 import hypothesis
 import pytest
-from atomic_moto import start_moto
 from filelock import FileLock
 from minio import Minio
 from pydantic import BaseModel
-from releases import MakeRelease, System, build_system, open_system, release_maker
 
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
+from tests.atomic_moto import start_moto
+from tests.releases import MakeRelease, System, build_system, open_system, release_maker
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
 hypothesis.settings.load_profile("no deadline")

@@ -3,9 +3,10 @@
 import struct
 import zlib
 
-import hostile
 import numpy as np
 from numpy.typing import NDArray
+
+from tests import hostile
 
 
 def deep_png(values: NDArray[np.uint16], *, transparent: tuple[int, ...] = (), exif: bytes = b"") -> bytes:

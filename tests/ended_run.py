@@ -5,13 +5,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from releases import MakeRelease
 
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from evernear.settings import RunSettings
+from tests.releases import MakeRelease
 
 STARTED = datetime(2026, 1, 2, 3, 4, tzinfo=UTC)
 EPOCHS = [

@@ -12,8 +12,9 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
-import hostile
 from PIL import Image
+
+from tests import hostile
 
 Headers = tuple[tuple[bytes, bytes], ...]
 TIMEOUT_S = 120

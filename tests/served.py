@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from releases import PackedRelease, settings_on_free_ports
-
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.manifest import ReleaseManifest
 from evernear.serving import torchserve
@@ -16,6 +14,7 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of
 from evernear.serving.management import Management
 from evernear.settings import Settings
+from tests.releases import PackedRelease, settings_on_free_ports
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ HOSTILE = {
 OPT_IN = {"EVERNEAR_TEST_IMAGE": "registry.example/image"}
 SCRIPT = """
 import json, os, subprocess, sys
-import environment
+from tests import environment
 inherited = subprocess.run([sys.executable, "-c", sys.argv[1]], capture_output=True, check=True, text=True).stdout
 print(json.dumps({"here": dict(os.environ), "child": json.loads(inherited)}))
 """
 CHILD_SCRIPT = """
-import json, environment
+import json
+from tests import environment
 print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_shell("http_proxy", "https_proxy")]))
 """
 
@@ -39,7 +40,7 @@ print(json.dumps([environment.of_the_shell("KUBECONFIG"), environment.of_the_she
 def test_shell_variables_do_not_reach_tests() -> None:
     completed = subprocess.run(
         [sys.executable, "-c", SCRIPT, CHILD_SCRIPT],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent), **HOSTILE, **OPT_IN},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[1]), **HOSTILE, **OPT_IN},
         capture_output=True,
         text=True,
         check=True,

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from releases import MakeRelease, System
 
 from evernear import steps
 from evernear.common import progress
@@ -34,6 +33,7 @@ from evernear.reporting.page import run_page
 from evernear.serving.decoding import encode_png
 from evernear.serving.query_log import LoggedQuery, Period
 from evernear.settings import DataSettings, RunSettings, of_run, parse
+from tests.releases import MakeRelease, System
 
 
 def ingest_noise(directory: Path, labels: str) -> None:

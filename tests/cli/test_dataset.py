@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import evernear
-from dataset_images import write_images
 
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
@@ -14,6 +12,8 @@ from evernear.dataset_export.select import select_snapshot
 from evernear.errors import MissingObjectError
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
+from tests.command_line import evernear
+from tests.dataset_images import write_images
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import command_line
 import pytest
-from no_files import NO_FILES
-from releases import MakeRelease, PackedRelease, System, forge
 
 from evernear.common.store import open_store
 from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.index.description import describe_index
 from evernear.release.registry import Registry
+from tests import command_line
+from tests.no_files import NO_FILES
+from tests.releases import MakeRelease, PackedRelease, System, forge
 
 
 @pytest.fixture(scope="module")

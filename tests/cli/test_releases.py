@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from ports import free_ports
-from releases import MakeRelease, PackedRelease
 from typer.testing import CliRunner
 
 from evernear.cli.app import app
@@ -14,6 +12,8 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 from evernear.release.pruning import prune_releases
 from evernear.release.registry import Registry
+from tests.ports import free_ports
+from tests.releases import MakeRelease, PackedRelease
 
 
 @pytest.fixture(params=["file", "s3"])

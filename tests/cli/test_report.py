@@ -3,12 +3,12 @@
 import webbrowser
 from pathlib import Path
 
-import command_line
 import pytest
 
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.reporting.notify import finalize
+from tests import command_line
 
 VERSION = "20261120.140501.1a2b3c4d"
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import MakeRelease
 from rich.console import Console
 
 from evernear import demo, local_run
@@ -20,6 +19,7 @@ from evernear.release.registry import Registry
 from evernear.settings import Settings, of_run
 from evernear.settings.layers import FILE
 from tests.command_line import evernear
+from tests.releases import MakeRelease
 
 HIDDEN, SHOWN, ERASED = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"
 

@@ -6,11 +6,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from environment import of_the_shell
-from loopback.kubernetes import ImageMissing, LoopbackCluster
 
-from cluster.pods import Pods
-from cluster.sandbox import (
+from tests.cluster.pods import Pods
+from tests.cluster.sandbox import (
     MISSING_IMAGE,
     Sandbox,
     Timeouts,
@@ -21,6 +19,8 @@ from cluster.sandbox import (
     kubeconfig_of_deployer,
     temporary_namespace,
 )
+from tests.environment import of_the_shell
+from tests.loopback.kubernetes import ImageMissing, LoopbackCluster
 
 AWS = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 KUBECONFIG, IMAGE = "KUBECONFIG", "EVERNEAR_TEST_IMAGE"

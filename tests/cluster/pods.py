@@ -9,13 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from loopback.kubernetes import PodBehavior, Ready
-
 from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Rejection
+from tests.loopback.kubernetes import PodBehavior, Ready
 
 INFERENCE_PORT = 8080
 _VERSION = "app.kubernetes.io/version"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from kubernetes.client import ApiClient, AppsV1Api, CoreV1Api
-from loopback.kubernetes import LoopbackCluster
 
-from cluster.sandbox import administrator, install_store, temporary_namespace
+from tests.cluster.sandbox import administrator, install_store, temporary_namespace
+from tests.loopback.kubernetes import LoopbackCluster
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 from kubernetes.client import ApiException, AppsV1Api, CoreV1Api
-from releases import MakeRelease, PackedRelease
 
-from cluster.sandbox import MISSING_IMAGE, Sandbox, administrator
 from evernear import deployment
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster
@@ -15,6 +13,8 @@ from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
+from tests.cluster.sandbox import MISSING_IMAGE, Sandbox, administrator
+from tests.releases import MakeRelease, PackedRelease
 
 NAME = "evernear-serving"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from scenarios.workspace import Workspace
 
 from evernear.common import masking
 from evernear.common.masking import MASK, configure_masking, copy_masked, mask, remember
@@ -19,6 +18,7 @@ from evernear.common.output import printable
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.errors import SettingsError
+from tests.scenarios.workspace import Workspace
 
 SECRET = 'p/w+"<Zq7 &x%é'
 

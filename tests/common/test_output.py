@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from releases import MakeRelease, PackedRelease
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -39,6 +38,7 @@ from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep
 from evernear.settings import Settings
 from evernear.triggers.watch.schedule_state import CheckReport
+from tests.releases import MakeRelease, PackedRelease
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[red]cat[/red]\u202egod\nevernear: all is well\r\x00\x9b2J\u2028\udce4"
 """Terminal escapes, rich markup, bidirectional overrides, line breaks and a NUL."""

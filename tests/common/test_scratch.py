@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from releases import settings_on_free_ports
 
 from evernear.common.scratch import make_private, scratch, scratch_name
 from evernear.errors import StoreError
 from evernear.serving import torchserve
 from evernear.serving.configuration import temporary_directory
+from tests.releases import settings_on_free_ports
 
 UID, OTHER_UID = 12345, 23456
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")

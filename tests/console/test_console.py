@@ -15,10 +15,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 import numpy as np
 import pytest
-from consoles import TOKEN, console_client, with_csrf
 from PIL import Image
-from releases import MakeRelease, System
-from review_queue import NOW, log_queries, png
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
@@ -38,6 +35,9 @@ from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import load
+from tests.consoles import TOKEN, console_client, with_csrf
+from tests.releases import MakeRelease, System
+from tests.review_queue import NOW, log_queries, png
 
 
 def open_console(store: Store, source: str, *overrides: str, address: str = "127.0.0.1", **headers: str) -> TestClient:

@@ -9,14 +9,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from releases import MakeRelease, System
-from review_queue import png
-from test_console import PROXY, open_console, signed_in, with_csrf
 
 from evernear.common.store import Store, open_store
 from evernear.release.registry import Registry
 from evernear.review.live_labels import LIVE_LABELS, labeled_queries
 from evernear.serving.query_log import LoggedQuery, Period
+from tests.console.test_console import PROXY, open_console, signed_in, with_csrf
+from tests.releases import MakeRelease, System
+from tests.review_queue import png
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from consoles import TOKEN, console_client
-from releases import MakeRelease
 
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
@@ -16,6 +14,8 @@ from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome
 from evernear.review.answers import ANSWERS, Answer
 from evernear.settings import load
+from tests.consoles import TOKEN, console_client
+from tests.releases import MakeRelease
 
 NOW = datetime.now(UTC)
 RECALL = Rule(

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from consoles import console_client, with_csrf
-from releases import MakeRelease
 from starlette.testclient import TestClient
 
 from evernear.common.run_record import RunRecord, StepRecord
@@ -21,7 +19,9 @@ from evernear.release.promotions import whoami
 from evernear.release.registry import Registry
 from evernear.settings import Settings, load
 from evernear.triggers.audit import AUDIT
+from tests.consoles import console_client, with_csrf
 from tests.loopback.kfp import KfpServer
+from tests.releases import MakeRelease
 
 PROXY = {
     "console.identity_header": "X-Auth-Request-Email",

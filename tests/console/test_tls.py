@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from consoles import console_client
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from evernear.common.store import Store
 from evernear.console.runs import LocalRuns
 from evernear.settings import load
+from tests.consoles import console_client
 
 KEY_FORMAT = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8)
 

@@ -7,7 +7,6 @@ import time
 from io import BytesIO
 from pathlib import Path
 
-import hostile
 import pytest
 from PIL import Image, ImageFile
 from PIL.ExifTags import Base
@@ -16,6 +15,7 @@ from evernear.data import image_file, webp_file
 from evernear.data.image_file import MAX_SCANS, inspect
 from evernear.data.preprocess import decode
 from evernear.errors import DataError
+from tests import hostile
 
 LIMIT = 25_000_000
 

@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import hostile
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,6 +15,7 @@ from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
 from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
+from tests import hostile
 
 
 def test_folder_tree_becomes_a_dataset(tree, run_ingest, contents, digest_of) -> None:

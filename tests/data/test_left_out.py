@@ -62,7 +62,7 @@ def noted(manifest: Manifest, rule: str) -> list[str]:
 
 def upload(bucket: str, tree: Path) -> str:
     """Put all files of ``tree`` into the bucket, also those whose keys a `Store` rejects."""
-    from test_sources_s3 import client
+    from tests.data.test_sources_s3 import client
 
     for path in filter(Path.is_file, tree.rglob("*")):
         client().fput_object(bucket, path.relative_to(tree).as_posix(), str(path))

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
-import hostile
 import numpy as np
 import pytest
-from deep_png import deep_png
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -20,6 +18,8 @@ from evernear.data.shards import Dataset
 from evernear.data.validate import validate_dataset
 from evernear.errors import DataError
 from evernear.settings import ValidationSettings
+from tests import hostile
+from tests.deep_png import deep_png
 
 LIMIT = 10**6
 DIGESTS = {

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dataset_images import described, write_images
 
 from evernear.common.parts import Parts, Processes, run_parts
 from evernear.common.store import Store, open_store
@@ -13,6 +12,7 @@ from evernear.data.manifest import Manifest
 from evernear.dataset_export.plan import plan_export
 from evernear.dataset_export.worker import open_worker
 from evernear.settings import DataSettings
+from tests.dataset_images import described, write_images
 
 SHARD_BYTES = 2**16
 Ingest = Callable[..., Manifest]

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from dataset_images import described, write_images
 from PIL import Image
-from releases import MakeRelease, System
 
 from evernear.common.disk import sha256_file
 from evernear.common.parts import Parts, run_part
@@ -27,6 +25,8 @@ from evernear.errors import ConflictError, DataError, SettingsError, StoreError
 from evernear.part import worker_of
 from evernear.release.registry import Registry
 from evernear.serving import batch
+from tests.dataset_images import described, write_images
+from tests.releases import MakeRelease, System
 
 Rows = list[dict[str, Any]]
 

@@ -5,7 +5,6 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from dataset_images import write_images
 from PIL import Image
 
 from evernear.common.store import open_store
@@ -13,6 +12,7 @@ from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.settings import DataSettings
+from tests.dataset_images import write_images
 
 SOURCES = {"folder": "folder", "webdataset": "webdataset", "parquet": "huggingface"}
 """The kind of source of each format of an export."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
-from loopback.kubernetes import webhooks
-from rendered import DEPLOY, NEWEST, PARTS, ROOT, Object, named, objects
 
 from evernear.release.records import ARCHIVES
+from tests.deploy.rendered import DEPLOY, NEWEST, PARTS, ROOT, Object, named, objects
+from tests.loopback.kubernetes import webhooks
 
 SDK = ROOT / ".venv/kserve"
 KSERVE = [part for part in PARTS if part.startswith("kserve")]

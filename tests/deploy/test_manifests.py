@@ -13,8 +13,12 @@ import pytest
 import typer
 import yaml
 from fastapi.routing import APIRoute
-from loopback.kubernetes.pod_security import violations
-from rendered import (
+
+from evernear import settings
+from evernear.cli.app import app
+from evernear.kubeflow import connection
+from evernear.serving.prep.app import router
+from tests.deploy.rendered import (
     DEPLOY,
     DIGEST,
     FOREIGN,
@@ -30,11 +34,7 @@ from rendered import (
     serving,
     settings_of,
 )
-
-from evernear import settings
-from evernear.cli.app import app
-from evernear.kubeflow import connection
-from evernear.serving.prep.app import router
+from tests.loopback.kubernetes.pod_security import violations
 
 FOREIGN_ACCOUNTS = {"kubeflow/pipeline-runner"}
 """Accounts that a RoleBinding may name although evernear does not create them."""

@@ -4,7 +4,6 @@ import argparse
 import re
 
 import pytest
-from rendered import PARTS, Object, containers, named, objects, pod_specs
 
 from evernear import settings
 from evernear.data.preprocess import decode_size_bytes
@@ -13,6 +12,7 @@ from evernear.serving.pod import memory_size_bytes as torchserve_size_bytes
 from evernear.serving.pod import pod_memory
 from evernear.serving.prep.server import prep_memory_size_bytes
 from evernear.settings import PrepSettings, ServingSettings, Settings
+from tests.deploy.rendered import PARTS, Object, containers, named, objects, pod_specs
 
 MIB = 2**20
 # Memory of a process before its first large image, with the digits (benchmarks/hostile_traffic.py).

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rendered import DEPLOY, named, objects
 
 from evernear.serving.metrics import metrics_file
 from evernear.serving.prep.service import Metrics
 from evernear.triggers.watch.metrics import FIGURES
+from tests.deploy.rendered import DEPLOY, named, objects
 
 UNIT_TESTS = [Path(__file__).with_name(name) for name in ("alerts_test.yaml", "alerts_week_test.yaml")]
 DASHBOARD = json.loads((DEPLOY / "components/monitoring/dashboard.json").read_text())

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import pytest
-from rendered import PARTS, Object, named, objects, pod_specs, serving, settings_of
+
+from tests.deploy.rendered import PARTS, Object, named, objects, pod_specs, serving, settings_of
 
 HERE = "evernear"
 

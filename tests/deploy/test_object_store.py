@@ -14,10 +14,10 @@ import pytest
 import yaml
 from minio import Minio
 from minio.error import S3Error
-from rendered import DEPLOY, ROOT, named, objects
-from seaweedfs import SERVER, SeaweedFS, seaweedfs
 
 from evernear.common.store.s3 import S3Store
+from tests.deploy.rendered import DEPLOY, ROOT, named, objects
+from tests.seaweedfs import SERVER, SeaweedFS, seaweedfs
 
 SETUP = DEPLOY / "overlays/local/seaweedfs"
 USERS = {

@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 from kubernetes import client, config, utils
-from loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, labeled
-from loopback.kubernetes.calls import Call
-from loopback.kubernetes.kinds import named as known_kind
-from rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
 
 from evernear.deployment.kubernetes import rollout
 from evernear.deployment.kubernetes.cluster import Cluster
@@ -26,6 +22,10 @@ from evernear.deployment.kubernetes.revision import (
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError
 from evernear.settings import Settings
+from tests.deploy.rendered import DEPLOY, DIGEST, Object, named, objects, settings_of
+from tests.loopback.kubernetes import CrashLoop, LoopbackCluster, NotReady, labeled
+from tests.loopback.kubernetes.calls import Call
+from tests.loopback.kubernetes.kinds import named as known_kind
 
 LOCAL = objects("local")
 SECRETS = [*yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rendered import PARTS, ROOT, named, objects, serving
+
+from tests.deploy.rendered import PARTS, ROOT, named, objects, serving
 
 CHECKOV = ROOT / ".venv/checkov/bin/checkov"
 CONFIG = Path(__file__).with_name("checkov.yaml")

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 from evernear.common.store import open_store
 from evernear.deployment import follow
@@ -23,6 +22,7 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
 from tests.deployment.test_foreground import start
+from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 
 class Target:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from releases import MakeRelease, settings_on_free_ports
 
 from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
@@ -18,6 +17,7 @@ from evernear.serving import torchserve
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
+from tests.releases import MakeRelease, settings_on_free_ports
 
 
 def start(settings: Settings, *words: str) -> subprocess.Popen[str]:

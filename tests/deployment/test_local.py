@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 from evernear import deployment
 from evernear.common.store import open_store
@@ -39,6 +38,7 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of, read_state
 from evernear.serving.management import Management
 from evernear.settings import Settings
+from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
 
 BROKEN = b"class H:\n    def initialize(self, c): raise RuntimeError('no')\n    def handle(self, d, c): ...\n"
 FAILING = b"class H:\n    def initialize(self, c): ...\n    def handle(self, d, c): raise RuntimeError('no')\n"

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from releases import MakeRelease, PackedRelease, System, decided
 
 from evernear.common.store import Store, open_store
 from evernear.deployment import Deployment, deploy_release, promote_release, roll_back
@@ -12,6 +11,7 @@ from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.evaluation.verdict import AnchorChoice, Verdict
 from evernear.release.registry import Registry
 from evernear.settings import Settings
+from tests.releases import MakeRelease, PackedRelease, System, decided
 
 
 @pytest.fixture

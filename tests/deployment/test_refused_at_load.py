@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from releases import MakeRelease, PackedRelease, forge
 
 from evernear.errors import IntegrityError
 from evernear.serving.handler import EmbeddingHandler
+from tests.releases import MakeRelease, PackedRelease, forge
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from releases import MakeRelease, System, decided, forge
 
 from evernear.deployment.smoke import smoke
 from evernear.embedding.embeddings import Embeddings
@@ -23,6 +22,7 @@ from evernear.serving import HANDLER
 from evernear.serving.core import Predictor
 from evernear.serving.responses import Prediction
 from evernear.settings import IndexSettings, ServingSettings
+from tests.releases import MakeRelease, System, decided, forge
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from releases import MakeRelease
 
 from evernear.common.store import open_store
 from evernear.deployment import local
@@ -11,6 +10,7 @@ from evernear.deployment.local import await_champion
 from evernear.errors import TransientStoreError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
+from tests.releases import MakeRelease
 
 
 def test_each_reason_to_wait_is_reported_once(

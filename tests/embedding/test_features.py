@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from releases import System, decided
 
 from evernear.common.store import Store, open_store
 from evernear.data.manifest import SPLITS
@@ -27,6 +26,7 @@ from evernear.index.build import build_index
 from evernear.release.archive import Candidate, make_archive
 from evernear.serving import HANDLER
 from evernear.settings import EvaluationSettings, IndexSettings, ServingSettings, TrainSettings
+from tests.releases import System, decided
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from limits import largest_file
 from PIL import Image
 
 from evernear.common import threads
@@ -32,6 +31,7 @@ from evernear.embedding.recipe import TOTAL_DECAY, choose_optimizer, learning_ra
 from evernear.embedding.train import Steps, train_network
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
+from tests.limits import largest_file
 
 
 def weights(directory: Path) -> bytes:

@@ -22,7 +22,7 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
 from evernear.evaluation.verdict import Rule
 from evernear.settings import DataSettings, EvaluationSettings, GateSettings
-from tests.conftest import System
+from tests.releases import System
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Rule
 from evernear.index.build import build_index
 from evernear.settings import ClassSettings, DataSettings, EvaluationSettings, GateSettings, IndexSettings
-from tests.conftest import System
 from tests.open_sets import draw_of
+from tests.releases import System
 
 SETTINGS = EvaluationSettings()
 LENIENT = GateSettings(accuracy_floor=0.5, beat_baseline=False)

@@ -28,7 +28,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
-from tests.conftest import System
+from tests.releases import System
 
 
 @pytest.fixture(scope="module")

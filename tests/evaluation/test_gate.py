@@ -3,18 +3,16 @@
 The simulation is that of ``benchmarks/gate.py``, which measures the same rates over more seeds.
 """
 
-import importlib.util
 import json
 import math
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from scipy.stats import binom
 
+from benchmarks import gate as simulation
 from evernear.data.near_duplicates import NearDuplicates
 from evernear.errors import IntegrityError
 from evernear.evaluation.evaluate import Evaluation
@@ -24,30 +22,11 @@ from evernear.evaluation.statistics import Proportion, exact_proportion, proport
 from evernear.evaluation.verdict import Rule, Verdict
 from evernear.settings import GateSettings
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SETTINGS = GateSettings()
 WITH_FLOOR = GateSettings(accuracy_floor=0.95)
 SETTINGS_OF = {"detectable_loss": GateSettings(max_undetected_loss=0.001, on_undetected_loss="hold")}
 """The settings with which a rule fails, if not `WITH_FLOOR`."""
 UNSEEN = {"train": 0, "gallery": 0, "query": 0}
-
-
-@pytest.fixture(scope="module")
-def simulation() -> ModuleType:
-    """``benchmarks/gate.py`` as a module."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("benchmark_of_the_gate", BENCHMARKS / "gate.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
-
-
 SEEDS = 500
 
 
@@ -55,25 +34,25 @@ SEEDS = 500
 class TestErrorRatesOnTenThousandQueries:
     """Each bound is exceeded in one of 1000 runs if the true rate is at its limit."""
 
-    def stopped(self, simulation: ModuleType, points: float, shared: float, how: str = "drawn") -> int:
+    def stopped(self, points: float, shared: float, how: str = "drawn") -> int:
         case = simulation.Case(how, 10_000, 0.996, points, shared)
         (count,) = simulation.count_held(case, SEEDS, [SETTINGS.significance])
         return count
 
-    def test_false_alarm_rate_for_equal_models_is_bounded(self, simulation: ModuleType, shared: float):
-        assert self.stopped(simulation, 0.0, shared) <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
+    def test_false_alarm_rate_for_equal_models_is_bounded(self, shared: float):
+        assert self.stopped(0.0, shared) <= binom.ppf(0.999, SEEDS, SETTINGS.significance)
 
-    def test_model_three_tenths_of_a_point_worse_fails(self, simulation: ModuleType, shared: float):
-        assert self.stopped(simulation, -0.3, shared) >= binom.ppf(0.001, SEEDS, 0.985 if shared else 0.93)
+    def test_model_three_tenths_of_a_point_worse_fails(self, shared: float):
+        assert self.stopped(-0.3, shared) >= binom.ppf(0.001, SEEDS, 0.985 if shared else 0.93)
 
-    def test_visible_regression_always_fails(self, simulation: ModuleType, shared: float):
-        assert self.stopped(simulation, -0.3, shared, "frozen") == SEEDS
+    def test_visible_regression_always_fails(self, shared: float):
+        assert self.stopped(-0.3, shared, "frozen") == SEEDS
 
-    def test_model_three_tenths_of_a_point_better_passes(self, simulation: ModuleType, shared: float):
-        assert self.stopped(simulation, +0.3, shared) == 0
+    def test_model_three_tenths_of_a_point_better_passes(self, shared: float):
+        assert self.stopped(+0.3, shared) == 0
 
 
-def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one(simulation: ModuleType):
+def test_small_test_split_rarely_fails_equal_models_and_fails_a_bad_one():
     case = simulation.Case
     (equal,) = simulation.count_held(case("drawn", 180, 0.98, 0.0, 0.6), SEEDS, [SETTINGS.significance])
     (worse,) = simulation.count_held(case("drawn", 180, 0.98, -10.0, 0.6), SEEDS, [SETTINGS.significance])
@@ -91,7 +70,7 @@ def outcomes(errors: dict[int, int], queries: int = 100) -> Outcomes:
 
 
 @pytest.fixture
-def passing(simulation: ModuleType) -> Evaluation:
+def passing() -> Evaluation:
     """A challenger as good as its champion."""
     return simulation.make_evaluation(outcomes({1: 2, 8: 1}), outcomes({1: 2, 8: 1}))
 
@@ -113,7 +92,7 @@ def test_good_challenger_passes_and_every_rule_gives_a_reason(passing: Evaluatio
     assert verdict.dataset_digest == passing.candidate.dataset_digest
 
 
-def test_each_rule_can_fail_alone(simulation: ModuleType, passing: Evaluation):
+def test_each_rule_can_fail_alone(passing: Evaluation):
     low = proportion(90, 100, 0.95)
     slow_rot = simulation.make_evaluation(outcomes({1: 5, 3: 4, 5: 3, 8: 3}), outcomes({1: 2, 8: 1}))
     one_class = simulation.make_evaluation(outcomes({1: 2, 4: 12}), outcomes({1: 2, 2: 12}))
@@ -235,7 +214,7 @@ def test_test_images_like_the_gallery_get_no_advice(
     assert "look different" not in " ".join(decide(with_candidate(alike, calibration_rejects=None), SETTINGS).reasons)
 
 
-def test_reason_names_the_largest_class_regression(simulation: ModuleType):
+def test_reason_names_the_largest_class_regression():
     verdict = decide(simulation.make_evaluation(outcomes({1: 2, 8: 1}), outcomes({1: 1, 8: 1, 3: 9})), SETTINGS)
     assert verdict.promote
     reasons = {rule.name: rule.reason for rule in verdict.rules}
@@ -243,7 +222,7 @@ def test_reason_names_the_largest_class_regression(simulation: ModuleType):
     assert "9 improvements and 1 regression, not significantly worse" in reasons["no_worse"]
 
 
-def test_single_error_in_a_small_class_is_not_a_collapse(simulation: ModuleType):
+def test_single_error_in_a_small_class_is_not_a_collapse():
     """With 18 queries per class, one additional error is 5.6 points; eighteen are a collapse."""
     champion = outcomes({1: 1}, queries=18)
     assert decide(simulation.make_evaluation(outcomes({1: 1, 4: 1}, queries=18), champion), SETTINGS).promote
@@ -251,45 +230,45 @@ def test_single_error_in_a_small_class_is_not_a_collapse(simulation: ModuleType)
     assert {"class_recall_floor", "class_recall_drop"} <= set(failed(decide(collapsed, SETTINGS)))
 
 
-def with_new_class(simulation: ModuleType, errors: dict[int, int]) -> Evaluation:
+def with_new_class(errors: dict[int, int]) -> Evaluation:
     """A champion without class 9 and a challenger that includes it, with ``wrong`` errors per class."""
     evaluation = simulation.make_evaluation(outcomes(errors), outcomes({1: 2, 8: 1, 9: 100}))
     champion = evaluation.champion.model_copy(update={"known_labels": simulation.LABELS[:-1]})
     return evaluation.model_copy(update={"champion": champion})
 
 
-def test_new_class_passes_and_is_named(simulation: ModuleType):
-    verdict = decide(with_new_class(simulation, {1: 2, 8: 1, 9: 4}), SETTINGS)
+def test_new_class_passes_and_is_named():
+    verdict = decide(with_new_class({1: 2, 8: 1, 9: 4}), SETTINGS)
     assert verdict.promote
     reasons = {rule.name: rule.reason for rule in verdict.rules}
     assert "New: 9 (recall 96.0%)" in reasons["classes_kept"]
     assert "99.67% against the champion's 99.67% on the 900 images of classes that it knows" in reasons["no_worse"]
 
 
-def test_new_class_does_not_offset_regressions_of_other_classes(simulation: ModuleType):
+def test_new_class_does_not_offset_regressions_of_other_classes():
     """100 correct images in the new class, and 8 errors spread over the champion's classes."""
-    losing = with_new_class(simulation, {1: 5, 3: 2, 5: 2, 8: 2})
+    losing = with_new_class({1: 5, 3: 2, 5: 2, 8: 2})
     assert losing.comparison.overall.improvements == 100
     assert set(failed(decide(losing, SETTINGS))) == {"no_worse", "anchor_budget"}
 
 
-def test_tiny_p_value_is_not_printed_as_zero(simulation: ModuleType):
-    verdict = decide(with_new_class(simulation, {1: 60}), SETTINGS)
+def test_tiny_p_value_is_not_printed_as_zero():
+    verdict = decide(with_new_class({1: 60}), SETTINGS)
     assert "58 regressions, significantly worse (p < 0.001, level 0.08)" in failed(verdict)["no_worse"].reason
 
 
-def test_unrecognized_new_class_fails(simulation: ModuleType):
-    assert set(failed(decide(with_new_class(simulation, {1: 2, 8: 1, 9: 70}), SETTINGS))) == {"class_recall_floor"}
+def test_unrecognized_new_class_fails():
+    assert set(failed(decide(with_new_class({1: 2, 8: 1, 9: 70}), SETTINGS))) == {"class_recall_floor"}
 
 
-def test_disjoint_classes_fail(simulation: ModuleType):
-    evaluation = with_new_class(simulation, {})
+def test_disjoint_classes_fail():
+    evaluation = with_new_class({})
     unrelated = evaluation.champion.model_copy(update={"known_labels": ("elsewhere",)})
     failures = failed(decide(evaluation.model_copy(update={"champion": unrelated}), SETTINGS))
     assert set(failures) == {"no_worse", "classes_kept", "class_recall_drop"}
 
 
-def test_class_without_test_images_is_named(simulation: ModuleType, passing: Evaluation):
+def test_class_without_test_images_is_named(passing: Evaluation):
     recalls = {label: recall for label, recall in passing.candidate.class_recall.items() if label != "6"}
     verdict = decide(with_candidate(passing, class_recall=recalls), SETTINGS)
     assert verdict.promote
@@ -304,7 +283,7 @@ def test_champion_leakage_is_reported_but_passes(passing: Evaluation):
 
 
 @pytest.fixture
-def stored(simulation: ModuleType, tmp_path) -> Path:
+def stored(tmp_path) -> Path:
     verdict = decide(simulation.make_evaluation(outcomes({4: 60}), outcomes({})), SETTINGS)
     assert not verdict.promote
     path = tmp_path / "verdict.json"
@@ -343,7 +322,7 @@ def test_verdict_is_deterministic(passing: Evaluation):
     assert decide(passing, SETTINGS).digest != decide(passing, GateSettings(significance=0.05)).digest
 
 
-def test_both_comparisons_with_the_champion_share_one_level(simulation: ModuleType):
+def test_both_comparisons_with_the_champion_share_one_level():
     """Each rule at the whole level would hold 12% of equal candidates on 1,000 images, where the setting says 10%."""
     held, trials, case = 0, 200, simulation.Case("drawn", 1000, 0.9, 0.0, 0.6)
     for seed in range(trials):
@@ -372,7 +351,7 @@ def test_near_duplicates_above_the_bound_hold_the_candidate_with_the_advice(pass
     assert decide(usual, SETTINGS).promote
 
 
-def test_gate_counts_groups(simulation: ModuleType):
+def test_gate_counts_groups():
     """Twelve queries of one scene are lost: as images they are significant, as one scene they are not."""
     ours, others = outcomes({1: 12}), outcomes({})
     assert "no_worse" in failed(decide(simulation.make_evaluation(ours, others), SETTINGS))

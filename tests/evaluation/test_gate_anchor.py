@@ -3,16 +3,11 @@
 The simulations are those of ``benchmarks/gate.py``, which measures the same rates over more seeds.
 """
 
-import importlib.util
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 from scipy.stats import binom
 
+from benchmarks import gate as simulation
 from evernear.evaluation.compare import PairedCounts, loss_beyond_budget, net_loss_budget
 from evernear.evaluation.evaluate import AnchorEvaluation, Evaluation
 from evernear.evaluation.gate import decide
@@ -20,22 +15,7 @@ from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.verdict import AnchorChoice, Rule, Verdict
 from evernear.settings import GateSettings
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SETTINGS = GateSettings()
-
-
-@pytest.fixture(scope="module")
-def simulation() -> Iterator[ModuleType]:
-    """``benchmarks/gate.py`` as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        spec = importlib.util.spec_from_file_location("benchmark_of_the_anchor", BENCHMARKS / "gate.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
 
 
 def losing(errors: int, queries: int) -> Outcomes:
@@ -51,7 +31,7 @@ def failed(verdict: Verdict) -> set[str]:
     return {rule.name for rule in verdict.rules if not rule.passed}
 
 
-def test_budget_counts_groups(simulation: ModuleType) -> None:
+def test_budget_counts_groups() -> None:
     """One lost scene of ten frames uses one net loss, not ten."""
 
     def in_scenes(errors: int) -> Outcomes:
@@ -66,9 +46,7 @@ def test_budget_counts_groups(simulation: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("queries", "step", "last"), [(18, 1, 2), (50, 1, 3), (200, 1, 3)])
-def test_chain_of_losses_that_no_single_test_detects_ends(
-    simulation: ModuleType, queries: int, step: int, last: int
-) -> None:
+def test_chain_of_losses_that_no_single_test_detects_ends(queries: int, step: int, last: int) -> None:
     """Each candidate has ``step`` more errors than the champion before it; ``last`` is the last that is promoted."""
     anchor = champion = losing(1, queries)
     for number in range(1, 10):
@@ -85,9 +63,7 @@ def test_chain_of_losses_that_no_single_test_detects_ends(
 
 
 @pytest.mark.parametrize(("queries", "shared"), [(50, 0.0), (200, 0.6)])
-def test_equal_candidates_are_held_at_most_at_the_level_of_the_gate(
-    simulation: ModuleType, queries: int, shared: float
-) -> None:
+def test_equal_candidates_are_held_at_most_at_the_level_of_the_gate(queries: int, shared: float) -> None:
     """Champion, anchor and candidate are equally good. The bound is exceeded in one of 1000 runs at the limit."""
     seeds = 100
     held = sum(bool(simulation.held_equal(queries, 0.97, shared, seed)) for seed in range(seeds))
@@ -95,13 +71,13 @@ def test_equal_candidates_are_held_at_most_at_the_level_of_the_gate(
 
 
 @pytest.mark.slow
-def test_simulated_chains_end_near_the_accuracy_of_the_anchor(simulation: ModuleType) -> None:
+def test_simulated_chains_end_near_the_accuracy_of_the_anchor() -> None:
     for queries, least in ((50, 0.89), (200, 0.94)):
         ends = [simulation.Chain(queries, 0.6).run(seed)[0] for seed in range(20)]
         assert np.mean(ends) >= least - 2 * np.std(ends) / np.sqrt(len(ends))
 
 
-def test_paired_test_against_the_anchor_detects_what_each_step_hid(simulation: ModuleType) -> None:
+def test_paired_test_against_the_anchor_detects_what_each_step_hid() -> None:
     """On 1,000 images, 9 regressions from the champion and 18 from the anchor."""
     anchor, champion, candidate = (losing(errors, 1000) for errors in (20, 29, 38))
     verdict = decide(simulation.make_evaluation(candidate, champion, anchor=anchor), GateSettings(significance=0.004))
@@ -111,7 +87,7 @@ def test_paired_test_against_the_anchor_detects_what_each_step_hid(simulation: M
     assert "`evernear registry anchor VERSION --why REASON`" in reason
 
 
-def test_anchor_and_champion_share_the_level(simulation: ModuleType) -> None:
+def test_anchor_and_champion_share_the_level() -> None:
     same = losing(1, 200)
     alone = rules(decide(simulation.make_evaluation(same, same), SETTINGS))
     both = rules(decide(simulation.make_evaluation(same, same, anchor=same), SETTINGS))
@@ -120,7 +96,7 @@ def test_anchor_and_champion_share_the_level(simulation: ModuleType) -> None:
     assert both["no_worse"].bound == both["no_worse_than_anchor"].bound == pytest.approx(0.04)
 
 
-def test_budget_is_shown_with_how_much_of_it_is_used(simulation: ModuleType) -> None:
+def test_budget_is_shown_with_how_much_of_it_is_used() -> None:
     verdict = decide(simulation.make_evaluation(losing(2, 18), losing(1, 18)), SETTINGS)
     rule = rules(verdict)["anchor_budget"]
     assert (rule.candidate, rule.bound) == (1, 2)
@@ -130,7 +106,7 @@ def test_budget_is_shown_with_how_much_of_it_is_used(simulation: ModuleType) -> 
     )
 
 
-def test_a_better_candidate_uses_nothing_of_the_budget(simulation: ModuleType) -> None:
+def test_a_better_candidate_uses_nothing_of_the_budget() -> None:
     rule = rules(decide(simulation.make_evaluation(losing(0, 18), losing(3, 18)), SETTINGS))["anchor_budget"]
     assert rule.passed
     assert " uses 0 of a budget of " in rule.reason
@@ -142,7 +118,7 @@ def with_anchor(evaluation: Evaluation, **changes: object) -> Evaluation:
 
 
 @pytest.fixture
-def walked_down(simulation: ModuleType) -> Evaluation:
+def walked_down() -> Evaluation:
     """A candidate as good as the champion, and six errors worse than the anchor."""
     return simulation.make_evaluation(losing(7, 50), losing(7, 50), anchor=losing(1, 50))
 
@@ -183,7 +159,7 @@ def test_anchor_is_compared_on_the_classes_that_both_know(walked_down: Evaluatio
     assert "uses 1 of a budget of 2 net losses on 9 test images" in rules(verdict)["anchor_budget"].reason
 
 
-def test_anchor_that_cannot_be_read_holds_the_candidate(simulation: ModuleType) -> None:
+def test_anchor_that_cannot_be_read_holds_the_candidate() -> None:
     same = losing(1, 200)
     damaged = AnchorEvaluation(name="v1", fault="Release v1 does not exist in file:///store.")
     evaluation = simulation.make_evaluation(same, same).model_copy(update={"anchor": damaged})
@@ -201,7 +177,7 @@ def test_missing_comparison_with_the_anchor_holds_the_candidate_or_moves_the_anc
     assert verdict.detectable_loss is None
 
 
-def test_first_release_has_no_anchor(simulation: ModuleType) -> None:
+def test_first_release_has_no_anchor() -> None:
     evaluation = simulation.make_evaluation(losing(0, 50), losing(0, 50))
     first = evaluation.model_copy(update={"champion": None, "comparison": None})
     verdict = decide(first, SETTINGS)
@@ -209,7 +185,7 @@ def test_first_release_has_no_anchor(simulation: ModuleType) -> None:
     assert not {"anchor_budget", "no_worse_than_anchor", "detectable_loss"} & set(rules(verdict))
 
 
-def test_verdict_warns_where_a_small_test_split_hides_a_large_loss(simulation: ModuleType) -> None:
+def test_verdict_warns_where_a_small_test_split_hides_a_large_loss() -> None:
     small = simulation.make_evaluation(losing(1, 18), losing(1, 18))
     verdict = decide(small, SETTINGS)
     assert verdict.promote
@@ -221,7 +197,7 @@ def test_verdict_warns_where_a_small_test_split_hides_a_large_loss(simulation: M
     assert not large.caution
 
 
-def test_unattended_run_holds_where_a_large_loss_stays_undetected(simulation: ModuleType) -> None:
+def test_unattended_run_holds_where_a_large_loss_stays_undetected() -> None:
     unattended = GateSettings(on_undetected_loss="hold")
     verdict = decide(simulation.make_evaluation(losing(1, 18), losing(1, 18)), unattended)
     assert failed(verdict) == {"detectable_loss"}

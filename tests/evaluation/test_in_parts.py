@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from releases import System
 
 from evernear.common.parts import Parts, Processes, run_part, run_parts
 from evernear.common.store import Store, open_store
@@ -24,6 +23,7 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.replay import AnswerCollector
 from evernear.index.build import build_index
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
+from tests.releases import System
 
 SETTINGS = EvaluationSettings(batch_size=50)
 EACH_SHARD = 1

@@ -5,7 +5,7 @@ from evernear.common.store import open_store
 from evernear.data.shards import Dataset
 from evernear.evaluation import leakage
 from evernear.evaluation.leakage import count_leakage
-from tests.conftest import System
+from tests.releases import System
 
 
 def with_test_images_in(dataset: Dataset, split: str) -> Dataset:

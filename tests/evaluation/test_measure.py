@@ -12,7 +12,7 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
 from evernear.index.search import Recognition
 from evernear.settings import EvaluationSettings, IndexSettings
-from tests.conftest import System
+from tests.releases import System
 
 SETTINGS = EvaluationSettings(batch_size=32)
 

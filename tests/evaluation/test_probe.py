@@ -19,8 +19,8 @@ from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, pro
 from evernear.evaluation.statistics import auroc
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, TrainSettings
-from tests.conftest import System
 from tests.open_sets import draw_of
+from tests.releases import System
 
 TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
 

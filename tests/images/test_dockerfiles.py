@@ -9,9 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from dockerfile import FILES, ROOT, stages
 
 from evernear.cli.app import app
+from tests.images.dockerfile import FILES, ROOT, stages
 
 VARIANTS = [
     ("Dockerfile.serve", {}),

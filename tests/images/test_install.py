@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
-from dockerfile import ROOT, Stage, ancestry
-from environment import of_the_shell
-from releases import MakeRelease, settings_on_free_ports
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
+from tests.environment import of_the_shell
+from tests.images.dockerfile import ROOT, Stage, ancestry
+from tests.releases import MakeRelease, settings_on_free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -4,9 +4,9 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import pytest
-from gallery_vectors import make_embeddings
 
 from evernear.settings import IndexSettings
+from tests.gallery_vectors import make_embeddings
 
 __all__ = ["make_embeddings"]
 MILVUS = pytest.param("milvus", marks=pytest.mark.skipif(find_spec("pymilvus") is None, reason="needs pymilvus"))

@@ -2,16 +2,15 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from gallery_vectors import NETWORK, MakeEmbeddings, blobs
-from limits import largest_file
 
 from evernear.common.disk import sha256_file
 from evernear.errors import DataError, IntegrityError, SettingsError, StoreError
 from evernear.index.build import build_index
 from evernear.index.description import describe_index
 from evernear.settings import IndexSettings
-
-from .conftest import MakeSettings
+from tests.gallery_vectors import NETWORK, MakeEmbeddings, blobs
+from tests.index.conftest import MakeSettings
+from tests.limits import largest_file
 
 LABELS = ("zero", "one", "two", "three", "four", "never seen")
 

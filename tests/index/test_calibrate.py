@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from gallery_vectors import MakeEmbeddings, blobs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +8,8 @@ from evernear.index.build import build_index
 from evernear.index.calibrate import EQUAL, MARGIN, threshold_at, threshold_rejecting
 from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration, describe_threshold
 from evernear.settings import IndexSettings
-
-from .conftest import MakeSettings
+from tests.gallery_vectors import MakeEmbeddings, blobs
+from tests.index.conftest import MakeSettings
 
 LABELS = tuple("abcde")
 # Few distinct values make ties common.

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 
 from evernear.errors import SettingsError
 from evernear.index import choose
@@ -9,6 +8,7 @@ from evernear.index.description import IndexDescription
 from evernear.index.faiss_compat import faiss
 from evernear.index.search import Gallery
 from evernear.settings import IndexSettings
+from tests.gallery_vectors import NETWORK, MakeEmbeddings, blobs
 
 LABELS = tuple("abcde")
 GALLERY, QUERIES = blobs(1, 6000, spread=0.2), blobs(2, 1500, spread=0.2)

@@ -2,7 +2,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from gallery_vectors import MakeEmbeddings, blobs
 from scipy.stats import binomtest
 
 from evernear.embedding.embeddings import Embeddings
@@ -10,6 +9,7 @@ from evernear.index import exact
 from evernear.index.build import build_index
 from evernear.index.exact import SAMPLE_SIZE, exact_neighbors, sample_queries
 from evernear.settings import IndexSettings
+from tests.gallery_vectors import MakeEmbeddings, blobs
 
 
 @pytest.mark.parametrize("classes", [2, 5, 90])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -18,8 +17,8 @@ from evernear.index.description import DESCRIPTION_FILE, describe_index
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import MAX_DISTANCE, NO_LABEL, Gallery, vote
 from evernear.settings import IndexSettings
-
-from .conftest import MakeSettings
+from tests.gallery_vectors import NETWORK, MakeEmbeddings, blobs
+from tests.index.conftest import MakeSettings
 
 LABELS = ("a", "b", "c", "d", "e", "never seen")
 

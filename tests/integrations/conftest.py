@@ -1,5 +1,5 @@
 """The record of a run that has ended."""
 
-from ended_run import record
+from tests.ended_run import record
 
 __all__ = ["record"]

@@ -13,9 +13,7 @@ import pandas as pd
 import polars as pl
 import pytest
 import webdataset
-from dataset_images import described
 from PIL import Image
-from releases import MakeRelease, System
 
 from evernear.common.parts import Processes, run_parts
 from evernear.common.store import FileStore
@@ -24,6 +22,8 @@ from evernear.dataset_export import Format
 from evernear.dataset_export.plan import plan_export
 from evernear.dataset_export.worker import open_worker
 from evernear.release.registry import Registry
+from tests.dataset_images import described
+from tests.releases import MakeRelease, System
 
 DIM = 16
 

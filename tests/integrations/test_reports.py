@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from ports import free_ports
 
 from evernear import steps
 from evernear.common.run_record import RunRecord
+from tests.ports import free_ports
 
 
 def test_unreachable_systems_are_warnings_of_a_run_that_succeeds(

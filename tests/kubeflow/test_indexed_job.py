@@ -13,13 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from command_line import evernear
 from kubernetes import client, config, utils
-from loopback.kubernetes import LoopbackCluster
-from loopback.kubernetes.kinds import JOB
-from loopback.kubernetes.pod_security import violations
 from PIL import Image
-from releases import MakeRelease, System
 
 from evernear import steps
 from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
@@ -34,6 +29,11 @@ from evernear.kubeflow import indexed_job
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
 from evernear.release.registry import Registry
 from evernear.settings import KubernetesSettings, PartsJobSettings
+from tests.command_line import evernear
+from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.kinds import JOB
+from tests.loopback.kubernetes.pod_security import violations
+from tests.releases import MakeRelease, System
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "many-machines"
 SETTINGS = PartsJobSettings(namespace="kubeflow", image="registry.example/evernear-train@sha256:" + "a" * 64)

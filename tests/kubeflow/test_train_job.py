@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client, config, utils
-from loopback.kubernetes import LoopbackCluster
-from loopback.kubernetes.api import now
-from loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
-from loopback.kubernetes.pod_security import violations
 
 from evernear import steps
 from evernear.common.run_record import RunRecord
@@ -30,6 +26,10 @@ from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
 from evernear.kubeflow import job as job_module
 from evernear.kubeflow.train_job import run_train_job
 from evernear.settings import DataSettings, RunSettings, TrainSettings, parse
+from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.api import now
+from tests.loopback.kubernetes.kinds import EVENT, ROLE, TRAIN_JOB, TRAINING_RUNTIME
+from tests.loopback.kubernetes.pod_security import violations
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "multi-node-training"
 IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import evernear
 from PIL import Image
-from releases import System, decided
 from sklearn.datasets import load_digits
 
 from evernear.common.disk import sha256_bytes
@@ -41,6 +39,8 @@ from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
 from evernear.serving.query_log import LoggedQuery, Period, parse_file
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
+from tests.command_line import evernear
+from tests.releases import System, decided
 
 TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32, patience_epochs=1)
 LOG = "queries/20260101/20260101T000000Z-20260101.000000.00000000-host-1-00000000.jsonl"

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store, open_store
@@ -14,6 +13,7 @@ from evernear.data.shards import Dataset
 from evernear.maintenance.references import Reference, Unreadable, references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
+from tests.releases import MakeRelease, PackedRelease, System
 
 
 def write_images(directory: Path, count: int, seed: int) -> None:

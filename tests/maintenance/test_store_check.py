@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
@@ -19,6 +18,7 @@ from evernear.maintenance.check import Damage, check_store, repair
 from evernear.release.promotions import CHAMPION
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
+from tests.releases import MakeRelease, PackedRelease, System
 
 SPLITS = ("train", "test", "gallery", "query")
 

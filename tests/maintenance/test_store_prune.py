@@ -11,9 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import evernear
 from PIL import Image
-from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.progress import step
 from evernear.common.run_record import RunRecord, StepRecord, this_host
@@ -29,6 +27,8 @@ from evernear.maintenance.prune import prune_store, surplus
 from evernear.maintenance.references import references
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
+from tests.command_line import evernear
+from tests.releases import MakeRelease, PackedRelease, System
 
 KILLED_AT_DELETION = """
 import os, signal, sys

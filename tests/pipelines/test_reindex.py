@@ -16,8 +16,7 @@ from evernear.index.build import build_index
 from evernear.release.registry import Registry
 from evernear.release.reuse import reuse_network
 from evernear.settings import IndexSettings
-from tests.conftest import MakeRelease, System
-from tests.releases import release_maker
+from tests.releases import MakeRelease, System, release_maker
 
 
 @pytest.fixture

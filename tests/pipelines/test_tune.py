@@ -6,12 +6,12 @@ from collections.abc import Callable
 import kubernetes_validate
 import pytest
 import yaml
-from loopback.kubernetes import webhooks
 from typer.testing import CliRunner
 
 from evernear.cli.app import app
 from evernear.integrations.tuning.space import load_space
 from pipelines.tune import METRIC, main
+from tests.loopback.kubernetes import webhooks
 
 IMAGE = "registry.example/evernear-train@sha256:" + "0" * 64
 METRIC_LINE = re.compile(r"([\w|-]+)\s*=\s*([+-]?\d*(\.\d+)?([Ee][+-]?\d+)?)")

@@ -6,8 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from limits import largest_file
-from releases import MakeRelease, System
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
@@ -22,6 +20,8 @@ from evernear.release.champion import open_anchor, open_champion
 from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.settings import ServingSettings
+from tests.limits import largest_file
+from tests.releases import MakeRelease, System
 
 
 def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from no_files import NO_FILES
-from releases import MakeRelease, PackedRelease, forge
 
 from evernear.common.disk import sha256_bytes
 from evernear.embedding import export
 from evernear.errors import IntegrityError
 from evernear.release.archive_reader import open_parts, open_release, read_part, read_release, read_release_manifest
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, NETWORK_FILE
+from tests.no_files import NO_FILES
+from tests.releases import MakeRelease, PackedRelease, forge
 
 TORCHSERVE = "MAR-INF/MANIFEST.json"
 

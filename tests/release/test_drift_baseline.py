@@ -5,7 +5,6 @@ import io
 
 import numpy as np
 import pytest
-from releases import MakeRelease, System
 
 from evernear.embedding.export import load_network
 from evernear.embedding.image_vectors import embed_images
@@ -14,6 +13,7 @@ from evernear.index.search import Gallery
 from evernear.release.archive_reader import read_part
 from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline, evenly, random_projection
 from evernear.release.manifest import DRIFT_BASELINE_FILE
+from tests.releases import MakeRelease, System
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from releases import MakeRelease, PackedRelease, forge
 
 from evernear.common.store import Store, open_store
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
@@ -18,6 +17,7 @@ from evernear.release.promotions import CHAMPION, Cause, Champion
 from evernear.release.pruning import prune_releases, remove_releases
 from evernear.release.records import MANIFESTS, PRUNED
 from evernear.release.registry import Registry
+from tests.releases import MakeRelease, PackedRelease, forge
 
 
 @pytest.fixture(params=["file", "s3"])

@@ -26,8 +26,8 @@ from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, find_run, page, run_page
 from evernear.reporting.plots import confusion_png, training_curves
 from evernear.settings import EvaluationSettings, GateSettings, IndexSettings, RunSettings, ValidationSettings
-from tests.conftest import System
 from tests.open_sets import draw_of
+from tests.releases import System
 
 NEAR_AND_FAR = np.linspace(0, 1, 50, dtype=np.float32), np.linspace(0.5, 1.5, 50, dtype=np.float32)
 ALIKE = NEAR_AND_FAR[0], NEAR_AND_FAR[0]

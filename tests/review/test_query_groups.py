@@ -8,9 +8,6 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
-from gallery_vectors import blobs
-from releases import MakeRelease
-from review_queue import NOW, png
 
 from evernear.common.store import Store
 from evernear.release.drift_baseline import random_projection
@@ -19,6 +16,9 @@ from evernear.review.groups import group_items
 from evernear.review.queue import Item, Queue
 from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.query_log import LoggedQuery, Period
+from tests.gallery_vectors import blobs
+from tests.releases import MakeRelease
+from tests.review_queue import NOW, png
 
 
 def item(number: int, version: str = "v", **fields: object) -> Item:

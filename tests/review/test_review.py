@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from review_queue import NOW, log_queries, png
 
 from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
@@ -14,6 +13,7 @@ from evernear.review import queue as queue_module
 from evernear.review.answers import ANSWERS, PENDING, Answer, AnswerRefusedError, Answers
 from evernear.review.label_target import LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
+from tests.review_queue import NOW, log_queries, png
 
 
 def answer(item: Item, action: str = "label", label: str = "") -> Answer:

@@ -7,7 +7,6 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image
-from review_queue import NOW, png
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import FileStore, Store
@@ -16,6 +15,7 @@ from evernear.review import listing, submissions
 from evernear.review.submissions import ORIGINALS, SUBMITTED, Submissions, original_key, remove_submissions
 from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
+from tests.review_queue import NOW, png
 
 VECTOR = np.full(4, 0.5, np.float32)
 ANSWER = Prediction(

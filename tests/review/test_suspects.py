@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deep_png import deep_png
 from PIL import Image
 from sklearn.datasets import load_digits
 from typer.testing import CliRunner
@@ -22,6 +21,7 @@ from evernear.review.answers import Answer, Answers
 from evernear.review.label_target import open_label_target
 from evernear.review.suspects import Suspect, load_suspects, picture
 from evernear.settings import DataSettings
+from tests.deep_png import deep_png
 
 NOW = datetime.now(UTC)
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from releases import MakeRelease
-from served import Served, serving
 
 from evernear.release.archive_reader import ReleaseParts, open_release
+from tests.releases import MakeRelease
+from tests.served import Served, serving
 
 
 @pytest.fixture(scope="session")

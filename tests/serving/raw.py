@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from served import Served
-
 from evernear.serving.endpoints import read_key
+from tests.served import Served
 
 TIMEOUT_S = 30
 

@@ -7,15 +7,15 @@ import struct
 import zlib
 from io import BytesIO
 
-import hostile
 import pytest
-from hostile_requests import Request, RequestTarget, form, fuzz, is_refusal, json_request, torchserve
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from served import Served
 
 from evernear.serving.endpoints import read_key
+from tests import hostile
+from tests.hostile_requests import Request, RequestTarget, form, fuzz, is_refusal, json_request, torchserve
+from tests.served import Served
 
 IN_FLIGHT = 64
 ROUNDS = 40

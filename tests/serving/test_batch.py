@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from command_line import evernear
 from PIL import Image
-from releases import MakeRelease
 
 from evernear.common.disk import sha256_file
 from evernear.common.parts import Parts, Processes, run_part, run_parts
@@ -21,6 +19,8 @@ from evernear.serving.batch import FOLDER, Shared, open_worker, plan_predictions
 from evernear.serving.core import Predictor
 from evernear.serving.release_source import ReleaseSource
 from evernear.serving.responses import Rejection
+from tests.command_line import evernear
+from tests.releases import MakeRelease
 
 IMAGES = 23
 

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
-from served import Served, serving
 
 from evernear.release.archive_reader import open_release
 from evernear.release.manifest import MODEL_CONFIG_FILE
@@ -19,6 +17,8 @@ from evernear.serving import torchserve
 from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import home_of
 from evernear.settings import Settings
+from tests.releases import MakeRelease, PackedRelease, forge, settings_on_free_ports
+from tests.served import Served, serving
 
 MAX_DELAY_S = 10
 QUEUED = 3

@@ -15,10 +15,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_servers import ANSWER, grpc_server, http_server
-from name_server import NameServer, use_name_server
-from no_files import NO_FILES
-from served import Served
 
 from evernear.errors import (
     DataError,
@@ -31,6 +27,10 @@ from evernear.errors import (
 from evernear.serving.client import GRPC_FRAME_BYTES, AsyncClient, Client, Format, Target
 from evernear.serving.endpoints import read_key
 from evernear.settings import Settings
+from tests.no_files import NO_FILES
+from tests.served import Served
+from tests.serving.fake_servers import ANSWER, grpc_server, http_server
+from tests.serving.name_server import NameServer, use_name_server
 
 NOTHING_LISTENS = 9  # the discard port
 FORMATS: list[Format] = ["rest", "grpc"]

@@ -3,10 +3,8 @@ import subprocess
 import sys
 from io import BytesIO
 
-import hostile
 import numpy as np
 import pytest
-from deep_png import deep_png
 from PIL import Image
 
 from evernear.data.encoded_image import EncodedImage
@@ -22,6 +20,8 @@ from evernear.serving.core import Predictor
 from evernear.serving.decoding import decode_image, inspect_image
 from evernear.serving.prep.service import prepare
 from evernear.serving.responses import Prediction, Rejection
+from tests import hostile
+from tests.deep_png import deep_png
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from releases import MakeRelease, PackedRelease
-from served import Served, serving
 
 from evernear.serving import torchserve
 from evernear.serving.endpoints import read_key
+from tests.releases import MakeRelease, PackedRelease
+from tests.served import Served, serving
 
 CLIENTS = 12
 

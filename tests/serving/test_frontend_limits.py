@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import pytest
 import requests
-from raw import Answer, Raw, bearer, request
-from releases import MakeRelease, PackedRelease
-from served import Served, serving
 
 from evernear.errors import PredictionRejectedError, ServingError, SettingsError
 from evernear.serving import java, torchserve
 from evernear.serving.client import Client, Target
 from evernear.settings import ServingSettings, load
+from tests.releases import MakeRelease, PackedRelease
+from tests.served import Served, serving
+from tests.serving.raw import Answer, Raw, bearer, request
 
 CLIENTS = 150
 LARGEST = ServingSettings.model_fields["max_request_size_bytes"].default

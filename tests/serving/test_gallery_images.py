@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from releases import System, decided
 from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
@@ -27,6 +26,7 @@ from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
 from evernear.settings import DataSettings, IndexSettings, ServingSettings
+from tests.releases import System, decided
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 COUNTS = {"a": 60, "b": 25, "c": 12}

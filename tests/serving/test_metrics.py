@@ -9,11 +9,11 @@ import pytest
 import requests
 from hypothesis import given
 from hypothesis import strategies as st
-from served import Served
 
 from evernear.errors import PredictionRejectedError
 from evernear.serving.endpoints import read_key
 from evernear.serving.metrics import DISTANCE_BOUNDS, FLUSH_EVERY_S, METRICS, Labels, Meter
+from tests.served import Served
 
 SAMPLE = re.compile(r"^(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 Series = dict[tuple[str, frozenset[str]], float]

@@ -6,8 +6,9 @@ import socket
 import struct
 
 import pytest
-from raw import Answer, Raw, bearer, request
-from served import Served
+
+from tests.served import Served
+from tests.serving.raw import Answer, Raw, bearer, request
 
 PREDICT = b"POST /predictions/embedding"
 KINDS = ("prediction", "ping", "unknown path", "wrong method", "not an image", "too large", "no token", "malformed")

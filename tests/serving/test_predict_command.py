@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import command_line
 import pytest
-from served import Served
 
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import read_key
+from tests import command_line
+from tests.served import Served
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PORTS = ("inference_port", "grpc_inference_port", "management_port")

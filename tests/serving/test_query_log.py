@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy import stats
-from served import Served
 
 from evernear.common.store import open_store
 from evernear.errors import IntegrityError, StoreError
@@ -45,6 +44,7 @@ from evernear.serving.query_log import (
 )
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
+from tests.served import Served
 
 
 def configuration(directory: Path, **changes: object) -> QueryLogConfiguration:

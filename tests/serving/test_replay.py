@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from releases import MakeRelease, PackedRelease, System
 
 from evernear.common.store import Store, open_store
 from evernear.data.preprocess import Resize
@@ -25,6 +24,7 @@ from evernear.release.registry import Registry
 from evernear.serving.query_log import LoggedQuery, Period
 from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, Replayer, stored_queries
 from evernear.settings import EvaluationSettings, GateSettings
+from tests.releases import MakeRelease, PackedRelease, System
 
 NOW = datetime.now(UTC)
 MAX_PIXELS = 10_000

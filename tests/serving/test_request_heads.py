@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import pytest
-from raw import Answer, Raw, bearer, request
-from served import Served
+
+from tests.served import Served
+from tests.serving.raw import Answer, Raw, bearer, request
 
 PREDICT = b"POST /predictions/embedding"
 LENGTH = b"Content-Length: 3\r\n"

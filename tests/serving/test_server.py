@@ -12,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 import requests
-from served import Served
 
 from evernear.errors import DataError, PredictionRejectedError, ServingError
 from evernear.serving import torchserve
@@ -21,6 +20,7 @@ from evernear.serving.client.target import Format
 from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.endpoints import Endpoints, read_key
 from evernear.settings import ServingSettings
+from tests.served import Served
 
 
 def headers(served: Served, key: str = "inference") -> dict[str, str]:

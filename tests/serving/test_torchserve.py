@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 from filelock import FileLock
-from ports import loopback_ipv6
-from releases import MakeRelease, settings_on_free_ports
-from served import serving
 
 from evernear.errors import (
     BusyError,
@@ -33,6 +30,9 @@ from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import STATE_FILE, home_of, host_and_port, read_state
 from evernear.serving.management import Management
 from evernear.settings import ServingSettings, Settings
+from tests.ports import loopback_ipv6
+from tests.releases import MakeRelease, settings_on_free_ports
+from tests.served import serving
 
 
 def without_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

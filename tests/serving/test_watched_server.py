@@ -9,8 +9,6 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from PIL import Image
-from releases import MakeRelease, System
-from served import serving
 
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
@@ -19,6 +17,8 @@ from evernear.serving.query_log import parse_file
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.watcher import Watcher
+from tests.releases import MakeRelease, System
+from tests.served import serving
 
 
 def noise(number: int) -> bytes:

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from faulty import FaultyProxy, start_faulty_proxy
 
 from evernear.common.store import conditional_put, s3, s3_connection
+from tests.common.store.faulty import FaultyProxy, start_faulty_proxy
 
 
 @pytest.fixture

@@ -7,7 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from faulty import (
+
+from evernear.common.store import s3_connection
+from evernear.common.store.s3 import S3Store
+from evernear.doctor import check
+from evernear.errors import ConflictError, StoreError, TransientStoreError
+from evernear.settings import Settings
+from tests.common.store.faulty import (
     DelayedRequest,
     Fault,
     FaultyProxy,
@@ -18,12 +24,6 @@ from faulty import (
     reset_upload,
     start_faulty_proxy,
 )
-
-from evernear.common.store import s3_connection
-from evernear.common.store.s3 import S3Store
-from evernear.doctor import check
-from evernear.errors import ConflictError, StoreError, TransientStoreError
-from evernear.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -8,12 +8,12 @@ import os
 from itertools import pairwise
 
 import pytest
-from contender import compete
-from faulty import FaultyProxy
-from releases import MakeRelease, PackedRelease
 
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
+from tests.common.store.contender import compete
+from tests.common.store.faulty import FaultyProxy
+from tests.releases import MakeRelease, PackedRelease
 
 PROCESSES = 4
 

@@ -13,7 +13,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from faulty import (
+
+from evernear.common.disk import sha256_bytes
+from evernear.common.store import open_store, s3_connection
+from evernear.common.store.s3 import S3Store
+from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
+from tests.common.store.faulty import (
     Fault,
     FaultyProxy,
     flip,
@@ -26,11 +31,6 @@ from faulty import (
     start_faulty_proxy,
     truncate,
 )
-
-from evernear.common.disk import sha256_bytes
-from evernear.common.store import open_store, s3_connection
-from evernear.common.store.s3 import S3Store
-from evernear.errors import EvernearError, IntegrityError, SettingsError, StoreError
 
 pytestmark = pytest.mark.usefixtures("quick")
 

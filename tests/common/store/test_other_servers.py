@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_ports
 
 from evernear.common.store.s3 import S3Store
 from evernear.errors import StoreError
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.usefixtures("quick")
 LOGIN = b"<!doctype html><html><head><style>p{margin:0}</style></head><body>Sign in</body></html>"

@@ -15,8 +15,6 @@ import boto3
 import pytest
 import requests
 from minio import Minio
-from ports import free_ports, wait_for_port
-from seaweedfs import seaweedfs
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import Store, open_store
@@ -25,6 +23,8 @@ from evernear.errors import ConflictError, StoreError
 from evernear.serving.query_log import ship_query_log
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.schedule_state import ScheduleStore
+from tests.ports import free_ports, wait_for_port
+from tests.seaweedfs import seaweedfs
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 USERS = ("reader", "writer", "server", "shipper", "watcher")

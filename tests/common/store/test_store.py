@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from no_files import NO_FILES
 
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file, write_atomically
 from evernear.common.store import Store, open_store, s3_connection
 from evernear.errors import ConflictError, IntegrityError, SettingsError, StoreError
+from tests.no_files import NO_FILES
 
 
 @pytest.fixture(params=["file", "s3"])

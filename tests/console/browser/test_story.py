@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import settings_on_free_ports
 
 from evernear.common.store import open_store
 from evernear.data.sources.digits import lay_out_digits
 from evernear.review.submissions import Submissions
+from tests.releases import settings_on_free_ports
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Page, expect, sync_playwright

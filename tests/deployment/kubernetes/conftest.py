@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import yaml
-from deployer import BASE, IMAGE, MakeSettings
 from kubernetes import config, utils
-from loopback.kubernetes import LoopbackCluster
 
 from evernear.deployment.kubernetes import rollout
 from evernear.settings import Settings, parse
+from tests.deployment.kubernetes.deployer import BASE, IMAGE, MakeSettings
+from tests.loopback.kubernetes import LoopbackCluster
 
 FROM_OUTSIDE = """
 apiVersion: rbac.authorization.k8s.io/v1

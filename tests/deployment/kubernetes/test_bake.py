@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployer import MakeSettings
-from loopback.kubernetes import LoopbackCluster, Ready, labeled
-from releases import MakeRelease, PackedRelease
-from serving.fake_servers import http_server
 
 from evernear import deployment
 from evernear.common.store import open_store
@@ -27,6 +23,10 @@ from evernear.release.registry import Registry
 from evernear.settings import Settings
 from evernear.triggers.watch.baker import BAKER, Baker
 from evernear.triggers.watch.pod_metrics import PodMetrics
+from tests.deployment.kubernetes.deployer import MakeSettings
+from tests.loopback.kubernetes import LoopbackCluster, Ready, labeled
+from tests.releases import MakeRelease, PackedRelease
+from tests.serving.fake_servers import http_server
 
 RELEASE = "evernear.dev/release"
 POLL = timedelta(seconds=10)

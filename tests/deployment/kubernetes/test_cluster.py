@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
-from deployer import MakeSettings
 from kubernetes.config import incluster_config
-from loopback.kubernetes import LoopbackCluster, too_many_requests
-from serving.fake_servers import http_server
 
 from evernear.deployment.kubernetes import cluster as module
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
 from evernear.deployment.kubernetes.service import service_client
 from evernear.errors import ClusterError, SettingsError
 from evernear.settings import KubernetesSettings
+from tests.deployment.kubernetes.deployer import MakeSettings
+from tests.loopback.kubernetes import LoopbackCluster, too_many_requests
+from tests.serving.fake_servers import http_server
 
 SETTINGS = KubernetesSettings()
 

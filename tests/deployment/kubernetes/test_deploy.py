@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployer import IMAGE, MakeSettings
 from kubernetes import client, config
-from loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
-from releases import MakeRelease, PackedRelease
-from serving.fake_servers import http_server
 from typer.testing import CliRunner
 
 from evernear import deployment, steps
@@ -41,6 +37,10 @@ from evernear.release.archive_reader import open_release
 from evernear.release.promotions import CHAMPION, Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings
+from tests.deployment.kubernetes.deployer import IMAGE, MakeSettings
+from tests.loopback.kubernetes import CrashLoop, ImageMissing, LoopbackCluster, Ready, labeled
+from tests.releases import MakeRelease, PackedRelease
+from tests.serving.fake_servers import http_server
 
 NAME = "evernear-serving"
 RELEASE = "evernear.dev/release"

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from deployer import MakeSettings
-from loopback.kubernetes import LoopbackCluster, internal_error
 
 from evernear.deployment.kubernetes.cluster import Cluster
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import BusyError
 from evernear.release.promotions import whoami
+from tests.deployment.kubernetes.deployer import MakeSettings
+from tests.loopback.kubernetes import LoopbackCluster, internal_error
 
 NAME = "evernear-serving"
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import yaml
-from deployer import BASE, MakeSettings
 from kubernetes import client, config
-from loopback.kubernetes import LoopbackCluster
 
 from evernear.doctor import check
+from tests.deployment.kubernetes.deployer import BASE, MakeSettings
+from tests.loopback.kubernetes import LoopbackCluster
 
 ROLE = next(
     manifest for manifest in yaml.safe_load_all((BASE / "deployer.yaml").read_text()) if manifest["kind"] == "Role"

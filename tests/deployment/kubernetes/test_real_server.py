@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deployer import MakeSettings
-from loopback.kubernetes import LoopbackCluster, Ready, labeled
-from releases import MakeRelease, PackedRelease
-from serving.pod.kubelet import Pod
 
 from evernear import deployment
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes.objects import RELEASE
 from evernear.release.registry import Registry
 from evernear.settings import Settings
+from tests.deployment.kubernetes.deployer import MakeSettings
+from tests.loopback.kubernetes import LoopbackCluster, Ready, labeled
+from tests.releases import MakeRelease, PackedRelease
+from tests.serving.pod.kubelet import Pod
 
 pytestmark = pytest.mark.slow
 

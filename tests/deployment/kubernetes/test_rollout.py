@@ -4,9 +4,16 @@ import threading
 import time
 
 import pytest
-from deployer import MakeSettings
 from kubernetes import client, config
-from loopback.kubernetes import (
+
+from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.revision import apply_revision
+from evernear.deployment.kubernetes.rollout import await_rollout
+from evernear.errors import ClusterError
+from evernear.settings import Settings
+from tests.deployment.kubernetes.deployer import MakeSettings
+from tests.loopback.kubernetes import (
     CrashLoop,
     ImageMissing,
     LoopbackCluster,
@@ -19,14 +26,7 @@ from loopback.kubernetes import (
     labeled,
     too_many_requests,
 )
-from loopback.kubernetes.kubectl import until
-
-from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
-from evernear.deployment.kubernetes.revision import apply_revision
-from evernear.deployment.kubernetes.rollout import await_rollout
-from evernear.errors import ClusterError
-from evernear.settings import Settings
+from tests.loopback.kubernetes.kubectl import until
 
 OLD, NEW = "20260101.000000.00000000", "20260102.000000.00000000"
 

@@ -7,8 +7,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from releases import MakeRelease
-from review_queue import NOW, log_queries, png
 from typer.testing import CliRunner
 
 from evernear.cli.app import app
@@ -21,6 +19,8 @@ from evernear.review.label_target import open_label_target
 from evernear.review.live_labels import labeled_queries
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving.query_log import LoggedQuery, Period
+from tests.releases import MakeRelease
+from tests.review_queue import NOW, log_queries, png
 
 
 def invoke(store: Store, source: Path, command: str, *arguments: str) -> Any:

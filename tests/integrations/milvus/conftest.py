@@ -1,5 +1,5 @@
 """Synthetic embeddings for the tests of the backend."""
 
-from gallery_vectors import make_embeddings
+from tests.gallery_vectors import make_embeddings
 
 __all__ = ["make_embeddings"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from pymilvus import MilvusClient
-from releases import MakeRelease, PackedRelease, System, release_maker
 
 from evernear.common.store import open_store
 from evernear.common.store.identity import owner_of
@@ -29,6 +28,7 @@ from evernear.serving.core import Predictor
 from evernear.serving.java import java_environment
 from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import IndexSettings, RunSettings, ServingSettings
+from tests.releases import MakeRelease, PackedRelease, System, release_maker
 
 Make = Callable[..., PackedRelease]
 

@@ -5,7 +5,6 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from gallery_vectors import NETWORK, MakeEmbeddings, blobs
 from pymilvus import MilvusClient
 
 from evernear.errors import IntegrityError, SettingsError, TransientStoreError
@@ -16,6 +15,7 @@ from evernear.index.search import Gallery
 from evernear.integrations.milvus import client as milvus_client
 from evernear.integrations.milvus import index as milvus
 from evernear.settings import IndexSettings
+from tests.gallery_vectors import NETWORK, MakeEmbeddings, blobs
 
 LABELS = tuple("abcde")
 GALLERY, QUERIES = blobs(1, 2500, spread=0.2), blobs(2, 600, spread=0.2)

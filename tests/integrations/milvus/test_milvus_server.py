@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ports import free_ports, wait_for_port
-from releases import System, release_maker
-from served import serving
 
 from evernear.deployment.smoke import smoke
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ServingError
 from evernear.index.build import build_index
 from evernear.settings import IndexSettings
+from tests.ports import free_ports, wait_for_port
+from tests.releases import System, release_maker
+from tests.served import serving
 
 StartMilvus = Callable[[], subprocess.Popen[bytes]]
 RECOVERY_TIMEOUT_S = 60

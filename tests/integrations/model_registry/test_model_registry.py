@@ -15,15 +15,15 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from ended_run import STARTED
 from mr_openapi.models import ModelArtifactCreate, ModelVersionCreate, ModelVersionUpdate, RegisteredModelCreate
-from releases import MakeRelease
 
 from evernear.common.run_record import RunRecord, StepRecord
 from evernear.integrations.model_registry import entries
 from evernear.integrations.model_registry.entries import REGISTRY_API, follow_champion, register
 from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
+from tests.ended_run import STARTED
+from tests.releases import MakeRelease
 
 
 class ModelRegistry(BaseHTTPRequestHandler):

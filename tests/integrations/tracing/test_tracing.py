@@ -11,11 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from collector import CLIENT_SPAN, Collector, attributes, collecting, parent
 from opentelemetry.trace import NoOpTracer
-from prep_server import make_champion, prep_client
-from releases import MakeRelease
-from served import serving
 
 from evernear.common.output import JsonFormatter
 from evernear.common.store import open_store
@@ -23,6 +19,10 @@ from evernear.release.registry import Registry
 from evernear.serving.configuration import model_store
 from evernear.serving.endpoints import read_key
 from evernear.serving.tracing import request_span, trace_fields, trace_id, tracer
+from tests.collector import CLIENT_SPAN, Collector, attributes, collecting, parent
+from tests.prep_server import make_champion, prep_client
+from tests.releases import MakeRelease
+from tests.served import serving
 
 TRACE, OTHER_TRACE = "0af7651916cd43dd8448eb211c80319c", "1" * 32
 

@@ -6,7 +6,7 @@ subset of a real API server and adds nothing to it.
 
 ::
 
-    from loopback.kubernetes import CrashLoop, Ready, LoopbackCluster, labeled, too_many_requests
+    from tests.loopback.kubernetes import CrashLoop, Ready, LoopbackCluster, labeled, too_many_requests
 
     with LoopbackCluster(tmp_path) as cluster:
         client = kubernetes.config.new_client_from_config(str(cluster.kubeconfig()))
@@ -38,15 +38,15 @@ Less obvious behavior of real servers that it reproduces:
   ReplicaSet reports it in an event and in the Deployment's condition ``ReplicaFailure``.
 """
 
-from loopback.kubernetes.calls import Call
-from loopback.kubernetes.cluster import (
+from tests.loopback.kubernetes.calls import Call
+from tests.loopback.kubernetes.cluster import (
     LoopbackCluster,
     internal_error,
     labeled,
     modified,
     too_many_requests,
 )
-from loopback.kubernetes.pod_lifecycle import (
+from tests.loopback.kubernetes.pod_lifecycle import (
     CrashLoop,
     ImageMissing,
     NotReady,
@@ -55,7 +55,7 @@ from loopback.kubernetes.pod_lifecycle import (
     Stuck,
     Unschedulable,
 )
-from loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes.status import ApiError
 
 __all__ = [
     "ApiError",

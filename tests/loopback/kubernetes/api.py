@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
-from loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation, webhooks
-from loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError, decode, encode
-from loopback.kubernetes.kinds import (
+from tests.loopback.kubernetes import defaults, patches, pod_security, selectors, status, validation, webhooks
+from tests.loopback.kubernetes.fields import Fields, Manager, Merge, UndeclaredFieldError, decode, encode
+from tests.loopback.kubernetes.kinds import (
     DEPLOYMENT,
     NAMESPACE,
     POD,
@@ -18,9 +18,9 @@ from loopback.kubernetes.kinds import (
     TRAINING_RUNTIME,
     Kind,
 )
-from loopback.kubernetes.schemas import schemas
-from loopback.kubernetes.status import Cause
-from loopback.kubernetes.store import Store, deep_copy
+from tests.loopback.kubernetes.schemas import schemas
+from tests.loopback.kubernetes.status import Cause
+from tests.loopback.kubernetes.store import Store, deep_copy
 
 Object = dict[str, Any]
 _SUFFIX = "bcdfghjklmnpqrstvwxz2456789"  # the alphabet that a real server uses for generated names

@@ -4,8 +4,8 @@ import re
 import urllib.parse
 from dataclasses import dataclass, field
 
-from loopback.kubernetes import kinds, status
-from loopback.kubernetes.kinds import Kind
+from tests.loopback.kubernetes import kinds, status
+from tests.loopback.kubernetes.kinds import Kind
 
 HEALTH = ("/healthz", "/livez", "/readyz")
 REVIEW = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"

@@ -16,14 +16,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from loopback.kubernetes import rbac, status
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.calls import Call
-from loopback.kubernetes.controllers import Controllers
-from loopback.kubernetes.kubelet import Node
-from loopback.kubernetes.pod_lifecycle import PodBehavior, Ready
-from loopback.kubernetes.server import Fault, Server
-from loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes import rbac, status
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.calls import Call
+from tests.loopback.kubernetes.controllers import Controllers
+from tests.loopback.kubernetes.kubelet import Node
+from tests.loopback.kubernetes.pod_lifecycle import PodBehavior, Ready
+from tests.loopback.kubernetes.server import Fault, Server
+from tests.loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
 VERSION = "1.34"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from kubernetes import config
 
-from loopback.kubernetes import LoopbackCluster
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, until
+from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, until
 
 
 @pytest.fixture

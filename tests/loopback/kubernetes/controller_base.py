@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.fields import Manager
-from loopback.kubernetes.kinds import Kind
-from loopback.kubernetes.kubelet import record
-from loopback.kubernetes.pod_lifecycle import Event
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.fields import Manager
+from tests.loopback.kubernetes.kinds import Kind
+from tests.loopback.kubernetes.kubelet import record
+from tests.loopback.kubernetes.pod_lifecycle import Event
 
 Object = dict[str, Any]
 MANAGER = "kube-controller-manager"

@@ -4,13 +4,13 @@ import threading
 import time
 from typing import Any
 
-from loopback.kubernetes import selectors
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.controller_base import Controller, is_ready, share
-from loopback.kubernetes.deployments import Deployments
-from loopback.kubernetes.endpoints import Endpoints
-from loopback.kubernetes.jobs import Jobs
-from loopback.kubernetes.kinds import (
+from tests.loopback.kubernetes import selectors
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.controller_base import Controller, is_ready, share
+from tests.loopback.kubernetes.deployments import Deployments
+from tests.loopback.kubernetes.endpoints import Endpoints
+from tests.loopback.kubernetes.jobs import Jobs
+from tests.loopback.kubernetes.kinds import (
     AUTOSCALER,
     BUDGET,
     CONFIG_MAP,
@@ -22,10 +22,10 @@ from loopback.kubernetes.kinds import (
     SERVICE_ACCOUNT,
     Kind,
 )
-from loopback.kubernetes.kubelet import Node
-from loopback.kubernetes.replica_sets import ReplicaSets
-from loopback.kubernetes.status import ApiError
-from loopback.kubernetes.train_jobs import TrainJobs
+from tests.loopback.kubernetes.kubelet import Node
+from tests.loopback.kubernetes.replica_sets import ReplicaSets
+from tests.loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes.train_jobs import TrainJobs
 
 Object = dict[str, Any]
 _PAUSE_S = 0.002  # lets clients observe intermediate states

@@ -3,8 +3,8 @@
 import base64
 from typing import Any
 
-from loopback.kubernetes import quantities
-from loopback.kubernetes.kinds import (
+from tests.loopback.kubernetes import quantities
+from tests.loopback.kubernetes.kinds import (
     AUTOSCALER,
     BUDGET,
     CLAIM,

@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.controller_base import Controller, reference, share
-from loopback.kubernetes.kinds import DEPLOYMENT, POD, REPLICA_SET
-from loopback.kubernetes.store import deep_copy
+from tests.loopback.kubernetes.api import Api, now
+from tests.loopback.kubernetes.controller_base import Controller, reference, share
+from tests.loopback.kubernetes.kinds import DEPLOYMENT, POD, REPLICA_SET
+from tests.loopback.kubernetes.store import deep_copy
 
 Object = dict[str, Any]
 REVISION = "deployment.kubernetes.io/revision"

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.controller_base import Controller, is_ready, reference
-from loopback.kubernetes.kinds import ENDPOINT_SLICE, POD, SERVICE
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.controller_base import Controller, is_ready, reference
+from tests.loopback.kubernetes.kinds import ENDPOINT_SLICE, POD, SERVICE
 
 Object = dict[str, Any]
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from loopback.kubernetes.schemas import Schema, Schemas, is_atomic, key_of
-from loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes.schemas import Schema, Schemas, is_atomic, key_of
+from tests.loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
 Path = tuple[tuple[str, Any], ...]

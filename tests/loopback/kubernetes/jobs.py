@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.controller_base import Controller
-from loopback.kubernetes.kinds import JOB
+from tests.loopback.kubernetes.api import Api, now
+from tests.loopback.kubernetes.controller_base import Controller
+from tests.loopback.kubernetes.kinds import JOB
 
 Object = dict[str, Any]
 POLL_S = 0.05

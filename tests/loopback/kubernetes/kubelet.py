@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from loopback.kubernetes import quantities
-from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.kinds import CLAIM, CONFIG_MAP, EVENT, NODE, POD, SECRET, Kind
-from loopback.kubernetes.pod_lifecycle import (
+from tests.loopback.kubernetes import quantities
+from tests.loopback.kubernetes.api import Api, now
+from tests.loopback.kubernetes.kinds import CLAIM, CONFIG_MAP, EVENT, NODE, POD, SECRET, Kind
+from tests.loopback.kubernetes.pod_lifecycle import (
     NODE_IP,
     NODE_NAME,
     Address,
@@ -27,7 +27,7 @@ from loopback.kubernetes.pod_lifecycle import (
     container_of,
     status_updates,
 )
-from loopback.kubernetes.status import ApiError, bad_request
+from tests.loopback.kubernetes.status import ApiError, bad_request
 
 Object = dict[str, Any]
 

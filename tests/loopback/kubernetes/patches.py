@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from loopback.kubernetes.schemas import Schema, Schemas
+from tests.loopback.kubernetes.schemas import Schema, Schemas
 
 Object = dict[str, Any]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loopback.kubernetes.api import now
+from tests.loopback.kubernetes.api import now
 
 Object = dict[str, Any]
 Address = tuple[str, int]

@@ -3,13 +3,13 @@
 import random
 from typing import Any
 
-from loopback.kubernetes import status
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.calls import Call
-from loopback.kubernetes.endpoints import is_endpoint, selected, target_port
-from loopback.kubernetes.kinds import SERVICE
-from loopback.kubernetes.kubelet import Node
-from loopback.kubernetes.pod_lifecycle import Address
+from tests.loopback.kubernetes import status
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.calls import Call
+from tests.loopback.kubernetes.endpoints import is_endpoint, selected, target_port
+from tests.loopback.kubernetes.kinds import SERVICE
+from tests.loopback.kubernetes.kubelet import Node
+from tests.loopback.kubernetes.pod_lifecycle import Address
 
 Object = dict[str, Any]
 

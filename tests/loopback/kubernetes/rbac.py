@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from loopback.kubernetes.kinds import KINDS, NAMESPACE, ROLE, ROLE_BINDING, Kind
-from loopback.kubernetes.status import ApiError, Cause, forbidden, invalid
-from loopback.kubernetes.store import Store
+from tests.loopback.kubernetes.kinds import KINDS, NAMESPACE, ROLE, ROLE_BINDING, Kind
+from tests.loopback.kubernetes.status import ApiError, Cause, forbidden, invalid
+from tests.loopback.kubernetes.store import Store
 
 Object = dict[str, Any]
 ADMIN = "kubernetes-admin"

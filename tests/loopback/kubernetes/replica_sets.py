@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.controller_base import Controller, is_ready, reference
-from loopback.kubernetes.kinds import POD, REPLICA_SET
-from loopback.kubernetes.status import ApiError
-from loopback.kubernetes.store import deep_copy
+from tests.loopback.kubernetes.api import Api, now
+from tests.loopback.kubernetes.controller_base import Controller, is_ready, reference
+from tests.loopback.kubernetes.kinds import POD, REPLICA_SET
+from tests.loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes.store import deep_copy
 
 Object = dict[str, Any]
 

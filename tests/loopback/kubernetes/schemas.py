@@ -9,8 +9,8 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from loopback.kubernetes.kinds import Kind
-from loopback.kubernetes.status import ApiError, Cause, bad_request, invalid
+from tests.loopback.kubernetes.kinds import Kind
+from tests.loopback.kubernetes.status import ApiError, Cause, bad_request, invalid
 
 Schema = dict[str, Any]
 _TRAINER = Path(__file__).with_name("trainer.schema.json")

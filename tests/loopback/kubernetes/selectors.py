@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from loopback.kubernetes.kinds import EVENT, POD, SECRET, Kind
-from loopback.kubernetes.status import ApiError, bad_request
+from tests.loopback.kubernetes.kinds import EVENT, POD, SECRET, Kind
+from tests.loopback.kubernetes.status import ApiError, bad_request
 
 Object = dict[str, Any]
 Predicate = Callable[[Object], bool]

@@ -17,13 +17,13 @@ from typing import Any
 
 import yaml
 
-from loopback.kubernetes import proxy, rbac, status, watches
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.calls import HEALTH, REVIEW, Call, name_selected, parse
-from loopback.kubernetes.fields import Manager
-from loopback.kubernetes.kinds import POD, SERVICE_ACCOUNT
-from loopback.kubernetes.kubelet import Node
-from loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes import proxy, rbac, status, watches
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.calls import HEALTH, REVIEW, Call, name_selected, parse
+from tests.loopback.kubernetes.fields import Manager
+from tests.loopback.kubernetes.kinds import POD, SERVICE_ACCOUNT
+from tests.loopback.kubernetes.kubelet import Node
+from tests.loopback.kubernetes.status import ApiError
 
 Object = dict[str, Any]
 _PATCHES = ("application/strategic-merge-patch+json", "application/apply-patch+yaml")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopback.kubernetes.kinds import Kind
+from tests.loopback.kubernetes.kinds import Kind
 
 Object = dict[str, Any]
 

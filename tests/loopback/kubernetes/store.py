@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from loopback.kubernetes.kinds import Kind
+from tests.loopback.kubernetes.kinds import Kind
 
 Object = dict[str, Any]
 Key = tuple[Kind, str, str]

@@ -17,8 +17,8 @@ from kubernetes.client import (
     V1TokenRequestSpec,
 )
 
-from loopback.kubernetes import LoopbackCluster, NotReady, Ready, labeled
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
+from tests.loopback.kubernetes import LoopbackCluster, NotReady, Ready, labeled
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
 
 DEPLOYER = f"{NAMESPACE}/deployer"
 USER = f"system:serviceaccount:{NAMESPACE}:deployer"

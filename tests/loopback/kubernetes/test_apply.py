@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiException
 
-from loopback.kubernetes.fields import decode, encode, text
-from loopback.kubernetes.kubectl import Kubectl, config_map, deployment, error_of, until
+from tests.loopback.kubernetes.fields import decode, encode, text
+from tests.loopback.kubernetes.kubectl import Kubectl, config_map, deployment, error_of, until
 
 APPLY = "application/apply-patch+yaml"
 

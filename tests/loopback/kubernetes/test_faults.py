@@ -6,9 +6,9 @@ import pytest
 import urllib3
 from kubernetes.client import ApiException
 
-from loopback.kubernetes import LoopbackCluster, internal_error, modified, too_many_requests
-from loopback.kubernetes.kinds import CONFIG_MAP
-from loopback.kubernetes.kubectl import Kubectl, config_map, error_of
+from tests.loopback.kubernetes import LoopbackCluster, internal_error, modified, too_many_requests
+from tests.loopback.kubernetes.kinds import CONFIG_MAP
+from tests.loopback.kubernetes.kubectl import Kubectl, config_map, error_of
 
 
 def test_too_many_requests_carries_retry_after(cluster: LoopbackCluster, kubectl: Kubectl) -> None:

@@ -6,7 +6,7 @@ import pytest
 from kubernetes import client
 from kubernetes.client import ApiException
 
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, until
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, until
 
 
 def test_server_fills_in_metadata(kubectl: Kubectl) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kubernetes.client import ApiException, CoreV1Api
 
-from loopback.kubernetes import (
+from tests.loopback.kubernetes import (
     CrashLoop,
     ImageMissing,
     LoopbackCluster,
@@ -18,9 +18,9 @@ from loopback.kubernetes import (
     Unschedulable,
     labeled,
 )
-from loopback.kubernetes.kinds import DEPLOYMENT
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
-from loopback.kubernetes.pod_security import violations
+from tests.loopback.kubernetes.kinds import DEPLOYMENT
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map, deployment, error_of, is_rolled_out, until
+from tests.loopback.kubernetes.pod_security import violations
 
 SECOND = labeled("version", "2")
 

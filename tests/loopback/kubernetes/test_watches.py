@@ -8,8 +8,8 @@ import pytest
 from kubernetes import client, watch
 from kubernetes.client import ApiException
 
-from loopback.kubernetes import LoopbackCluster
-from loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map
+from tests.loopback.kubernetes import LoopbackCluster
+from tests.loopback.kubernetes.kubectl import NAMESPACE, Kubectl, config_map
 
 NAMES = "metadata.name=settings"
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from loopback.kubernetes import webhooks
-from loopback.kubernetes.api import Api
-from loopback.kubernetes.kinds import NAMESPACE, TRAINING_RUNTIME
-from loopback.kubernetes.status import ApiError
+from tests.loopback.kubernetes import webhooks
+from tests.loopback.kubernetes.api import Api
+from tests.loopback.kubernetes.kinds import NAMESPACE, TRAINING_RUNTIME
+from tests.loopback.kubernetes.status import ApiError
 
 RUNTIME = Path(__file__).parents[3] / "deploy/components/multi-node-training/runtime.yaml"
 NAME = "evernear-0123456789abcdef"

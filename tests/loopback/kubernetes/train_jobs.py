@@ -12,12 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ports import free_ports
-
-from loopback.kubernetes import webhooks
-from loopback.kubernetes.api import Api, now
-from loopback.kubernetes.controller_base import Controller
-from loopback.kubernetes.kinds import TRAIN_JOB, TRAINING_RUNTIME
+from tests.loopback.kubernetes import webhooks
+from tests.loopback.kubernetes.api import Api, now
+from tests.loopback.kubernetes.controller_base import Controller
+from tests.loopback.kubernetes.kinds import TRAIN_JOB, TRAINING_RUNTIME
+from tests.ports import free_ports
 
 Object = dict[str, Any]
 POLL_S = 0.05

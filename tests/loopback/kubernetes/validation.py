@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from loopback.kubernetes import quantities, selectors
-from loopback.kubernetes.kinds import (
+from tests.loopback.kubernetes import quantities, selectors
+from tests.loopback.kubernetes.kinds import (
     AUTOSCALER,
     BUDGET,
     CONFIG_MAP,
@@ -25,7 +25,7 @@ from loopback.kubernetes.kinds import (
     TRAINING_RUNTIME,
     Kind,
 )
-from loopback.kubernetes.status import Cause
+from tests.loopback.kubernetes.status import Cause
 
 Object = dict[str, Any]
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from loopback.kubernetes import selectors, status
-from loopback.kubernetes.calls import Call
-from loopback.kubernetes.store import Change, Store
+from tests.loopback.kubernetes import selectors, status
+from tests.loopback.kubernetes.calls import Call
+from tests.loopback.kubernetes.store import Change, Store
 
 Object = dict[str, Any]
 Event = tuple[str, Object]

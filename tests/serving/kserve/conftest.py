@@ -6,8 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from collector import Collector, collecting
-from inference_service import (
+
+from evernear.common.store import open_store
+from evernear.release.archive_reader import ReleaseParts, open_release
+from evernear.release.registry import Registry
+from tests.collector import Collector, collecting
+from tests.ports import loopback_ipv6
+from tests.releases import MakeRelease, PackedRelease
+from tests.serving.kserve.inference_service import (
     ENVIRONMENT,
     PROTOCOLS,
     TRACED,
@@ -16,12 +22,6 @@ from inference_service import (
     Server,
     open_inference_protocol,
 )
-from ports import loopback_ipv6
-from releases import MakeRelease, PackedRelease
-
-from evernear.common.store import open_store
-from evernear.release.archive_reader import ReleaseParts, open_release
-from evernear.release.registry import Registry
 
 
 @pytest.fixture(scope="session", autouse=True)

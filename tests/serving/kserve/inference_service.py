@@ -19,7 +19,8 @@ import grpc
 import httpx
 import numpy as np
 from numpy.typing import NDArray
-from ports import free_ports
+
+from tests.ports import free_ports
 
 ENVIRONMENT = Path(__file__).parents[3] / ".venv" / "kserve"
 PYTHON = ENVIRONMENT / "bin" / "python"

@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import hostile
 import numpy as np
 import psutil
 import pytest
-from collector import CLIENT_SPAN, Collector, attributes, parent
-from hostile_requests import fuzz, kserve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inference_service import (
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from PIL import Image
+
+from evernear.release.archive_reader import ReleaseParts
+from evernear.serving.core import Predictor
+from evernear.serving.responses import Prediction
+from tests import hostile
+from tests.collector import CLIENT_SPAN, Collector, attributes, parent
+from tests.hostile_requests import fuzz, kserve
+from tests.releases import MakeRelease, PackedRelease
+from tests.serving.kserve.inference_service import (
     TRACED,
     V1_UPLOAD_TIMEOUT_S,
     Server,
@@ -30,13 +37,6 @@ from inference_service import (
     predictions_of,
     run_in_environment,
 )
-from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from PIL import Image
-from releases import MakeRelease, PackedRelease
-
-from evernear.release.archive_reader import ReleaseParts
-from evernear.serving.core import Predictor
-from evernear.serving.responses import Prediction
 
 # The first test waits for four processes to import the SDK, which on a busy machine takes minutes.
 pytestmark = pytest.mark.timeout(600)

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from kubelet import Pod
 from minio import Minio
-from releases import MakeRelease
-from shipped import TOKEN, Shipped, StartPod
 
 from evernear.common.store import open_store
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
+from tests.releases import MakeRelease
+from tests.serving.pod.kubelet import Pod
+from tests.serving.pod.shipped import TOKEN, Shipped, StartPod
 
 KEYS = ("tester", "not-a-secret")
 

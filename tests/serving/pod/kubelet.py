@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psutil
 import requests
-from releases import settings_on_free_ports
 
 from evernear.serving.pod import grace_period_s
 from evernear.settings import ServingSettings, Settings
+from tests.releases import settings_on_free_ports
 
 EVERNEAR = str(Path(sys.executable).with_name("evernear"))
 CONTAINER = str(Path(__file__).with_name("container.sh"))

@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from kubelet import Pod
-from releases import PackedRelease
-
 from evernear.common.disk import sha256_file
 from evernear.release.archive_reader import ReleaseParts
+from tests.releases import PackedRelease
+from tests.serving.pod.kubelet import Pod
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kubelet import Pod, can_contain
-from no_files import NO_FILES
-from releases import MakeRelease, PackedRelease, forge
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
@@ -17,6 +14,9 @@ from evernear.serving import pod
 from evernear.serving.endpoints import home_of
 from evernear.settings import ServingSettings, Settings
 from evernear.settings.sources import TOKEN_FILE_VARIABLE
+from tests.no_files import NO_FILES
+from tests.releases import MakeRelease, PackedRelease, forge
+from tests.serving.pod.kubelet import Pod, can_contain
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from balancer import Balancer
-from callers import Calls, calling, calling_grpc
-from kubelet import Pod, can_contain
-from raw import Raw, request
-from shipped import TOKEN, Shipped, StartPod
 
 from evernear.errors import PredictionRejectedError
 from evernear.serving.client import Client, Format, Target
 from evernear.serving.endpoints import home_of, read_key
+from tests.serving.pod.balancer import Balancer
+from tests.serving.pod.callers import Calls, calling, calling_grpc
+from tests.serving.pod.kubelet import Pod, can_contain
+from tests.serving.pod.shipped import TOKEN, Shipped, StartPod
+from tests.serving.raw import Raw, request
 
 FORMATS: tuple[Format, ...] = ("rest", "grpc")
 LAG_S = 0.5  # delay between a change of the endpoints and of the balancer

@@ -12,13 +12,13 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from fake_servers import ANSWER, grpc_server
 from PIL import Image
-from prep_server import ReleaseStore, make_champion, prep_client
-from releases import settings_on_free_ports
 
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving.torchserve_proto.inference_pb2 import PredictionsRequest
+from tests.prep_server import ReleaseStore, make_champion, prep_client
+from tests.releases import settings_on_free_ports
+from tests.serving.fake_servers import ANSWER, grpc_server
 
 
 def png(size_px: int = 100) -> dict[str, str]:

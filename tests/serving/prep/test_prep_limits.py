@@ -11,11 +11,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Self
 
-import hostile
 import httpx
 import pytest
-from fake_servers import ANSWER, grpc_server
-from prep_server import ReleaseStore, prep_client
 
 from evernear.data.encoded_image import EncodedImage
 from evernear.release.archive_reader import ReleaseParts
@@ -24,6 +21,9 @@ from evernear.serving import http_limits
 from evernear.serving.decoding import MAX_WAITING_LARGE, SMALL_PIXELS
 from evernear.serving.prep import service
 from evernear.serving.prep.service import prepare
+from tests import hostile
+from tests.prep_server import ReleaseStore, prep_client
+from tests.serving.fake_servers import ANSWER, grpc_server
 
 
 @pytest.fixture

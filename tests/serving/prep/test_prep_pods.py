@@ -8,14 +8,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_servers import ANSWER, grpc_server
-from name_server import NameServer, use_name_server
-from ports import free_ports
-from prep_server import ReleaseStore, prep_client
-from test_prep_faults import png
 
 from evernear.release.archive_reader import ReleaseParts
 from evernear.serving import grpc_channel
+from tests.ports import free_ports
+from tests.prep_server import ReleaseStore, prep_client
+from tests.serving.fake_servers import ANSWER, grpc_server
+from tests.serving.name_server import NameServer, use_name_server
+from tests.serving.prep.test_prep_faults import png
 
 NAME = "pods.test"
 A, B, C, D = (f"127.0.0.{last}" for last in (11, 12, 13, 14))

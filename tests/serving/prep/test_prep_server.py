@@ -16,16 +16,10 @@ from contextlib import closing, suppress
 from io import BytesIO, StringIO
 from pathlib import Path
 
-import hostile
-import hostile_requests
 import httpx
 import psutil
 import pytest
-from hostile_requests import fuzz
 from PIL import Image
-from prep_server import make_champion, prep_client
-from releases import settings_on_free_ports
-from served import Served
 
 from evernear.common.output import JsonFormatter
 from evernear.common.store import open_store
@@ -36,6 +30,11 @@ from evernear.serving.http_limits import MAX_DISCARDED_BYTES
 from evernear.serving.prep.server import prep_memory_size_bytes
 from evernear.serving.responses import Metadata
 from evernear.settings import Settings
+from tests import hostile, hostile_requests
+from tests.hostile_requests import fuzz
+from tests.prep_server import make_champion, prep_client
+from tests.releases import settings_on_free_ports
+from tests.served import Served
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
 PATHS = {"/health", "/metadata", "/label", "/predict/test", "/predict/test/label", "/predict", "/predict/label"}

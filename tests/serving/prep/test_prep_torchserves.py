@@ -11,17 +11,17 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from name_server import NameServer, use_name_server
-from ports import free_ports
-from prep_server import prep_client
-from releases import MakeRelease, PackedRelease, settings_on_free_ports
-from test_prep_faults import png
-from test_prep_pods import NAME, recovers
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.settings import PrepSettings, ServingSettings, Settings
+from tests.ports import free_ports
+from tests.prep_server import prep_client
+from tests.releases import MakeRelease, PackedRelease, settings_on_free_ports
+from tests.serving.name_server import NameServer, use_name_server
+from tests.serving.prep.test_prep_faults import png
+from tests.serving.prep.test_prep_pods import NAME, recovers
 
 EVERNEAR = str(Path(sys.executable).with_name("evernear"))
 pytestmark = pytest.mark.slow

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bot import ADA, Bot, MemoryRuns
 
 from tests.loopback.slack import SlackServer
+from tests.triggers.slack.bot import ADA, Bot, MemoryRuns
 
 
 @pytest.fixture

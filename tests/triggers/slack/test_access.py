@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from bot import ADA, BOB, CHANNEL, EVE, Bot, MemoryRuns
 
 from tests.loopback.slack import Person, SlackServer
+from tests.triggers.slack.bot import ADA, BOB, CHANNEL, EVE, Bot, MemoryRuns
 
 
 def test_nothing_is_permitted_by_default(

@@ -1,7 +1,6 @@
 """The queries of /evernear, whose answers only the caller sees."""
 
 import pytest
-from bot import ADA, BOB, Bot, MemoryRuns
 
 from evernear.kubeflow.runs import State
 from evernear.triggers.slack import commands, routes
@@ -9,6 +8,7 @@ from evernear.triggers.slack.prompts import request_run
 from evernear.triggers.slack.routes import Call
 from evernear.triggers.watch.schedule_state import ScheduleStore
 from tests.loopback.slack import SlackServer
+from tests.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
 
 
 def _query(bot: Bot, text: str) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from bot import ADA, BOB, Bot, MemoryRuns
 from slack_bolt import BoltRequest
 
 from evernear.kubeflow.runs import Parameter, Run, State
@@ -15,6 +14,7 @@ from evernear.triggers.requests import Request, RequestStore
 from evernear.triggers.slack.client import Message, SlackClient, SlackUnavailableError
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.server import SIGNING_SECRET, Fault
+from tests.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
 
 
 def test_invalid_and_old_signatures_are_refused(bot: Bot, slack: SlackServer) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from bot import ADA, CHANNEL, MemoryRuns
 
 from evernear.errors import PortInUseError, SettingsError, SlackError
 from evernear.settings import Settings
@@ -23,6 +22,7 @@ from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer, signed
 from tests.loopback.slack.people import envelope
 from tests.loopback.slack.server import APP_TOKEN, BOT_TOKEN, SIGNING_SECRET, Fault
+from tests.triggers.slack.bot import ADA, CHANNEL, MemoryRuns
 
 GOLDEN = Path(__file__).parents[3] / "pipelines" / "golden" / "continuous_training.yaml"
 

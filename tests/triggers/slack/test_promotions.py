@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable
 
 import pytest
-from bot import ADA, BOB, Bot, MemoryRuns
-from releases import MakeRelease, PackedRelease
 
 from evernear import deployment
 from evernear.common.run_record import RunRecord
@@ -15,6 +13,8 @@ from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import PostedMessage
+from tests.releases import MakeRelease, PackedRelease
+from tests.triggers.slack.bot import ADA, BOB, Bot, MemoryRuns
 
 EndRun = Callable[[bool], PostedMessage]
 

@@ -4,12 +4,12 @@ import threading
 from datetime import timedelta
 
 import pytest
-from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 from evernear.kubeflow.runs import State
 from evernear.triggers.requests import POLICY, WATCHER, Person, Request, RequestStore
 from tests.loopback.slack import SlackServer
 from tests.loopback.slack.server import PostedMessage
+from tests.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 REASONS = ("1,200 new training images, 8.1% of those trained on.", "Unknown answers rose from 2.0% to 6.5% <today>.")
 ID = "000001-1a2b3c4d"

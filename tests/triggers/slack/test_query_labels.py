@@ -4,9 +4,6 @@ import base64
 import time
 
 import pytest
-from bot import ADA, BOB, CHANNEL, Bot
-from releases import MakeRelease
-from test_reviews import PIXEL
 
 from evernear.release.registry import Registry
 from evernear.review.live_labels import labeled_queries
@@ -15,6 +12,9 @@ from evernear.serving.query_log import LoggedQuery, Period
 from evernear.triggers.slack.random_queries import labels_message
 from tests.loopback.slack import Click, Person, SlackServer
 from tests.loopback.slack.server import PostedMessage
+from tests.releases import MakeRelease
+from tests.triggers.slack.bot import ADA, BOB, CHANNEL, Bot
+from tests.triggers.slack.test_reviews import PIXEL
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
-from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 from evernear.review.answers import Answers
 from evernear.review.label_target import open_label_target
 from evernear.serving.query_log import LoggedQuery, Period
 from tests.loopback.slack import Click, Person, SlackServer
 from tests.loopback.slack.server import PostedMessage
+from tests.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 from evernear.common.output import JsonFormatter
 from evernear.common.run_record import RunRecord
@@ -18,6 +17,7 @@ from evernear.reporting.notify import CONFUSION_MATRIX, finalize
 from evernear.settings import DataSettings, IndexSettings
 from evernear.triggers.requests import RequestStore
 from tests.loopback.slack import SlackServer
+from tests.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 64
 HELD = Verdict.of(

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bot import ADA, BOB, Bot
-from releases import MakeRelease
 
 from evernear.common.run_record import RunRecord
 from evernear.evaluation.verdict import Rule, System, Verdict
@@ -17,6 +15,8 @@ from evernear.reporting.notify import finalize
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer
 from tests.loopback.slack import SlackServer
+from tests.releases import MakeRelease
+from tests.triggers.slack.bot import ADA, BOB, Bot
 
 GOLDEN = Path(__file__).parents[3] / "pipelines" / "golden" / "continuous_training.yaml"
 

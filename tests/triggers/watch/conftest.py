@@ -3,11 +3,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from releases import System, build_system, release_maker
-from watched import TRAINED_LABELS, WatchedSystem, digits
 
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
+from tests.releases import System, build_system, release_maker
+from tests.triggers.watch.watched import TRAINED_LABELS, WatchedSystem, digits
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from releases import MakeRelease, PackedRelease
-from serving.fake_servers import http_server
-from watched import NOON, MemoryRuns
 
 from evernear.common.store import Store, open_store
 from evernear.errors import ConflictError, PipelineServerError, StoreError
@@ -22,6 +19,9 @@ from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch import baker as baker_module
 from evernear.triggers.watch.baker import BAKER, Baker
 from evernear.triggers.watch.pod_metrics import PodMetrics, addresses, parse_counters
+from tests.releases import MakeRelease, PackedRelease
+from tests.serving.fake_servers import http_server
+from tests.triggers.watch.watched import NOON, MemoryRuns
 
 POLL = timedelta(seconds=10)
 ADA = Cause(by="Ada", why="by hand")

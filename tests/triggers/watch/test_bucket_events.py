@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from notifying_minio import KEYS, Minio, notifying_minio
 
 from evernear.errors import StoreError
 from evernear.triggers.watch.bucket_events import NotificationsUnsupportedError, listen
+from tests.triggers.watch.notifying_minio import KEYS, Minio, notifying_minio
 
 SOURCE = "s3://images/incoming"
 

@@ -3,11 +3,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from watched import NOON
 
 from evernear.common.store import Store, open_store
 from evernear.errors import IntegrityError
 from evernear.triggers.watch.schedule_state import STATE, CheckReport, ScheduleStore
+from tests.triggers.watch.watched import NOON
 
 
 @pytest.fixture

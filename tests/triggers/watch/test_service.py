@@ -15,10 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from notifying_minio import KEYS, notifying_minio
 from prometheus_client.parser import text_string_to_metric_families
-from releases import settings_on_free_ports
-from watched import noise
 
 from evernear.cli.watch import baker_of
 from evernear.common.run_record import RunRecord, StepRecord
@@ -34,6 +31,9 @@ from evernear.triggers.watch.metrics import exposition
 from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 from evernear.triggers.watch.service import WatchService
 from evernear.triggers.watch.watcher import Watcher
+from tests.releases import settings_on_free_ports
+from tests.triggers.watch.notifying_minio import KEYS, notifying_minio
+from tests.triggers.watch.watched import noise
 
 
 @pytest.fixture

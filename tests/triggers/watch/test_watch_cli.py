@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
-from watched import noise
 
 from evernear.cli.watch import app
 from evernear.errors import PipelineServerError
+from tests.triggers.watch.watched import noise
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from releases import System, release_maker
-from watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, png
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.store import open_store
@@ -33,6 +31,8 @@ from evernear.serving.query_log import LoggedQuery, Period
 from evernear.settings import DataSettings, IndexSettings, Settings, of_run
 from evernear.triggers.requests import Person, Request, RequestStore
 from evernear.triggers.watch.watcher import Watcher
+from tests.releases import System, release_maker
+from tests.triggers.watch.watched import NOON, MemoryRuns, WatchedSystem, digits, negatives, noise, png
 
 MANY = [noise(number) for number in range(400)]
 
