@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evernear.common.output import print_json, print_line, printable
+from evernear.common.retry import retry
 from evernear.errors import EvernearError, IntegrityError, PipelineServerError, SettingsError, StoreError
 
 if TYPE_CHECKING:
@@ -116,16 +117,11 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
         return None
 
 
-def _get(runs: "KfpRuns", run_id: str, attempts: int = 10) -> "Run":
+def _get(runs: "KfpRuns", run_id: str) -> "Run":
     """Get the current state of the run. Retries, so that a restart of the server does not end the wait."""
-    for attempt in range(1, attempts + 1):
-        try:
-            return runs.show(run_id)
-        except PipelineServerError:
-            if attempt == attempts:
-                raise
-            time.sleep(POLL_S * attempt)
-    raise AssertionError("not reached")
+    return retry(
+        lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))
+    )
 
 
 def _step_line(step: "KfpStep") -> str:

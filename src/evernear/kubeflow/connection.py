@@ -4,7 +4,6 @@ import ipaddress
 import itertools
 import json
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from kfp.client import KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH, Se
 from kfp_server_api.exceptions import ApiException
 
 from evernear.common.masking import usable
+from evernear.common.retry import doubling, retry
 from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import PipelineSettings
 
@@ -37,6 +37,10 @@ class ApiError(PipelineServerError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class _RepeatableError(PipelineServerError):
+    """The request failed, and sending it again is safe."""
 
 
 class Connection:
@@ -76,19 +80,20 @@ class Connection:
         """
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
-        for attempt in itertools.count(1):
+
+        def attempt() -> Any:
             try:
                 return self._call_once(operation, nonempty)
             except urllib3.exceptions.HTTPError as error:
-                message, retry = self._describe_connection_error(error), _never_sent(error) or not creates
+                message, repeatable = self._describe_connection_error(error), _never_sent(error) or not creates
             except ApiException as error:
                 if error.status and error.status < 500 and error.status != 429:
                     raise ApiError(self._describe_rejection(error), error.status) from None
-                message, retry = self._describe_rejection(error), error.status != 0 and not creates
-            if not retry or attempt == self.settings.attempts:
-                raise PipelineServerError(message)
-            time.sleep(min(BACKOFF_S * 2 ** (attempt - 1), BACKOFF_CAP_S))
-        raise AssertionError("not reached")
+                message, repeatable = self._describe_rejection(error), error.status != 0 and not creates
+            raise (_RepeatableError if repeatable else PipelineServerError)(message)
+
+        pauses_s = itertools.islice(doubling(BACKOFF_S, BACKOFF_CAP_S), self.settings.attempts - 1)
+        return retry(attempt, on=_RepeatableError, pauses_s=pauses_s)
 
     def find(self, operation: str, **arguments: Any) -> Any:
         """The result of `call`; None if the resource does not exist."""

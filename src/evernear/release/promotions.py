@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import PurePosixPath
 from typing import Literal
 
 from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
+from evernear.common.retry import doubling, retry
 from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError, StoreError, TransientStoreError
 from evernear.release.manifest import Sha256, Version
@@ -260,16 +262,13 @@ class ChampionPointer:
 
 def until_store_answers(attempt: Callable[[], Champion]) -> Champion:
     """Repeat ``attempt`` until the store can be reached, for at most `_RETRY_TIMEOUT_S`."""
-    deadline_s, (pause_s, longest_s) = time.monotonic() + _RETRY_TIMEOUT_S, _PAUSE_S
-    while True:
-        try:
-            return attempt()
-        except TransientStoreError as error:
-            if time.monotonic() + pause_s > deadline_s:
-                raise
-            _log.warning("The champion is not recorded yet: %s Retrying in %.0f s.", error, pause_s)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
+    deadline_s = time.monotonic() + _RETRY_TIMEOUT_S
+    pauses_s = takewhile(lambda pause_s: time.monotonic() + pause_s <= deadline_s, doubling(*_PAUSE_S))
+    return retry(attempt, on=TransientStoreError, pauses_s=pauses_s, report=_report_delay)
+
+
+def _report_delay(error: Exception, pause_s: float) -> None:
+    _log.warning("The champion is not recorded yet: %s Retrying in %.0f s.", error, pause_s)
 
 
 def history_key(number: int) -> str:

@@ -1,6 +1,5 @@
 """The store in S3, or in a server that implements its API."""
 
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import partial
@@ -13,6 +12,7 @@ from minio.error import S3Error
 from minio.helpers import check_bucket_name
 
 from evernear.common.disk import disk_errors, open_regular, sha256_bytes, sha256_file
+from evernear.common.retry import retry
 from evernear.common.store.base import (
     CHUNK_BYTES,
     ObjectInfo,
@@ -29,7 +29,7 @@ from evernear.errors import IntegrityError, SettingsError
 
 # A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
 _SHA256 = f"x-amz-meta-{SHA256}"
-_RETRIED = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError, IntegrityError)
+_BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError)
 
 _T = TypeVar("_T")
 
@@ -130,19 +130,17 @@ class S3Store(Store):
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, which starts over if a transfer breaks; None if the object does not exist."""
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
-            for attempt in range(1, MAX_ATTEMPTS + 1):
-                try:
-                    return self._get_once(key, read)
-                except S3Error as error:
-                    if error.code in MISSING_OBJECT:
-                        return None
-                    raise
-                except _RETRIED as error:
-                    # Content with a wrong hash is read once more: the transfer may have corrupted it, but rarely twice.
-                    if attempt == MAX_ATTEMPTS or (isinstance(error, IntegrityError) and attempt > 1):
-                        raise
-                time.sleep(BACKOFF_S * (attempt - 1))
-        return None
+            pauses_s = (BACKOFF_S * number for number in range(MAX_ATTEMPTS - 1))
+            try:
+                return retry(lambda: self._get_intact(key, read), on=_BROKEN_OFF, pauses_s=pauses_s)
+            except S3Error as error:
+                if error.code in MISSING_OBJECT:
+                    return None
+                raise
+
+    def _get_intact(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
+        # Content with a wrong hash is read once more: the transfer may have corrupted it, but rarely twice.
+        return retry(lambda: self._get_once(key, read), on=IntegrityError, pauses_s=[0.0])
 
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
         response = self._client.get_object(self.bucket, self._prefix + key)

@@ -3,10 +3,10 @@
 A click is recorded as a request, and the worker answers it: listing the source takes longer than Slack waits.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 
 from evernear.common.output import quantity
+from evernear.common.retry import retry
 from evernear.errors import ConflictError, DataError, SettingsError
 from evernear.review.answers import Answer, Answers
 from evernear.review.label_target import open_label_target
@@ -21,7 +21,7 @@ from evernear.triggers.slack.services import Services
 SHOWN = 8
 LABEL, SKIP, UNDO = "review_label", "review_skip", "review_undo"
 OPTIONS_MAX = 100
-_FILE_WAITS_S = (0.5, 1, 2, 4, 8)
+_FILE_PAUSES_S = (0.5, 1, 2, 4, 8)
 """Slack processes an upload after the call that completes it (github.com/slackapi/node-slack-sdk/issues/1865)."""
 LABEL_MAX_CHARACTERS = 75
 
@@ -42,14 +42,7 @@ def review(call: Call) -> Message | None:
 def post_images(call: Call, message: Message) -> None:
     """Post a message with images that were just uploaded, as soon as Slack has processed them."""
     slack, channel = call.services.slack, call.caller.channel
-    for wait_s in _FILE_WAITS_S:
-        try:
-            slack.post(channel, message)
-        except FileNotReadyError:
-            time.sleep(wait_s)
-        else:
-            return
-    slack.post(channel, message)
+    retry(lambda: slack.post(channel, message), on=FileNotReadyError, pauses_s=_FILE_PAUSES_S)
 
 
 @on_button(LABEL, permission="label")

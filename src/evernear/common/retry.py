@@ -1,0 +1,39 @@
+"""Repeat a call that fails temporarily."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def retry(
+    attempt: Callable[[], _T],
+    *,
+    on: type[Exception] | tuple[type[Exception], ...],
+    pauses_s: Iterable[float],
+    report: Callable[[Exception, float], None] | None = None,
+) -> _T:
+    """Return the result of ``attempt``, repeated after each of ``pauses_s`` while it raises ``on``.
+
+    If the pauses are exhausted, the exception is raised. Otherwise ``report`` receives it with the
+    next pause in seconds. Each pause is requested after a failure, so it may depend on the clock.
+    """
+    pauses = iter(pauses_s)
+    while True:
+        try:
+            return attempt()
+        except on as error:
+            if (pause_s := next(pauses, None)) is None:
+                raise
+            if report is not None:
+                report(error, pause_s)
+        time.sleep(pause_s)
+
+
+def doubling(first_s: float, longest_s: float) -> Iterator[float]:
+    """The pauses of an exponential backoff in seconds, without end."""
+    pause_s = first_s
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)
