@@ -13,7 +13,7 @@ WORKDIR ?= evernear-work$(if $(filter-out digits,$(SOURCE)),-$(firstword $(subst
 BIN := .venv/bin
 UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
-TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch.in,--requirements requirements-torch.lock)
+TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch-backend.lock,--requirements requirements-torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
 CORE_EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console)
 EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
@@ -101,6 +101,8 @@ frontend: .venv/.installed ## Rebuild TorchServe's frontend after changes to its
 lock: $(UV) ## Upgrade the lock files
 	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev --group integrations -o requirements.lock
 	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
+# For other backends: torch itself without hashes, and without the GPU packages, which differ.
+	(grep '^torch' requirements-torch.in; awk '/^[a-z]/ {other = /^(torch|triton|cuda-|nvidia-)/} !other' requirements-torch.lock) > requirements-torch-backend.lock
 	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
 	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements-kserve.lock
 	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock

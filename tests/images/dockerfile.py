@@ -35,9 +35,10 @@ def stages(file: str, **arguments: str) -> dict[str, Stage]:
                 stage.variables |= by_name[base].variables
             by_name[name] = stage
         elif word == "ARG":
-            name, _, default = text.partition("=")
-            value = arguments.get(name, default or known.get(name, ""))
-            (known if stage is None else stage.variables)[name] = value
+            for declared in text.split():
+                name, _, default = declared.partition("=")
+                value = arguments.get(name, default or known.get(name, ""))
+                (known if stage is None else stage.variables)[name] = value
         else:
             assert stage is not None
             if word == "ENV":
@@ -55,6 +56,18 @@ def ancestry(file: str, last: str, **arguments: str) -> list[Stage]:
     return chain
 
 
+def sources(file: str, last: str, **arguments: str) -> dict[str, Stage]:
+    """The stages that ``last`` is made from: those that it is based on, copies from or mounts."""
+    by_name = stages(file, **arguments)
+    used: dict[str, Stage] = {}
+    names = [last]
+    while names:
+        if (name := names.pop()) in by_name and name not in used:
+            stage = used[name] = by_name[name]
+            names += [stage.base, *re.findall(r"(?<=from=)[\w-]+", " ".join(text for _, text in stage.instructions))]
+    return used
+
+
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for joined in re.sub(r"\\\n", "", "\n".join(lines)).splitlines():
@@ -64,4 +77,9 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _fill(text: str, variables: Mapping[str, str]) -> str:
-    return re.sub(r"\$\{(\w+)\}", lambda match: variables[match[1]], text)
+    """``text`` with ``${NAME}``, and ``${NAME%%,*}`` for what comes before the first comma."""
+
+    def value(match: re.Match[str]) -> str:
+        return variables[match[1]].partition(",")[0] if match[2] else variables[match[1]]
+
+    return re.sub(r"\$\{(\w+)(%%,\*)?\}", value, text)

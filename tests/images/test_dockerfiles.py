@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evernear.cli.app import app
-from tests.images.dockerfile import FILES, ROOT, stages
+from tests.images.dockerfile import FILES, ROOT, ancestry, sources, stages
 
 VARIANTS = [
     ("Dockerfile.serve", {}),
@@ -67,10 +67,38 @@ def test_only_the_virtual_environment_is_copied_from_build_stages(file: str, arg
     """The final stages copy no other file of a build stage."""
     by_name = stages(file, **arguments)
     copied = [text for stage in by_name.values() for text in stage.all("COPY") if "--from=" in text]
-    assert copied == [
-        "--from=dependencies /opt/evernear /opt/evernear",
-        "--from=package /opt/package /opt/evernear",
+    assert copied == ["--from=package /opt/package /opt/evernear"]
+    assert "build" not in [stage.name for stage in ancestry(file, "", **arguments)]
+
+
+@pytest.mark.parametrize(("file", "arguments"), VARIANTS, ids=IDS)
+def test_image_has_the_shared_layer_of_torch_if_it_needs_torch(file: str, arguments: dict[str, str]) -> None:
+    """A layer is the same in two images if its instructions, and all that they are based on or mount, are the same."""
+    names = [stage.name for stage in ancestry(file, "", **arguments)]
+    extras = stages(file, **arguments)["dependencies"].variables["EXTRAS"].split(",")
+    assert ("torch" in names) == any("torch==" in package for extra in extras for package in packages_of(extra))
+    assert sources(file, "torch", **arguments) == sources("Dockerfile.train", "torch")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cu130", ""])
+def test_layer_of_torch_depends_on_the_backend_and_the_locks_of_torch_alone(backend: str) -> None:
+    layer = sources("Dockerfile.serve", "torch", TORCH_BACKEND=backend)
+    assert list(layer) == ["torch", "build", "environment"]
+    (installing,) = layer["torch"].all("RUN")
+    mounts = re.findall(r"--mount=type=bind,(?:from=(\w+),)?source=(\S+),target=", installing)
+    assert mounts == [
+        ("build", "/usr/local/bin/uv"),
+        ("", "requirements-torch.lock"),
+        ("", "requirements-torch-backend.lock"),
     ]
+    assert layer["torch"].variables["TORCH_BACKEND"] == backend
+    differing = {"EXTRA", "EXTRAS", "ALSO", "LOCK"}
+    assert not [name for name in differing if re.search(rf"\b{name}\b", str(layer))]
+
+
+def test_first_extra_selects_the_layer_of_torch() -> None:
+    with_milvus = ancestry("Dockerfile.train", "", EXTRAS="train,pipeline,pretrained,milvus")
+    assert "torch" in [stage.name for stage in with_milvus]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -79,12 +107,19 @@ def test_every_package_is_installed_from_a_lock(file: str) -> None:
         part.strip() for stage in stages(file).values() for text in stage.all("RUN") for part in text.split("&&")
     ]
     installing = [shlex.split(command) for command in commands if re.search(r"pip install", command)]
-    assert len(installing) == 3
+    assert len(installing) == 4
     for words in installing:
         locked = {"--require-hashes", "--constraints"} & set(words)
         assert locked or words[-2:] == ["--no-deps", "dist/*.whl"], words
-    backend = next(text for stage in stages(file).values() for text in stage.all("RUN") if "TORCH_BACKEND" in text)
-    assert "else set -- --require-hashes --constraints requirements-torch.lock; fi" in backend
+    (dependencies,) = stages(file)["dependencies"].all("RUN")
+    assert "else set -- --require-hashes; fi" in dependencies
+
+
+def packages_of(extra: str) -> list[str]:
+    """The requirements of an extra, and of the extras of evernear that it names."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    nested = {package: re.fullmatch(r"evernear\[(\w+)\]", package) for package in known[extra]}
+    return [name for package, match in nested.items() for name in (packages_of(match[1]) if match else [package])]
 
 
 GPU = re.compile(r"(nvidia|cuda|triton)(-|$)")
@@ -110,6 +145,27 @@ def test_only_torch_of_the_default_index_brings_gpu_packages() -> None:
     for file in FILES:
         (stage,) = [stage for stage in stages(file).values() if stage.name == "dependencies"]
         assert stage.variables["TORCH_BACKEND"] == "cpu"
+
+
+def pins(lock: str) -> dict[str, set[str]]:
+    """The lines of a lock that pin a package, by its name, without markers of Python versions of other images."""
+    lines = re.findall(r"^([a-z0-9-]+)(?:\[\S+\])?(==[^ ;\\\n]+)", (ROOT / lock).read_text(), re.M)
+    return {name: {version for other, version in lines if other == name} for name, _ in lines}
+
+
+def test_other_layers_replace_no_package_of_the_layer_of_torch() -> None:
+    torch = pins("requirements-torch.lock")
+    for lock in ("requirements.lock", "requirements-kserve.lock"):
+        assert {name: pin for name, pin in pins(lock).items() if name in torch and pin != torch[name]} == {}
+
+
+def test_lock_for_another_backend_has_the_rest_of_the_lock_of_torch() -> None:
+    default, backend = (ROOT / f"requirements-torch{suffix}.lock" for suffix in ("", "-backend"))
+    entries = re.split(r"\n(?=[a-z0-9])", default.read_text().strip())
+    rest = [entry for entry in entries if not re.match(r"torch|triton|nvidia-|cuda-", entry)]
+    inputs = [line for line in (ROOT / "requirements-torch.in").read_text().splitlines() if not line.startswith("#")]
+    assert backend.read_text().strip() == "\n".join([*inputs, *rest])
+    assert 5 < len(rest) < len(entries) - 10
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -154,18 +210,15 @@ def test_build_context_contains_exactly_the_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     assert lines[0] == "*"
     sent = {line[1:] for line in lines if line.startswith("!")}
+    texts = [(word, text) for file in FILES for stage in stages(file).values() for word, text in stage.instructions]
     copied = {
-        source
-        for file in FILES
-        for stage in stages(file).values()
-        for text in stage.all("COPY")
-        if "--from=" not in text
-        for source in text.split()[:-1]
+        source for word, text in texts if word == "COPY" and "--from=" not in text for source in text.split()[:-1]
     }
+    mounted = {source for _, text in texts for source in re.findall(r"--mount=type=bind,source=([^, ]+)", text)}
     assert copied == {"src", "pipelines/golden", "pyproject.toml", "README.md", "requirements*.lock"} | {
         "requirements-build.lock"
     }
-    assert all(any(fnmatch.fnmatch(source, pattern) for pattern in sent) for source in copied)
+    assert all(any(fnmatch.fnmatch(source, pattern) for pattern in sent) for source in copied | mounted)
     assert sent <= copied
     assert all(any(ROOT.glob(pattern)) for pattern in sent)
     assert set(lines[1:]) - {f"!{name}" for name in sent} == {"**/__pycache__", "**/*.java"}
