@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evernear.cli.app import app
 from tests.images.dockerfile import FILES, ROOT, ancestry, sources, stages
@@ -78,6 +79,20 @@ def test_image_has_the_shared_layer_of_torch_if_it_needs_torch(file: str, argume
     extras = stages(file, **arguments)["dependencies"].variables["EXTRAS"].split(",")
     assert ("torch" in names) == any("torch==" in package for extra in extras for package in packages_of(extra))
     assert sources(file, "torch", **arguments) == sources("Dockerfile.train", "torch")
+
+
+def test_workflow_builds_images_with_torch_from_the_layers_of_the_training_image() -> None:
+    """Each job has a new builder, which would make a layer with other timestamps."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/images.yml").read_text())["jobs"]
+    for name, job in jobs.items():
+        arguments = dict(item.split("=") for item in job["with"].get("build-args", "").split())
+        has_torch = "torch" in [stage.name for stage in ancestry(job["with"]["dockerfile"], "", **arguments)]
+        expected = ("train", "${{ needs.train.outputs.reference }}") if has_torch and name != "train" else (None, None)
+        assert (job.get("needs"), job["with"].get("layers-of")) == expected
+    image = yaml.safe_load((ROOT / ".github/workflows/image.yml").read_text())["jobs"]["image"]
+    (build,) = [step["with"] for step in image["steps"] if step.get("id") == "build"]
+    assert "format('type=registry,ref={0}', inputs.layers-of)" in build["cache-from"]
+    assert "type=inline" in build["cache-to"]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cu130", ""])

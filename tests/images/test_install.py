@@ -1,7 +1,7 @@
 """The install commands of the Dockerfiles, run outside Docker: packages are locked, sufficient and minimal.
 
-Each test runs every ``RUN`` of the build stages, with /opt in a temporary directory. torch is the
-package index's build (TORCH_BACKEND empty), which has hashes. The final stages, which need root, are not run.
+Each test runs every ``RUN`` before the final stages, which need root, with /opt in a temporary directory. Mounted files
+lie there, and uv is on the PATH. torch is the package index's build (TORCH_BACKEND empty), which has hashes.
 """
 
 import json
@@ -59,11 +59,11 @@ class Image:
         self._opt.mkdir()
         subprocess.run([sys.executable, "-m", "venv", directory / "tools"], check=True)
         self._path = f"{directory / 'tools' / 'bin'}:{os.environ['PATH']}"
-        for name in ("package", "dependencies"):  # the stages that the final one copies from
-            shutil.rmtree(self._opt / "evernear", ignore_errors=True)
-            shutil.rmtree(self._opt / "build", ignore_errors=True)
-            for stage in ancestry(file, name, **arguments):
-                self._build(stage)
+        for stage in ancestry(file, "package", **arguments):
+            self._build(stage)
+        shutil.rmtree(self._opt / "evernear")  # of the stage `package`; the locks stay for the other stages
+        for stage in ancestry(file, "dependencies", **arguments):
+            self._build(stage)
         shutil.copytree(self._opt / "package", self._opt / "evernear", dirs_exist_ok=True)
 
     @property
@@ -108,7 +108,7 @@ class Image:
                     else:
                         shutil.copy(source, directory / target)
             elif word == "RUN":
-                command = text.replace("/opt/", f"{self._opt}/")
+                command = re.sub(r"--mount=\S+ ", "", text).replace("/opt/", f"{self._opt}/")
                 environment = os.environ | of_the_shell(*NETWORK_VARIABLES) | variables | {"PATH": self._path}
                 completed = subprocess.run(
                     ["/bin/sh", "-c", command], cwd=directory, env=environment, capture_output=True, text=True
