@@ -5,8 +5,16 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from evernear.evaluation.live_accuracy import LabeledQuery, accuracy_by_week, assess, expected_accuracy, is_loss
-from evernear.evaluation.statistics import exact_proportion
+from evernear.evaluation.live_accuracy import (
+    LEVEL,
+    ExpectedAccuracy,
+    LabeledQuery,
+    accuracy_by_week,
+    assess,
+    expected_accuracy,
+    is_loss,
+)
+from evernear.evaluation.statistics import exact_proportion, proportion
 
 RNG_SEED = 7
 
@@ -32,49 +40,100 @@ def test_interval_of_100_labels_covers_the_truth(truth: float) -> None:
     assert np.mean([each.low <= truth <= each.high for each in intervals]) >= 0.93
 
 
-@pytest.mark.parametrize(("expected", "power"), [(0.97, 0.95), (0.95, 0.9), (0.88, 0.75), (0.8, 0.6)])
-@pytest.mark.parametrize("labels_before", [0, 3000])
-def test_loss_of_ten_points_is_found_within_150_labels(expected: float, power: float, labels_before: int) -> None:
+def drawn(truth: float, images: int, rng: np.random.Generator) -> ExpectedAccuracy:
+    """The accuracy on a random test split."""
+    return ExpectedAccuracy(rng.binomial(images, truth) / images, images)
+
+
+@pytest.mark.parametrize(
+    ("truth", "images", "power"),
+    [(0.97, 200, 0.9), (0.95, 1000, 0.9), (0.93, 1000, 0.9), (0.88, 10_000, 0.82), (0.8, 10_000, 0.7)],
+)
+@pytest.mark.parametrize("labels_before", [0, 433])
+def test_loss_of_ten_points_is_found_within_150_labels(
+    truth: float, images: int, power: float, labels_before: int
+) -> None:
     rng = np.random.default_rng(RNG_SEED)
     months = np.repeat([0, 12], [labels_before, 150])
-    accuracy = np.where(months == 0, expected, expected - 0.1) if labels_before else np.full(150, expected - 0.1)
-    found = [is_loss(rng.random(len(months)) < accuracy, months, expected)[labels_before:].any() for _ in range(500)]
-    assert np.mean(found) >= power - 0.1 * (labels_before > 0)
+    accuracy = np.where(np.arange(len(months)) < labels_before, truth, truth - 0.1)
+    found = [
+        is_loss(rng.random(len(months)) < accuracy, months, drawn(truth, images, rng))[labels_before:].any()
+        for _ in range(200)
+    ]
+    assert np.mean(found) >= power - 0.042, "two standard deviations"
 
 
-@pytest.mark.parametrize("expected", [0.7, 0.9, 0.97, 0.995])
-def test_no_loss_is_seldom_called_one_in_any_month(expected: float) -> None:
+@pytest.mark.parametrize(
+    ("truth", "images"), [(0.7, 50), (0.8, 50), (0.9, 1000), (0.93, 50), (0.97, 200), (0.995, 200)]
+)
+@pytest.mark.parametrize("month_labels", [40, 433])
+def test_no_loss_is_seldom_called_one_in_any_month(truth: float, images: int, month_labels: int) -> None:
     rng = np.random.default_rng(RNG_SEED)
-    months = np.repeat(np.arange(12), 433)
-    lost = [is_loss(rng.random(len(months)) < expected, months, expected) for _ in range(500)]
-    monthly = np.array(lost).reshape(500, 12, 433).any(axis=2)
-    assert monthly.mean(axis=0).max() <= 0.04, "2% are 10 with a standard deviation of 3.1"
-    assert monthly.mean() <= 0.02
+    months = np.repeat(np.arange(4), month_labels)
+    lost = [is_loss(rng.random(len(months)) < truth, months, drawn(truth, images, rng)) for _ in range(400)]
+    monthly = np.array(lost).reshape(400, 4, month_labels).any(axis=2)
+    assert monthly.mean(axis=0).max() <= 0.041, "2% are 8 with a standard deviation of 2.8"
+    assert monthly.mean() <= 0.025
+
+
+def test_total_loss_is_found_with_the_labels_of_two_weeks() -> None:
+    assert is_loss(np.zeros(24, np.bool_), np.zeros(24, np.int_), ExpectedAccuracy(0.8, 1000)).any()
+
+
+@pytest.mark.parametrize("lost_after", [400, 2000, 6000])
+def test_loss_in_the_middle_of_a_month_is_found_in_it_if_labels_are_many(lost_after: int) -> None:
+    correct = np.arange(10_000) % 10 > 0
+    correct[lost_after:] &= np.arange(10_000 - lost_after) % 9 > 0
+    lost = is_loss(correct, np.zeros(10_000, np.int_), ExpectedAccuracy(0.9, 10_000))
+    assert lost_after < lost.argmax() < 1.5 * lost_after + 300
+
+
+def test_few_labels_a_month_add_up() -> None:
+    correct = np.arange(150) % 5 > 0
+    lost = is_loss(correct, np.arange(150) // 50, ExpectedAccuracy(0.93, 1000))
+    assert lost.argmax() > 50
+
+
+def test_levels_of_a_month_add_up_to_at_most_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: list[float] = []
+    monkeypatch.setattr(
+        "evernear.evaluation.live_accuracy._limit", lambda expected, labels, level: spent.append(level) or labels
+    )
+    is_loss(np.ones(100_000, np.bool_), np.zeros(100_000, np.int_), ExpectedAccuracy(0.9, 100))
+    assert 0.999 * LEVEL < sum(spent) <= LEVEL
 
 
 def test_loss_is_said_with_its_interval_and_what_was_expected() -> None:
     now = datetime(2027, 1, 4, tzinfo=UTC)
     worse = [labeled(now, "v", correct=number % 4 > 0) for number in range(100)]
-    found = assess(worse, 0.931, now)
+    found = assess(worse, ExpectedAccuracy(0.931, 1000), now)
     assert found is not None
     assert found.loss == pytest.approx(0.181)
-    assert "75.00% (65.34% to 83.12%). Since 2027-01-04, this is significantly less than the 93.1%" in str(found)
-    equal = assess(worse, 0.74, now)
+    assert "75.00% (65.34% to 83.12%). Since 2027-01-04, this is significantly less than the 93.1% on" in str(found)
+    equal = assess(worse, ExpectedAccuracy(0.74, 1000), now)
     assert equal is not None
     assert (equal.loss, equal.lost_at) == (0.0, None)
     assert "75.00% (65.34% to 83.12%), not significantly less" in str(equal)
-    assert assess([], 0.9, now) is None
-    for unknown in (None, 1.0):
-        unexpected = assess(worse, unknown, now)
-        assert unexpected is not None
-        assert unexpected.lost_at is None
+    assert assess([], ExpectedAccuracy(0.9, 100), now) is None
+    unexpected = assess(worse, None, now)
+    assert unexpected is not None
+    assert (unexpected.loss, unexpected.lost_at) == (0.0, None)
+
+
+def test_release_without_errors_on_its_test_split_can_lose() -> None:
+    now = datetime(2027, 1, 4, tzinfo=UTC)
+    found = assess([labeled(now, "v", correct=number % 4 > 0) for number in range(100)], ExpectedAccuracy(1, 50), now)
+    assert found is not None
+    assert found.lost_at == now
 
 
 def test_assessment_is_of_this_month_and_the_one_before() -> None:
     bad, good = datetime(2026, 11, 30, tzinfo=UTC), datetime(2027, 1, 4, tzinfo=UTC)
     queries = [labeled(bad, "v", correct=False)] * 50 + [labeled(good, "v", correct=True)] * 10
-    assert assess(queries[:50], 0.9, good) is None
-    december, january = assess(queries, 0.9, datetime(2026, 12, 31, 23, tzinfo=UTC)), assess(queries, 0.9, good)
+    expected = ExpectedAccuracy(0.9, 1000)
+    assert assess(queries[:50], expected, good) is None
+    december = assess(queries, expected, datetime(2026, 12, 31, 23, tzinfo=UTC))
+    january = assess(queries, expected, good)
     assert december is not None
     assert january is not None
     assert december.lost_at == bad
@@ -83,12 +142,27 @@ def test_assessment_is_of_this_month_and_the_one_before() -> None:
 
 
 def test_few_errors_are_no_loss() -> None:
-    month = np.zeros(20, np.int_)
-    assert not is_loss(np.array([False]), month[:1], 0.9).any()
-    assert is_loss(np.zeros(20, np.bool_), month, 0.9).any()
-    assert is_loss(np.zeros(20, np.bool_), month, 0.08).sum() == 0
+    month, expected = np.zeros(20, np.int_), ExpectedAccuracy(0.9, 1000)
+    assert not is_loss(np.array([False]), month[:1], expected).any()
+    assert is_loss(np.zeros(20, np.bool_), month, expected).any()
+    assert not is_loss(np.zeros(20, np.bool_), month, ExpectedAccuracy(0.08, 1000)).any()
 
 
-def test_expected_accuracy_is_between_the_value_and_the_lower_end() -> None:
-    assert expected_accuracy({"accuracy": 0.9, "accuracy_low": 0.8}) == pytest.approx(0.85)
+@pytest.mark.parametrize(("count", "images"), [(50, 50), (930, 1000), (19, 20)])
+def test_number_of_test_images_follows_from_the_interval(count: int, images: int) -> None:
+    accuracy = proportion(count, images, 0.95)
+    metrics = {"accuracy": accuracy.value, "accuracy_low": accuracy.low}
+    expected = expected_accuracy(metrics)
+    assert expected is not None
+    assert (expected.value, expected.images) == (accuracy.value, pytest.approx(images))
+
+
+def test_images_of_groups_count_as_fewer_and_never_as_more() -> None:
+    grouped, single = proportion(930, 1000, 0.95, effective=100), proportion(930, 1000, 0.8)
+    metrics = {"accuracy": 0.93, "accuracy_low": grouped.low, "test_images": 1000}
+    few, capped = expected_accuracy(metrics), expected_accuracy({**metrics, "accuracy_low": single.low})
+    assert few is not None
+    assert capped is not None
+    assert (few.images, capped.images) == (pytest.approx(100), 1000)
     assert expected_accuracy({"accuracy": 0.9}) is None
+    assert expected_accuracy({"accuracy": 0.0, "accuracy_low": 0.0}) is None

@@ -1,23 +1,24 @@
-"""Accuracy in life: intervals from labeled live queries, and a test for a loss that may be repeated at every label.
+"""Accuracy in life: intervals from labeled live queries, and a test for a loss.
 
-The test compares the labels, in the order of their arrival, with the accuracy on the test split. Its statistic is the
-likelihood ratio of an accuracy that is `LOSS` less (Wald 1945, Ann. Math. Stat. 16:117). While the accuracy has not
-fallen, the ratio is a nonnegative supermartingale, so that it ever exceeds ``1 / level`` with a probability of at most
-``level``, however often one looks (Ville 1939).
+The labels of a release count in blocks, in the order of their arrival. A block is a sample
+of fixed size, and the test asks whether more of its labels are wrong than the accuracy on
+the test split explains. Wrong labels never decrease, so the answer is known with the label
+that exceeds the limit: one may look at every label, and the test is as powerful as a single
+look at the whole block (curtailed inspection; Girshick, Mosteller and Savage 1946, Ann.
+Math. Stat. 17:13). A sequential test that may continue forever, such as a likelihood ratio,
+needs more labels for the same loss.
 
-The ratio since the release would need ever more labels to see a loss that comes later. It is therefore averaged with
-the ratio since the beginning of the month, which has an expectation of at most 1 at that time. The level is spent anew
-each month.
+The limit is a quantile of the beta-binomial distribution. It predicts the number of wrong
+labels from the test split, and so allows for the size of the test split.
 
-`expected_accuracy` allows for the test split's own uncertainty. ``benchmarks/live_accuracy.py`` measures coverage,
-power and false alarms.
+``benchmarks/live_accuracy.py`` measures coverage, power and false alarms.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,16 @@ from pydantic import AwareDatetime
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
-from evernear.evaluation.statistics import Proportion, exact_proportion
+from evernear.evaluation.statistics import Proportion, deviations, exact_proportion
 
-LOSS = 0.1
 LEVEL = 0.02
 """Probability that a release without a loss is called worse in a month."""
+BLOCK = 150
+"""Labels of the first block of a month. Each further one has twice the size of the one before ..."""
+_LATER = 1 / 8
+"""... and this share of its level, so that all blocks of a month spend `LEVEL`."""
+_PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
+"""Shares of a block with limits of their own, which find a severe loss early, and their shares of its level."""
 
 
 class LabeledQuery(Frozen):
@@ -62,12 +68,21 @@ class LiveAccuracy(Frozen):
 
 
 @dataclass(frozen=True)
+class ExpectedAccuracy:
+    """The accuracy of a release on its test split."""
+
+    value: float
+    images: float
+    """Number of independent images that say as much as those of the test split."""
+
+
+@dataclass(frozen=True)
 class Assessment:
     """The accuracy of one release on its live queries that were labeled in this month and the one before."""
 
     accuracy: Proportion
     expected: float | None
-    """The accuracy to expect; None if the release was archived without it."""
+    """The accuracy on the test split; None if the release was archived without it."""
     lost_at: datetime | None
     """The arrival of the label with which the loss was significant; None if it was not."""
 
@@ -82,12 +97,12 @@ class Assessment:
             return f"{figures}: {self.accuracy}, not significantly less than on the test split."
         return (
             f"{figures}: {self.accuracy}. Since {self.lost_at:%Y-%m-%d}, this is significantly less than the"
-            f" {self.expected:.1%} that the test split lets expect."
+            f" {self.expected:.1%} on the test split."
         )
 
 
 def assess(
-    queries: Sequence[LabeledQuery], expected: float | None, now: datetime, confidence: float = 0.95
+    queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime, confidence: float = 0.95
 ) -> Assessment | None:
     """Compare the labels of one release, in the order of their arrival; None without recent ones."""
     months = np.array([_month(query.labeled_at) for query in queries])
@@ -95,21 +110,26 @@ def assess(
     if not recent.any():
         return None
     correct = np.array([query.correct for query in queries])
-    lost = recent & is_loss(correct, months, expected) if expected and expected < 1 else np.zeros(len(recent), np.bool_)
+    lost = recent & is_loss(correct, months, expected) if expected else np.zeros(len(recent), np.bool_)
     return Assessment(
         accuracy=exact_proportion(int(correct[recent].sum()), int(recent.sum()), confidence),
-        expected=expected,
+        expected=expected.value if expected else None,
         lost_at=queries[int(lost.argmax())].labeled_at if lost.any() else None,
     )
 
 
-def expected_accuracy(metrics: Mapping[str, float]) -> float | None:
-    """The accuracy to expect in life: halfway from the value on the test split to the lower end of its interval.
+def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) -> ExpectedAccuracy | None:
+    """The accuracy on the test split from a release's metrics; None without its interval of ``confidence``.
 
-    The value itself is as often too high as too low, and the lower end would hide losses. None without an interval.
+    The number of independent images follows from the interval, because images of a group count as fewer
+    (Wilson's formula, solved for the number). The level of an earlier interval is unknown, so it is at most the number
+    of images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
-    return None if value is None or low is None else (value + low) / 2
+    if value is None or low is None or not low < value:
+        return None
+    images = deviations(confidence) ** 2 * low * (1 - low) / (value - low) ** 2
+    return ExpectedAccuracy(value, min(images, metrics.get("test_images", images)))
 
 
 def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) -> list[LiveAccuracy]:
@@ -123,21 +143,48 @@ def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) 
     ]
 
 
-def is_loss(
-    correct: NDArray[np.bool_], months: NDArray[np.int_], expected: float, level: float = LEVEL
-) -> NDArray[np.bool_]:
+def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:
     """With which labels a loss is significant (N,).
 
-    ``correct`` (N,) and ``months`` (N,), in ascending order, are in the order in which the labels arrived. ``expected``
-    is more than 0 and less than 1.
+    ``correct`` (N,) and ``months`` (N,), in ascending order, are in the order in which the labels arrived.
     """
-    lower = max(expected - LOSS, expected / 2)
-    gain, cost = math.log((1 - lower) / (1 - expected)), math.log(lower / expected)
-    since_release = np.where(correct, cost, gain).cumsum()
-    first_of_month = np.searchsorted(months, months)
-    before_month = np.concatenate([[0.0], since_release])[first_of_month]
-    mean = np.logaddexp(since_release, since_release - before_month) - math.log(2)
-    return mean >= -math.log(level)
+    lost = np.zeros(len(correct), np.bool_)
+    for start, end, size, level in _blocks(months):
+        wrong = (~correct[start:end]).cumsum()
+        for share, spent in _PARTS:
+            labels = round(share * size)
+            too_many = wrong[:labels] > _limit(expected, labels, spent * level)
+            lost[start : start + len(too_many)] |= too_many
+    return lost
+
+
+def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
+    """Start and end of each block, its full size and its level.
+
+    A block ends with its size, or with a month if it has at least `BLOCK` labels by then. With few labels it lasts
+    several months.
+    """
+    start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
+    while start < len(months):
+        next_month = int(np.searchsorted(months, months[start], side="right"))
+        end = min(start + size, max(start + BLOCK, next_month), len(months))
+        yield start, end, size, level
+        is_same_month = end < next_month
+        size, level = (2 * size, _LATER * level) if is_same_month else (BLOCK, LEVEL * (1 - _LATER))
+        start = end
+
+
+@lru_cache
+def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
+    """The most wrong labels of ``labels`` that the test split explains with a probability of more than ``level``."""
+    from scipy.stats import betabinom
+
+    right = expected.value * expected.images
+    counts = np.arange(labels + 1)
+    # Jeffreys' prior.
+    probabilities = betabinom.pmf(counts, labels, expected.images - right + 0.5, right + 0.5)
+    at_least = probabilities[::-1].cumsum()[::-1]
+    return int((at_least > level).sum()) - 1
 
 
 def _month(at: datetime) -> int:

@@ -208,7 +208,8 @@ class Observer:
     def _live_accuracy(self, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Assessment | None:
         labels = labels_of_release(self.store, champion.version)
         faults += labels.damaged.values()
-        return assess(labels.queries, expected_accuracy(champion.metrics), now)
+        expected = expected_accuracy(champion.metrics, self.settings.evaluation.confidence)
+        return assess(labels.queries, expected, now)
 
     def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
         """The drift baseline of a release."""
