@@ -1,10 +1,18 @@
 """All settings of evernear: frozen pydantic models, one per section.
 
-They are read in this order, and later ones override earlier ones: the defaults, ``--preset``, the working directory's
-``evernear.toml`` (`evernear.settings.layers`), ``--config FILE`` (TOML), the environment
-(``EVERNEAR_TRAIN__EPOCHS=3``), ``--set train.epochs=3``. An unknown key is an error that names the nearest known one.
-Secrets are not settings: S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``, the token of a remote
-server from ``EVERNEAR_TOKEN`` or from the file in ``EVERNEAR_TOKEN_FILE``.
+The settings come from these sources. Each source overrides the sources before it:
+
+1. the defaults
+2. ``--preset``
+3. the working directory's ``evernear.toml`` (`evernear.settings.layers`)
+4. ``--config FILE`` (TOML)
+5. the environment (``EVERNEAR_TRAIN__EPOCHS=3``)
+6. ``--set train.epochs=3``
+
+An unknown key is an error that names the nearest known key. Secrets are not settings.
+S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``. The token of a
+remote server comes from ``EVERNEAR_TOKEN`` or from the file that
+``EVERNEAR_TOKEN_FILE`` names.
 """
 
 import os
@@ -38,11 +46,12 @@ from evernear.settings.validation import ValidationSettings
 from evernear.settings.watch import WatchSettings
 
 PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
-"""The settings that are pipeline parameters in their own right, by the parameter's name."""
+"""The settings that are separate pipeline parameters, keyed by parameter name."""
 
 
 class RunSettings(Section):
-    """The settings of a pipeline run and of the release it deploys. Kubeflow Pipelines passes them as JSON."""
+    """The settings of a pipeline run and its release. Kubeflow Pipelines passes them as
+    JSON."""
 
     workdir: LocalPath = Field(
         default=DEFAULT_WORKDIR,
@@ -70,7 +79,8 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _plannable(self) -> Self:
-        """A plan sets the epochs itself and keeps the time as its limit, so `TrainSettings` allows both."""
+        """Plans set the epochs and also limit the time, so `TrainSettings` allows
+        both."""
         train, given = self.train, f"train.minutes is {self.train.minutes:g}"
         if not train.minutes:
             return self
@@ -93,12 +103,12 @@ class RunSettings(Section):
 
     @property
     def store_uri(self) -> str:
-        """The object store's URI, absolute."""
+        """The absolute URI of the object store."""
         return self.store or (self.workdir.resolve() / "store").as_uri()
 
 
 class Settings(RunSettings):
-    """All settings: of a run, and of the triggers."""
+    """All settings: the settings of a run, and the settings of the triggers."""
 
     log_format: Literal["text", "json"] = Field(
         default="text",
@@ -125,7 +135,9 @@ def load(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Settings:
-    """Read the settings, in the order of the module's docstring; ``overrides`` are ``section.key=value`` strings.
+    """Read the settings in the order that the module's docstring lists.
+
+    ``overrides`` are ``section.key=value`` strings.
 
     Without ``remembered``, the working directory's ``evernear.toml`` is ignored.
 
@@ -145,7 +157,7 @@ def load_layers(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Layers[Settings]:
-    """As `load`, by source.
+    """Like `load`, but return the settings separately for each source.
 
     Raises:
         SettingsError: a file cannot be read, or a string of ``overrides`` has no ``=``.
@@ -156,13 +168,14 @@ def load_layers(
 
 
 def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str) -> RunSettings:
-    """The settings of a pipeline run: the defaults, then ``preset``, then ``overrides``, then ``parameters``.
+    """The settings of a pipeline run: the defaults, then ``preset``, then
+    ``overrides``, then ``parameters``.
 
-    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``; ``parameters`` are keyed by `PARAMETERS`. An empty
-    preset or parameter changes nothing.
+    ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``. ``parameters`` are
+    keyed by `PARAMETERS`. An empty preset or parameter changes nothing.
 
     Raises:
-        SettingsError: as `load`; or a parameter and ``overrides`` disagree.
+        SettingsError: as for `load`, or a parameter and ``overrides`` disagree.
     """
     tree = sources.preset(RunSettings, preset) if preset else {}
     merge(tree, overrides)
@@ -181,7 +194,7 @@ def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str)
 
 
 def overrides_from(words: Iterable[str]) -> Tree:
-    """The tree of ``section.key=value`` strings, for `of_run`.
+    """Parse ``section.key=value`` strings into a tree for `of_run`.
 
     Raises:
         SettingsError: a string has no ``=``.

@@ -1,4 +1,4 @@
-"""The settings of the section ``classes``."""
+"""The settings of the ``classes`` section."""
 
 from collections.abc import Iterable
 from typing import Annotated, Self
@@ -12,7 +12,8 @@ ClassName = Annotated[str, AfterValidator(class_name)]
 
 
 class ClassSettings(Section):
-    """Classes of the champion that were removed or renamed on purpose. Entries for other classes are ignored."""
+    """Champion classes that were removed or renamed on purpose. Entries for other
+    classes are ignored."""
 
     retired: tuple[ClassName, ...] = Field(
         default=(), description="Classes that new releases no longer need to recognize."
@@ -22,7 +23,8 @@ class ClassSettings(Section):
     @field_validator("renamed")
     @classmethod
     def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
-        """Two spellings of one name are one class (`evernear.common.class_names`)."""
+        """Merge the spellings of a name, which all name one class
+        (`evernear.common.class_names`)."""
         return {old: new for old, new in renamed.items() if old != new}
 
     @model_validator(mode="after")
@@ -34,15 +36,17 @@ class ClassSettings(Section):
         return self
 
     def current(self, label: str) -> str | None:
-        """The current name of a class of the champion, which may be an earlier spelling; None if it was retired."""
+        """The current name of a champion class in any spelling, or None if the class
+        was retired."""
         name = class_name(label)
         return None if name in self.retired else self.renamed.get(name, name)
 
     def current_labels(self, labels: Iterable[str]) -> tuple[str, ...]:
-        """The current names of ``labels``, without retired classes and duplicates."""
+        """The current names of ``labels``, without retired classes and without
+        duplicates."""
         return tuple(dict.fromkeys(name for name in map(self.current, labels) if name is not None))
 
     @property
     def former_names(self) -> tuple[str, ...]:
-        """Names that images may no longer have."""
+        """Names that images may no longer use."""
         return (*self.retired, *self.renamed)

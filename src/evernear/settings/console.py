@@ -1,4 +1,4 @@
-"""The settings of the section ``console``."""
+"""The settings of the ``console`` section."""
 
 from ipaddress import ip_network
 from typing import Annotated, Self
@@ -9,15 +9,16 @@ from evernear.settings.section import Host, LocalPath, Section
 
 
 def _network(text: str) -> str:
-    ip_network(text)  # its ValueError names the text
+    ip_network(text)  # its ValueError quotes the text
     return text
 
 
 class ConsoleSettings(Section):
-    """The console, a page for people: see, try, name and decide.
+    """The console, a web page on which users view, try, name and decide.
 
-    Without ``identity_header``, whoever has the token that `evernear console` prints may do everything. With it, people
-    are known by the name that a trusted proxy sends, and the lists say what they may do: names, or * for everyone.
+    Without ``identity_header``, anyone with the token that `evernear console` prints
+    may do everything. With ``identity_header``, a trusted proxy sends each user's name.
+    The lists then set each user's permissions: they contain names, or * for everyone.
     An empty list permits no one, so the console is then read-only.
     """
 

@@ -1,4 +1,4 @@
-"""The settings of the section ``data``."""
+"""The settings of the ``data`` section."""
 
 import re
 from pathlib import Path
@@ -10,15 +10,16 @@ from evernear.settings.group import check_group
 from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
-"""Sources that are names, not locations."""
+"""Sources that are names and not locations."""
 PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
-"""Sources whose location is a path, or for some of them the URI of an object."""
+"""Source kinds whose location is a path. Some of these kinds also accept the URI of an
+object."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
-"""The location of a table, which needs no ``table:`` before it."""
+"""The location of a table that needs no ``table:`` prefix."""
 
 
 class DataSettings(Section):
-    """Where images come from, and how they are divided into splits and shards."""
+    """The image source, and how images are divided into splits and shards."""
 
     source: str = Field(
         default="digits",
@@ -96,7 +97,8 @@ class DataSettings(Section):
     @field_validator("source", "moved_from")
     @classmethod
     def _absolute(cls, source: str) -> str:
-        """Make a directory absolute, also one below ``~``: the steps of a run have another working directory."""
+        """Make a directory absolute, including a path that begins with ``~``, because
+        the steps of a run have a different working directory."""
         if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         if TABLE_PATH.fullmatch(source):

@@ -1,4 +1,4 @@
-"""The settings of the section ``evaluation``."""
+"""The settings of the ``evaluation`` section."""
 
 from pydantic import Field
 
@@ -7,7 +7,7 @@ from evernear.settings.section import Section
 
 
 class EvaluationSettings(Section):
-    """How candidate and champion are measured."""
+    """How the candidate and the champion are measured."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
     held_out_classes: int = Field(

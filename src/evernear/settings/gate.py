@@ -1,4 +1,4 @@
-"""The settings of the section ``gate``."""
+"""The settings of the ``gate`` section."""
 
 from typing import Literal
 

@@ -1,20 +1,23 @@
-"""The check of ``data.group``: a pattern over names, which others choose, must be quick to match."""
+"""The check of ``data.group``: matching must be fast even on names that a third party
+chose."""
 
 import re
 
 COLUMN = "column"
-"""The grouping that the source itself names, in the column ``group`` of a table."""
+"""The grouping that a table provides in its ``group`` column."""
 GROUP_FORMS = ("folder", "stem", COLUMN)
-"""Groupings that are names, not regular expressions."""
+"""Groupings that are names and not regular expressions."""
 _MAX_REPEATS = 5
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?[:#=!<>-]?[=!a-zA-Z-]*:?|[*+{(|)]", re.DOTALL)
 
 
 def check_group(setting: str) -> str:
-    """Check that ``setting`` is empty, a form, or a regular expression with a group in parentheses.
+    """Check that ``setting`` is empty, a form, or a regular expression with a group in
+    parentheses.
 
     Raises:
-        ValueError: it is none of them, or the time to match it may grow exponentially with the length of a name.
+        ValueError: ``setting`` is none of these, or the time to match it may grow
+            exponentially with the length of a name.
     """
     if not setting or setting in GROUP_FORMS:
         return setting
@@ -34,10 +37,11 @@ def check_group(setting: str) -> str:
 
 
 def _slow(pattern: str) -> str:
-    """Why backtracking may take long; empty if it does not.
+    """Explain why backtracking may take long. Return an empty string if it does not.
 
-    A repeat inside of a repeat, or a choice inside of one, may take exponential time; a series of repeats takes
-    polynomial time (Davis et al. 2018, ESEC/FSE, "The impact of regular expression denial of service").
+    A repeat or a choice inside a repeat may take exponential time. A series of repeats
+    takes polynomial time (Davis et al. 2018, ESEC/FSE, "The impact of regular
+    expression denial of service").
     """
     # For each open parenthesis: whether it contains a repeat or a choice.
     varies, repeats, closed = [False], 0, False

@@ -1,4 +1,4 @@
-"""The settings of the section ``index``."""
+"""The settings of the ``index`` section."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from evernear.settings.section import Fraction, Section, absolute
 
 
 class IndexSettings(Section):
-    """The index of the gallery, and the rule that turns neighbors into a label."""
+    """The gallery index, and the rule that turns neighbors into a label."""
 
     backend: str = Field(
         default=plugins.FAISS,
@@ -76,12 +76,13 @@ class IndexSettings(Section):
     @field_validator("uri")
     @classmethod
     def _absolute(cls, uri: str) -> str:
-        """Make a relative path absolute: the steps of a run have another working directory."""
+        """Make a relative path absolute, because the steps of a run have a different
+        working directory."""
         return uri if not uri or "://" in uri else str(absolute(uri))
 
     @property
     def temporary(self) -> "IndexSettings":
-        """Settings of an index that only one process uses: a FAISS index."""
+        """Settings for a FAISS index that only one process uses."""
         if self.backend == plugins.FAISS:
             return self
         return self.model_copy(update={"backend": plugins.FAISS, "type": "auto", "search": ""})

@@ -1,4 +1,4 @@
-"""The settings of the section ``kubernetes``."""
+"""The settings of the ``kubernetes`` section."""
 
 from typing import Self
 
@@ -8,7 +8,8 @@ from evernear.settings.section import Section
 
 
 class KubernetesSettings(Section):
-    """The serving Deployment that the deploy step rolls out, for target ``kubernetes``."""
+    """The serving Deployment that the deploy step rolls out for the ``kubernetes``
+    target."""
 
     namespace: str = Field(
         default="evernear", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", description="Namespace of the pods."

@@ -1,8 +1,9 @@
-"""The settings of one command by source, and the file in which a working directory remembers them.
+"""The settings of one command by source, and the file that remembers a working
+directory's settings.
 
-The first run in a working directory writes what its command line set (``--source``, ``--preset``, ``--config``,
-``--set``) to ``WORKDIR/evernear.toml``, for all later commands; the record of this decision in ``docs/decisions`` has
-the reasons.
+The first run in a working directory writes the settings on its command line
+(``--source``, ``--preset``, ``--config``, ``--set``) to ``WORKDIR/evernear.toml``. All
+later commands read this file. A record in ``docs/decisions`` states the reasons.
 """
 
 import json
@@ -27,9 +28,9 @@ from evernear.settings.sources import Tree, merge, parse
 FILE = "evernear.toml"
 DEFAULT_WORKDIR = Path("evernear-work")
 PRESET = "preset"
-"""The key of the preset, whose settings every source may override."""
+"""The key of the preset. Every other source may override the preset's settings."""
 ABOUT_ONE_RUN = ("classes.retired", "classes.renamed", "data.reread")
-"""Settings that are never kept."""
+"""Settings that are never saved."""
 HEADER = """\
 # Settings of this working directory, from the command line of its first run. Every command with this --workdir
 # reads them; --config, the environment and --set override them. Edit them here, or pass other ones to a run with
@@ -41,23 +42,24 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Layers(Generic[Model]):
-    """The settings of one command by source; later sources override earlier ones."""
+    """The settings of one command by source. Later sources override earlier sources."""
 
     model: type[Model]
     workdir: Path
     remembered: Tree | None
-    """The content of ``WORKDIR/evernear.toml``; None without that file."""
+    """The content of ``WORKDIR/evernear.toml``, or None if the file does not exist."""
     config_file: Path | None
     config: Tree
     environment: Tree
     assigned: Tree
-    """``--preset``, ``--set`` and the options that stand for a setting."""
+    """``--preset``, ``--set`` and the options that are short for a setting."""
 
     def settings(self) -> Model:
-        """All sources combined.
+        """The combined settings of all sources.
 
         Raises:
-            SettingsError: a key is unknown or a value is invalid; if a file has it, the message names the file.
+            SettingsError: a key is unknown or a value is invalid. The message names the
+                file that contains it, if any.
         """
         try:
             return self._parsed(self.remembered or {}, self.config, self.environment, self.assigned)
@@ -69,14 +71,16 @@ class Layers(Generic[Model]):
 
     @property
     def file(self) -> Path:
-        """The settings file of the working directory."""
+        """The working directory's settings file."""
         return self.workdir / FILE
 
     def changes(self) -> Iterator[str]:
-        """A line for each setting of the command line that differs from what the directory remembers.
+        """Yield a line for each command-line setting that differs from the remembered
+        setting.
 
         Raises:
-            SettingsError: the remembered settings are invalid without the command line's.
+            SettingsError: the remembered settings are invalid without the settings of
+                the command line.
         """
         before = self._before()
         for name, value in self._explicit().items():
@@ -89,9 +93,10 @@ class Layers(Generic[Model]):
                     yield f"{name}: stays {shown(value)}; preset {preset} has {shown(chosen[name])}"
 
     def later_words(self, *, keep: bool) -> list[str]:
-        """The options with which a later command has the settings of this one.
+        """The options that give a later command the settings of this command.
 
-        They are the directory, and the values that it does not remember: with ``keep``, those that are never kept.
+        The options name the directory and each value that the directory does not
+        remember. With ``keep``, only the values that are never saved remain.
         """
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
@@ -102,9 +107,11 @@ class Layers(Generic[Model]):
         return words
 
     def keep(self, *, replace: bool) -> list[str]:
-        """Write the settings of the command line to the directory's file; return lines that say so.
+        """Write the command-line settings to the directory's file, and return lines
+        that report it.
 
-        An existing file stays as it is unless ``replace`` is set; then its other settings and its comments stay.
+        An existing file stays unchanged unless ``replace`` is set. ``replace``
+        preserves the file's other settings and its comments.
         """
         if self.file.exists() and not replace:
             return []
@@ -123,7 +130,8 @@ class Layers(Generic[Model]):
         return lines
 
     def _explicit(self) -> dict[str, Any]:
-        """The values of the command line by name, such as ``train.epochs``, complete and of their types."""
+        """The command-line values, keyed by names such as ``train.epochs``. The values
+        are complete and have their settings' types."""
         command_line = _merged(*(_anchored(tree, Path.cwd()) for tree in (self.config, self.assigned)))
         names = _leaves(self.model, command_line).keys() - {"workdir"}
         values = self._values(self.remembered or {}, command_line)
@@ -140,7 +148,8 @@ class Layers(Generic[Model]):
         return self.assigned.get(PRESET, self.config.get(PRESET))
 
     def _values(self, *trees: Tree) -> dict[str, Any]:
-        """All settings by name, and the name of the preset. The environment completes them and overrides nothing."""
+        """All settings by name, and the name of the preset. The environment only adds
+        values and overrides nothing."""
         trees = (self.environment, *trees)
         values = self._parsed(*trees).model_dump(mode="json")
         return {PRESET: _merged(*trees).get(PRESET, "")} | _leaves(self.model, values)
@@ -153,7 +162,7 @@ class Layers(Generic[Model]):
         return parse(self.model, tree | {"workdir": self.workdir})
 
     def _fault(self, tree: Tree) -> str:
-        """The error of a source by itself; empty if it has none."""
+        """The error in a single source, or an empty string."""
         try:
             self._parsed(tree)
         except SettingsError as error:
@@ -164,7 +173,7 @@ class Layers(Generic[Model]):
 def read_layers(
     model: type[Model], config: Path | None, environment: Mapping[str, str], assigned: Tree, *, remembered: bool = True
 ) -> Layers[Model]:
-    """Read all sources; without ``remembered``, the directory's file is ignored.
+    """Read all sources. Without ``remembered``, ignore the directory's file.
 
     Raises:
         SettingsError: a file cannot be read or is not TOML, or a variable is invalid.
@@ -177,7 +186,8 @@ def read_layers(
 
 
 def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
-    """The content of ``WORKDIR/evernear.toml``, with its relative paths resolved there; None if it does not exist.
+    """The content of ``WORKDIR/evernear.toml`` with its relative paths resolved against
+    ``WORKDIR``. Return None if the file does not exist.
 
     Raises:
         SettingsError: the file cannot be read, is not TOML, or names another working directory.
@@ -193,7 +203,7 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
     if named is not None and (workdir / str(named)).resolve() != workdir.resolve():
         raise SettingsError(f"{path}: workdir = {named} is another directory; remove that line.")
     for name, value in tree.items():
-        if _is_section(model, name) and not isinstance(value, Mapping):  # another source would replace it unseen
+        if _is_section(model, name) and not isinstance(value, Mapping):  # another source would replace it silently
             raise SettingsError(f"{path}: {name} = {value} is not a section; write [{name}] and its settings below.")
     return _anchored(tree, workdir.absolute())
 
@@ -204,17 +214,17 @@ def default_workdir() -> Path:
 
 
 def command_for(workdir: Path, *words: str) -> str:
-    """``evernear WORDS`` for a working directory, to be shown to a person."""
+    """``evernear WORDS`` for a working directory, for display to a user."""
     return shlex.join(["evernear", *words, *_workdir_words(workdir, default_workdir())])
 
 
 def has_secret(value: Any) -> bool:
-    """Whether a value contains a secret of the environment."""
+    """Whether a value contains a secret from the environment."""
     return mask(_text(value)) != _text(value)
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
+    """Format a value for a message."""
     return mask(_text(value)) or "empty"
 
 
@@ -223,7 +233,7 @@ def _keepable(name: str, value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A value as ``--set`` accepts it."""
+    """Format a value as ``--set`` accepts it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -239,10 +249,10 @@ def _workdir_of(*trees: Tree) -> Path:
 
 
 def _expanded(path: str) -> Path:
-    """``path`` as its setting has it, with ``~`` as the home directory.
+    """Expand ``~`` in ``path`` to the home directory.
 
     Raises:
-        SettingsError: no user has the name after ``~``.
+            SettingsError: no user has the name that follows ``~``.
     """
     try:
         return expanded(Path(path))
@@ -251,12 +261,14 @@ def _expanded(path: str) -> Path:
 
 
 def _workdir_words(workdir: Path, bare: Path) -> list[str]:
-    """The option for ``workdir``; none if commands without options use it, as they use ``bare``."""
+    """The option for ``workdir``. Without options, commands use ``bare``, so the list
+    is empty if both are equal."""
     return [] if workdir == bare else ["--workdir", str(workdir)]
 
 
 def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
-    """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``; a value that is a table stays one."""
+    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``. A value that is
+    a table stays nested."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if _is_section(model, name):
@@ -267,7 +279,7 @@ def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
 
 
 def _remedy(path: Path) -> str:
-    """How to mend a settings file that cannot be read or is not TOML."""
+    """How to repair a settings file that is unreadable or not TOML."""
     if not path.is_file():
         return "Remove it."
     if not os.access(path, os.R_OK):
@@ -301,10 +313,10 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Set ``values`` in the settings file ``path``; everything else in it stays.
+    """Set ``values`` in the settings file ``path``, and preserve its other content.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the file is not writable.
     """
     import tomlkit  # only runs need it
 
@@ -318,4 +330,4 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
         if section and section not in document:
             document[section] = {}
         (document[section] if section else document)[key] = value
-    write_atomically(path.resolve(), header + tomlkit.dumps(document).rstrip("\n") + "\n")  # a link stays one
+    write_atomically(path.resolve(), header + tomlkit.dumps(document).rstrip("\n") + "\n")  # a link stays a link

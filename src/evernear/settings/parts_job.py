@@ -1,4 +1,4 @@
-"""The settings of the section ``parts_job``."""
+"""The settings of the ``parts_job`` section."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from evernear.settings.section import Section
 
 
 def _check_nodes(value: object) -> object:
-    if isinstance(value, float) and value.is_integer():  # as Kubeflow Pipelines passes a number
+    if isinstance(value, float) and value.is_integer():  # Kubeflow Pipelines passes numbers as floats
         value = int(value)
     if value == "auto" or (str(value).isdecimal() and int(str(value)) > 0):
         return value
@@ -16,7 +16,8 @@ def _check_nodes(value: object) -> object:
 
 
 Nodes = Annotated[int | Literal["auto"], BeforeValidator(_check_nodes)]
-"""Pods of an Indexed Job that run the parts of a step; 1: the step's own process."""
+"""Number of pods of the Indexed Job that runs the parts of a step. With 1, the step's
+process runs them."""
 
 
 class PartsJobSettings(Section):

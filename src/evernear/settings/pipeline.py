@@ -1,4 +1,4 @@
-"""The settings of the section ``pipeline``."""
+"""The settings of the ``pipeline`` section."""
 
 from pydantic import Field
 

@@ -1,4 +1,4 @@
-"""The settings of the section ``prep``."""
+"""The settings of the ``prep`` section."""
 
 from typing import Self
 

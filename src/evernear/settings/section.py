@@ -12,15 +12,16 @@ MAX_PIXELS = 89_478_485
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PixelLimit = Annotated[int, Field(ge=64, le=MAX_PIXELS, description="Largest width times height of an image.")]
 Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
-"""A host name or an address; an IPv6 address with or without brackets."""
+"""A host name or an address. Brackets around an IPv6 address are optional."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 def expanded(path: Path) -> Path:
-    """``path`` with ``~`` as the home directory: a shell expands it only at the start of a word.
+    """Expand ``~`` in ``path`` to the home directory. A shell expands it only at the
+    start of a word.
 
     Raises:
-        ValueError: no user has the name after ``~``.
+        ValueError: no user has the name that follows ``~``.
     """
     try:
         return path.expanduser()
@@ -29,7 +30,7 @@ def expanded(path: Path) -> Path:
 
 
 def absolute(path: str) -> Path:
-    """`expanded`, from the current directory."""
+    """Like `expanded`, but also resolve ``path`` against the current directory."""
     return expanded(Path(path)).absolute()
 
 

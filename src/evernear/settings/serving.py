@@ -1,4 +1,4 @@
-"""The settings of the section ``serving``."""
+"""The settings of the ``serving`` section."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,8 @@ from evernear.settings.section import Host, PixelLimit, Port, Section
 
 
 class ServingSettings(Section):
-    """TorchServe. ``batch_size`` to ``max_pixels`` are stored in the release."""
+    """TorchServe. The settings from ``batch_size`` to ``max_pixels`` are stored in the
+    release."""
 
     model_name: str = Field(
         default="embedding", pattern=r"^[a-z][a-z0-9-]{0,62}$", description="Name of the model in URLs."

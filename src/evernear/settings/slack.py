@@ -1,4 +1,4 @@
-"""The settings of the section ``slack``."""
+"""The settings of the ``slack`` section."""
 
 from typing import Literal
 
@@ -8,10 +8,12 @@ from evernear.settings.section import Host, Section
 
 
 class SlackSettings(Section):
-    """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN, SLACK_APP_TOKEN, SLACK_SIGNING_SECRET.
+    """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN,
+    SLACK_APP_TOKEN, SLACK_SIGNING_SECRET.
 
-    Permissions are lists of ids, as shown by Slack's "Copy member ID" and "Copy link": users (U..., W...), user groups
-    (S...) and channels (C..., G...: all members). An empty list permits no one. Reading needs no permission.
+    Permissions are lists of IDs, as Slack's "Copy member ID" and "Copy link" show them:
+    users (U..., W...), user groups (S...) and channels (C..., G...), whose members are
+    all permitted. An empty list permits no one. Reading needs no permission.
     """
 
     channel: str = Field(default="", description="Id of the channel for proposals and for outcomes of other runs.")

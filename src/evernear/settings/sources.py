@@ -1,4 +1,4 @@
-"""The sources of settings, and the error messages for invalid ones."""
+"""The sources of settings, and the error messages for invalid settings."""
 
 import difflib
 import os
@@ -20,7 +20,8 @@ from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
 TESTS_PREFIX = "EVERNEAR_TEST_"
-"""Variables that opt in to tests; every process of a test inherits them."""
+"""Prefix of the variables that opt in to tests. Every process of a test inherits
+them."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 MILVUS_URI_VARIABLE = "EVERNEAR_MILVUS_URI"
@@ -37,7 +38,8 @@ _SERVICE_LINK = re.compile(
     r"EVERNEAR(_[A-Z0-9_]+)?_"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""Variables that Kubernetes sets in every pod for a Service ``evernear`` or ``evernear-*`` of its namespace."""
+"""Matches the variables that Kubernetes sets in every pod of a namespace for a Service
+``evernear`` or ``evernear-*``."""
 Model = TypeVar("Model", bound=BaseModel)
 Tree = dict[str, Any]
 _FORMS = {
@@ -45,11 +47,12 @@ _FORMS = {
     "dict_type": 'it is a table, as in {"key": "value"}',
     "model_type": "it is a section; write its settings as section.key=value",
 }
-"""How to write a value of a type; pydantic names the type only."""
+"""How to write a value of each type. pydantic's message names only the type."""
 
 
 class _TextSource(EnvSettingsSource):
-    """Settings as text under names such as ``train__epochs``: environment variables, or ``--set``."""
+    """Settings as text with names such as ``train__epochs``, from environment variables
+    or ``--set``."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, str]) -> None:
         self._values = values
@@ -59,7 +62,8 @@ class _TextSource(EnvSettingsSource):
         return dict(self._values)
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """JSON where it parses as JSON; validation reports any other text with the setting's full name."""
+        """Parse ``value`` as JSON if possible. Validation reports other text with the
+        setting's full name."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -87,7 +91,7 @@ def preset(model: type[BaseModel], name: str) -> Tree:
 
 
 def presets() -> list[str]:
-    """Names of the presets that come with evernear."""
+    """Names of the presets that are part of evernear."""
     return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear") / "presets").iterdir())
 
 
@@ -106,12 +110,14 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
 
 
 def text_of(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark: editors on Windows write one, and PowerShell writes UTF-16."""
+    """Decode UTF-8, or UTF-16 with a byte order mark. Windows editors and PowerShell
+    write byte order marks and UTF-16."""
     return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
 
 def environment(model: type[BaseModel], variables: Mapping[str, str] = os.environ) -> Tree:
-    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``; those that Kubernetes sets are ignored."""
+    """The settings in variables such as ``EVERNEAR_TRAIN__EPOCHS``. Variables that
+    Kubernetes sets are ignored."""
     values = {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in variables.items()
@@ -122,7 +128,8 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable. ``EVERNEAR_PREP_PORT=8090`` is a typo; Kubernetes' value is ``tcp://...``."""
+    """Whether Kubernetes set a variable. ``EVERNEAR_PREP_PORT=8090`` is a typo.
+    Kubernetes sets values such as ``tcp://...``."""
     if "__" in name or not _SERVICE_LINK.fullmatch(name):
         return False
     key = name.removeprefix(ENV_PREFIX).lower()
@@ -130,7 +137,7 @@ def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
 
 
 def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
-    """The settings in words such as ``train.epochs=3``; the last assignment of a setting wins.
+    """Parse words such as ``train.epochs=3``. The last assignment of a setting wins.
 
     Raises:
         SettingsError: a word has no ``=``.
@@ -145,18 +152,19 @@ def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
 
 
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:
-    """Write ``tree`` over ``into``, key by key; a nested mapping keeps the keys that ``tree`` lacks."""
+    """Write ``tree`` over ``into``, key by key. A nested mapping retains the keys that
+    ``tree`` lacks."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             current = into.get(key)
-            into[key] = dict(current) if isinstance(current, dict) else {}  # a copy: others may share the nested dict
+            into[key] = dict(current) if isinstance(current, dict) else {}  # a copy: other trees may share the dict
             merge(into[key], value)
         else:
             into[key] = value
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
-    """``{"train": {"epochs": 3}}`` as ``{"train.epochs": 3}``."""
+    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``."""
     leaves: Tree = {}
     for key, value in tree.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -164,7 +172,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
-    """``tree`` as a ``model``.
+    """Validate ``tree`` as a ``model``.
 
     Raises:
         SettingsError: a key is unknown, or a value is invalid or contains a secret.
@@ -177,10 +185,11 @@ def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
 
 
 def require_no_secret(tree: Mapping[str, Any]) -> None:
-    """Reject a secret in a setting: Kubeflow Pipelines, records of runs and releases show settings to everyone.
+    """Reject a setting that contains a secret, because Kubeflow Pipelines and the
+    records of runs and releases show settings to everyone.
 
     Raises:
-        SettingsError: a value contains what has the form of a secret.
+        SettingsError: a value has the form of a secret.
     """
     for name, value in flat(tree).items():
         text = str(value)
@@ -193,7 +202,8 @@ def require_no_secret(tree: Mapping[str, Any]) -> None:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The names of all settings of ``model``; those in sections as ``section.key``."""
+    """The names of all settings of ``model``. Names in sections have the form
+    ``section.key``."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -212,6 +222,7 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
             return f"Invalid settings: {message}."
         return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
     known = known_keys(model)
-    # A key without its section (epochs) is nearest to the one that ends with it (train.epochs).
+    # For a key without its section (epochs), suggest the key that ends with it
+    # (train.epochs).
     matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"No setting {key!r}; did you mean {matches[0]!r}?"

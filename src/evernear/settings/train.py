@@ -1,4 +1,4 @@
-"""The settings of the section ``train``."""
+"""The settings of the ``train`` section."""
 
 import math
 from typing import Literal, Self
@@ -9,7 +9,7 @@ from evernear.settings.section import Section, absolute
 from evernear.settings.weight_packages import PREFIX, weight_package
 
 Layers = Literal["head", "last", "all"]
-"""The layers that training changes; see `TrainSettings.layers`."""
+"""The layers that training changes. See `TrainSettings.layers`."""
 
 
 class TrainSettings(Section):
@@ -187,14 +187,16 @@ class TrainSettings(Section):
 
     @property
     def trained_layers(self) -> Layers:
-        """The layers to train, with ``auto`` resolved as without ``minutes``."""
+        """The layers to train, with ``auto`` resolved as if ``minutes`` were not
+        set."""
         if self.layers != "auto":
             return self.layers
         return "head" if self.weights else "all"
 
     @property
     def keeps_backbone(self) -> bool:
-        """Whether the backbone stays as it is pretrained, so that its features can be cached."""
+        """Whether the backbone retains its pretrained weights, so that its features can
+        be cached."""
         return self.frozen or self.trained_layers == "head"
 
     @field_validator("weight_decay", "label_smoothing")
@@ -214,7 +216,8 @@ class TrainSettings(Section):
     @field_validator("weights")
     @classmethod
     def _absolute(cls, weights: str) -> str:
-        """Make a relative path absolute: the steps of a run have another working directory."""
+        """Make a relative path absolute, because the steps of a run have a different
+        working directory."""
         if weight_package(weights):
             return weights
         return weights if weights in ("", "hub") or "://" in weights else str(absolute(weights))

@@ -1,4 +1,4 @@
-"""The settings of the section ``train_job``."""
+"""The settings of the ``train_job`` section."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from evernear.settings.section import Section
 
 
 class TrainJobSettings(Section):
-    """The TrainJob of Kubeflow Trainer, for ``train.nodes`` above 1."""
+    """The TrainJob of Kubeflow Trainer, used if ``train.nodes`` is above 1."""
 
     runtime: str = Field(
         default="evernear",

@@ -1,4 +1,4 @@
-"""The settings of the section ``validation``."""
+"""The settings of the ``validation`` section."""
 
 from typing import Literal
 
@@ -10,7 +10,8 @@ Severity = Literal["error", "warn", "info", "off"]
 
 
 class ValidationSettings(Section):
-    """Severity of each validation rule: an error stops the run, a warning does not, and info is no problem."""
+    """Severity of each validation rule. An error stops the run, a warning does not, and
+    info reports no problem."""
 
     undecodable: Severity = Field(
         default="error",

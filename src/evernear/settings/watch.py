@@ -1,4 +1,4 @@
-"""The settings of the section ``watch``."""
+"""The settings of the ``watch`` section."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from evernear.settings.section import Fraction, Host, Section
 
 
 class WatchSettings(Section):
-    """When the watcher proposes to retrain or to reindex."""
+    """Conditions for the watcher to propose retraining or reindexing."""
 
     interval_s: int = Field(default=3600, ge=1, description="Time between two checks of the source and live queries.")
     policy: Literal["ask", "start"] = Field(default="ask", description="Ask in Slack, or start the run immediately.")

@@ -1,4 +1,5 @@
-"""Packages of the package index that contain pretrained weights, for ``train.weights = package:NAME``.
+"""Packages in the package index that contain pretrained weights, for
+``train.weights = package:NAME``.
 
 evernear reads one file of such a package and never imports it.
 """
@@ -7,17 +8,18 @@ from typing import NamedTuple
 
 PREFIX = "package:"
 WEIGHTS = "weights/"
-"""Folder of the store with copies of the files: ``weights/<sha256>.pth``."""
+"""The store's folder for copies of the weight files, such as
+``weights/<sha256>.pth``."""
 
 
 class WeightPackage(NamedTuple):
-    """A known package: the file with its weights, and the network of timm that they belong to.
+    """A known package: its weights file, and the matching timm network.
 
-    The network's configuration in timm has the preprocessing.
+    The network's timm configuration defines the preprocessing.
     """
 
     file: str
-    """Path in the installation."""
+    """Path of the weights file in the installed package."""
     sha256: str
     backbone: str
 
@@ -33,7 +35,8 @@ WEIGHT_PACKAGES = {
 
 
 def weight_package(weights: str) -> WeightPackage | None:
-    """The package that ``train.weights`` names; None if it names something else.
+    """The package that ``train.weights`` names, or None if the setting names no
+    package.
 
     Raises:
         ValueError: the package is unknown.
