@@ -1,1 +1,2 @@
-"""Releases: network, index and labels as one version. The archive, its manifest and the registry."""
+"""Releases: the archive of a network, an index and labels with one version, its
+manifest, and the registry."""

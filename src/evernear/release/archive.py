@@ -1,4 +1,5 @@
-"""Pack network, index, preprocessing and verdict into a release: one archive that TorchServe loads."""
+"""Pack the network, index, preprocessing and verdict into a release,
+an archive that TorchServe loads."""
 
 import os
 import subprocess
@@ -44,8 +45,9 @@ from evernear.release.manifest import (
 from evernear.settings import ServingSettings
 
 EmbeddedBlocks = Iterator[tuple[Block, NDArray[np.float32]]]
-SMOKE_BLOCK = 512  # query images from which the smoke queries are chosen
-# Runs torch-model-archiver; ``python -m model_archiver...`` would warn that the module is imported twice.
+SMOKE_BLOCK = 512  # number of query images from which the smoke queries are chosen
+# Runs torch-model-archiver. ``python -m model_archiver...`` would warn that the module
+# is imported twice.
 # The exit code encodes the errno of an OSError, such as a full disk.
 _OS_ERROR = 100
 _ARCHIVER = f"""
@@ -63,8 +65,8 @@ except OSError as error:
 class Candidate:
     """The artifacts that a release is packed from.
 
-    ``metrics`` come from the measurement behind the verdict, and ``parent`` is the champion of that measurement
-    (None without a champion).
+    ``metrics`` come from the measurement behind the verdict. ``parent`` is the champion
+    of this measurement, or None without a champion.
     """
 
     dataset: Dataset
@@ -77,10 +79,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release: the ``.mar``, and ``manifest.json`` next to it.
+    """An archived release: the ``.mar`` file, with ``manifest.json`` next to it.
 
-    ``smoke_settled`` is false if rounding could change the prediction for every image of the query split: then the
-    smoke test compares distances only.
+    ``smoke_settled`` is false if rounding could change the prediction for every image
+    of the query split. The smoke test then compares distances only.
     """
 
     manifest: ReleaseManifest
@@ -98,14 +100,16 @@ def make_archive(
 ) -> Release:
     """Pack a release into ``out_dir``.
 
-    ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`); ``created`` defaults to now.
-    Embeddings of query images come from ``store`` if they are cached there.
+    ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`).
+    ``created`` defaults to now. Embeddings of query images come from ``store`` if it
+    has them cached.
 
     Raises:
-        IntegrityError: network, index and dataset do not match, or a file changed.
+            IntegrityError: the network, index and dataset do not match,
+                or a file changed.
         DataError: the query split is empty, so there are no smoke queries.
         EvernearError: torch-model-archiver fails.
-        StoreError: ``out_dir`` cannot be written.
+            StoreError: ``out_dir`` is not writable.
     """
     created = created or datetime.now(UTC)
     dataset, network_dir = candidate.dataset, candidate.network_dir
@@ -146,7 +150,7 @@ def _link_parts(parts: Path, candidate: Candidate, index_names: Iterable[str], h
 
 
 def _model_config(settings: ServingSettings) -> str:
-    """TorchServe's options for the model. The number of workers is an option of the server."""
+    """TorchServe's options for the model. The number of workers is a server option."""
     options = {
         "batchSize": settings.batch_size,
         "maxBatchDelay": settings.max_batch_delay_ms,
@@ -201,13 +205,15 @@ def _describe(
 
 
 def _joined(dataset: Dataset, gallery: Gallery) -> dict[str, int]:
-    """The images of each class that follow the gallery split in the index, as `evernear.data.gallery` orders them."""
+    """The number of images per class that follow the gallery split in the index, in the
+    order of `evernear.data.gallery`."""
     numbers = Counter(gallery.label_indices[dataset.count("gallery") :].tolist())
     return {dataset.labels[number]: count for number, count in sorted(numbers.items())}
 
 
 def _embedded(dataset: Dataset, split: Split, network_dir: Path, store: Store | None) -> EmbeddedBlocks:
-    """The blocks of a split with their embeddings, from the cache in ``store`` if an earlier step needed them."""
+    """The blocks of a split with their embeddings, which come from the cache in
+    ``store`` if an earlier step computed them."""
     shards = ((dataset.shard_blocks(shard, SMOKE_BLOCK), shard.count) for shard in dataset.shards(split))
     return ExportedEmbedder(network_dir, store).embed(shards)
 
@@ -215,7 +221,8 @@ def _embedded(dataset: Dataset, split: Split, network_dir: Path, store: Store | 
 def _write_smoke_queries(
     parts: Path, dataset: Dataset, embedded: EmbeddedBlocks, gallery: Gallery, count: int
 ) -> list[SmokeQuery]:
-    """Store the clearest images of the query split: only settled ones, unless none is."""
+    """Store the clearest images of the query split.
+    Unsettled images are stored only if no image is settled."""
     first = next(embedded, None)
     if first is None:
         raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
@@ -243,7 +250,8 @@ def _write_smoke_queries(
 def _drift_baseline(
     dataset: Dataset, network_dir: Path, store: Store | None, gallery: Gallery
 ) -> tuple[DriftBaseline, float | None]:
-    """The predictions of the release on images that it was not built from, and the `_group_distance` of these."""
+    """The predictions of the release on images that it was not built from, and the
+    `_group_distance` of these images."""
     queries = _embed_evenly(dataset, "query", SIZE, network_dir, store)
     tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), network_dir, store)
     images = np.concatenate([*queries, *tests])
@@ -261,7 +269,8 @@ def _drift_baseline(
 
 
 def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> float | None:
-    """Halfway between the median distances of two images of one class and of two classes; None without such pairs."""
+    """Halfway between the median distance of two images of one class and the median
+    distance of two images of different classes. None without such pairs."""
     rows, columns = np.triu_indices(len(vectors), 1)
     distances = np.sqrt(np.maximum(2 - 2 * vectors @ vectors.T, 0))[rows, columns]
     same = labels[rows] == labels[columns]
@@ -286,7 +295,8 @@ def _embed_evenly(
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
-    """Rows, one class after another in turn; in each class, correct and near ones first."""
+    """Row numbers that alternate between the classes. Within each class,
+    correct and near rows come first."""
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)
@@ -296,7 +306,7 @@ def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tupl
 
 
 def _png(image: NDArray[np.uint8]) -> bytes:
-    """An image (H, W, C) of uint8 as a PNG file."""
+    """Encode a uint8 image (H, W, C) as a PNG file."""
     buffer = BytesIO()
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     return buffer.getvalue()
@@ -305,8 +315,9 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 def _pack(directory: Path, model_name: str, version: str) -> None:
     """Run torch-model-archiver on ``directory``/parts.
 
-    The archiver stages its files in ``TMPDIR/<model name>``, which it deletes first. In the shared temporary directory,
-    two concurrent runs would delete each other's files.
+    The archiver stages its files in ``TMPDIR/<model name>``, which it deletes first.
+    Two concurrent runs that share the temporary directory would delete each other's
+    files.
     """
     staging = directory / "staging"
     staging.mkdir()

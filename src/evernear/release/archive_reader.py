@@ -1,6 +1,8 @@
-"""Open an untrusted archive: every part is checked against the manifest before it is parsed.
+"""Open an untrusted archive. Each part is checked against the manifest before it is
+parsed.
 
-This module handles only names, sizes and hashes. It unpickles, loads and runs nothing.
+This module only handles names, sizes and hashes. It never unpickles,
+loads or runs any content.
 """
 
 import hashlib
@@ -47,7 +49,7 @@ _UTF8_NAME = 0x800  # the only flag allowed: members are not encrypted, and thei
 
 
 class SmokeQuery(Frozen):
-    """An image of the query split and its prediction when the release was archived."""
+    """An image of the query split, and its prediction at the time of archiving."""
 
     file: PartName
     label: str
@@ -55,7 +57,8 @@ class SmokeQuery(Frozen):
     dist: float
     unknown: bool
     settled: bool = True
-    """Whether label and unknown flag are the same if distances change by their tolerance."""
+    """Whether the label and the unknown flag stay the same if distances change by their
+    tolerance."""
 
 
 _SMOKE = TypeAdapter(tuple[SmokeQuery, ...])
@@ -69,7 +72,7 @@ class ReleaseParts:
     directory: Path
 
     def smoke_queries(self) -> list[tuple[bytes, SmokeQuery]]:
-        """Images (PNG) and their expected predictions."""
+        """PNG images and their expected predictions."""
         queries = _SMOKE.validate_json((self.directory / SMOKE_FILE).read_bytes())
         return [(self.read(query.file), query) for query in queries]
 
@@ -93,7 +96,8 @@ def open_parts(directory: Path) -> ReleaseParts:
     """Open an unpacked release and check every part.
 
     Raises:
-        IntegrityError: it is not a release, or a part is missing or was changed.
+            IntegrityError: ``directory`` is not a release,
+                or a part is missing or was changed.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -110,9 +114,11 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
     """Unpack a ``.mar`` into ``out_dir``, an empty or new directory, which is deleted on failure.
 
     Raises:
-        IntegrityError: it is not a release; a member is unknown, duplicate or compressed; a size or a hash does not
-            match; it is larger than ``max_size_bytes``; or TorchServe's manifest names another version or handler.
-        StoreError: ``out_dir`` cannot be written.
+            IntegrityError: the archive is not a release or is larger than
+                ``max_size_bytes``, a member is unknown, duplicate or compressed, a size
+                or a hash does not match, or TorchServe's manifest names a different
+                version or handler.
+            StoreError: ``out_dir`` is not writable.
     """
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -129,10 +135,11 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar`` and its JSON parts by name. All parts are hashed; nothing is written to disk.
+    """The manifest of a ``.mar``, and its JSON parts by name.
+    All parts are hashed. Nothing is written to disk.
 
     Raises:
-        IntegrityError: as `open_release`.
+        IntegrityError: as for `open_release`.
     """
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         texts: dict[str, bytes] = {}
@@ -147,10 +154,11 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 
 def read_part(archive: Path, name: str) -> bytes | None:
-    """One small part of a ``.mar``, its hash checked; None if the release has no such part.
+    """Read one small part of a ``.mar`` and check its hash.
+    Return None if the release has no such part.
 
     Raises:
-        IntegrityError: as `open_release`.
+        IntegrityError: as for `open_release`.
     """
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         return b"".join(_content(members, name, manifest, archive)) if name in manifest.parts else None
@@ -160,7 +168,7 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
     """The manifest of a ``.mar``. Its parts are not checked.
 
     Raises:
-        IntegrityError: the archive cannot be read or has no manifest.
+            IntegrityError: the archive is unreadable or has no manifest.
     """
     with _zip(archive) as members:
         return _read_manifest(members, archive)
@@ -168,7 +176,8 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
 
 @contextmanager
 def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipFile, ReleaseManifest]]:
-    """Open an archive and check its members against its manifest, but not their contents."""
+    """Open an archive and check the names and sizes of its members against its
+    manifest, but not their contents."""
     with _zip(archive) as members:
         manifest = _read_manifest(members, archive)
         _check_members(members, manifest, archive, max_size_bytes)
@@ -176,7 +185,8 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 
 
 class _BoundedReader(BufferedReader):
-    """A file that limits each read: `zipfile` reads the whole list of members, and then needs 20 times its size."""
+    """A file that limits each read. `zipfile` reads the whole list of members, and then
+    needs 20 times its size in memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_READ_BYTES:
@@ -232,10 +242,12 @@ def _check_members(members: zipfile.ZipFile, manifest: ReleaseManifest, archive:
 
 
 def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
-    """Check that the file consists only of the listed members, in order, with the headers that `zipfile` writes.
+    """Check that the file consists only of the listed members, in order, with the
+    headers that `zipfile` writes.
 
-    `zipfile` finds members by the list at the end of the file. TorchServe (Java's ZipInputStream) reads them in
-    sequence by their local headers, so it would also unpack a member that is not listed.
+    `zipfile` finds members through the list at the end of the file. TorchServe (Java's
+    ZipInputStream) reads them in sequence through their local headers, so it would also
+    unpack an unlisted member.
     """
     scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0
@@ -264,7 +276,8 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
 
 
 def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: Path) -> None:
-    """Check the manifest that TorchServe uses: this version, this handler, and no requirements to install."""
+    """Check that TorchServe's manifest has this version and this handler,
+    and no requirements to install."""
     try:
         described: Any = json.loads(data)
         model: dict[str, Any] = described["model"]
@@ -282,7 +295,8 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
 
 
 def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
-    """The chunks of a part. Raises after the last one if the hash differs from the manifest."""
+    """The chunks of a part. Raise an error after the last chunk if the hash differs
+    from the manifest."""
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes

@@ -2,11 +2,13 @@
 
 ::
 
-    triggers/bake.json               the counters of the pods, the last hour of requests, and the bake in progress
-    triggers/breaches/<version>.json a release that broke a rule; never deployed again without a person
+    triggers/bake.json               the pods' counters, the last hour of requests,
+    and the bake in progress
+    triggers/breaches/<version>.json a release that broke a rule;
+    never deployed again without a manual promotion
 
-One watcher writes the state, by compare-and-swap. The counters are in it, so that the next process counts on where a
-killed one stopped.
+One watcher writes the state, by compare-and-swap. The state includes the counters, so
+that a new process can continue after a killed one.
 """
 
 from datetime import datetime, timedelta
@@ -26,9 +28,10 @@ STATE = "triggers/bake.json"
 BREACHES = "triggers/breaches/"
 CELL = timedelta(minutes=1)
 REFERENCE = timedelta(hours=1)
-"""The window of the release before: recent, because the mix of images changes in the course of a day."""
+"""The time window of the previous release.
+It is short because the mix of images changes during a day."""
 MAX_CELLS = 240
-"""Cells of a bake; more are merged in pairs."""
+"""Maximum number of cells of a bake. Further cells are merged in pairs."""
 
 
 class PodCounters(Frozen):
@@ -39,7 +42,7 @@ class PodCounters(Frozen):
 
 
 class Cell(Frozen):
-    """The requests that a release answered in the minute from ``at``."""
+    """The requests that a release answered in the minute that begins at ``at``."""
 
     version: str
     at: AwareDatetime
@@ -47,7 +50,7 @@ class Cell(Frozen):
 
 
 class Bake(Frozen):
-    """The comparison of ``version`` with the release before."""
+    """The comparison of ``version`` with the previous release."""
 
     version: Version
     number: int
@@ -55,14 +58,14 @@ class Bake(Frozen):
     previous: Version
     ends: AwareDatetime
     before: tuple[Figures, ...]
-    """The requests of the release before, by minute."""
+    """The requests of the previous release, by minute."""
     seen: tuple[Figures, ...] = ()
     """The requests since the rollout, by poll."""
     breach: str = ""
-    """The sentence about the broken rule; the rollback is in progress."""
+    """A sentence about the broken rule. If it is set, the rollback is in progress."""
 
     def add(self, figures: Figures) -> Self:
-        """The bake with the requests of another poll."""
+        """The bake with the requests of one more poll."""
         if not figures.requests:
             return self
         seen = (*self.seen, figures)
@@ -72,23 +75,24 @@ class Bake(Frozen):
 
 
 class BakeState(Frozen):
-    """The object at `STATE`. ``version`` is the champion of the promotion ``number``, the last one that was noticed."""
+    """The object at `STATE`. ``version`` is the champion of the newest promotion that
+    was noticed, ``number``."""
 
     remedy: ClassVar[str] = "remove it to start over"
 
     version: Version
     number: int
     pods: dict[str, PodCounters] = {}
-    """By address."""
+    """The pods' counters, keyed by address."""
     recent: tuple[Cell, ...] = ()
     bake: Bake | None = None
     last: str = ""
-    """How the last bake ended."""
+    """The outcome of the last bake."""
 
     def observe(self, pods: dict[str, PodCounters], now: datetime) -> Self:
         """The state after a poll of the pods.
 
-        Only increments count: a pod that is new, or whose counters went down since it restarted, has answered its
+        Only increments count. The first counters of a new or restarted pod include its
         start-up queries.
         """
         increments = self._increments(pods)
@@ -99,7 +103,8 @@ class BakeState(Frozen):
                 recent = _add(recent, Cell(version=version, at=now, figures=figures))
         if self.version in increments:
             recent = tuple(cell for cell in recent if now - REFERENCE <= cell.at <= now)
-        # A pod that did not answer this time is remembered while its release is live.
+        # A pod that did not respond to this poll is remembered while its release is
+        # live.
         known = {address: pod for address, pod in self.pods.items() if pod.version == self.version}
         return self.model_copy(update={"pods": known | pods, "recent": recent, "bake": bake})
 
@@ -126,23 +131,24 @@ class BakeStore:
         self._store = store
 
     def load(self) -> tuple[BakeState | None, str | None]:
-        """The state and its etag; None before the first `save`."""
+        """The state and its etag, or None for both before the first `save`."""
         stored = self._store.find(STATE)
         if stored is None:
             return None, None
         return BakeState.from_json(stored[0], f"{self._store.uri}/{STATE}"), stored[1]
 
     def save(self, state: BakeState, etag: str | None) -> str:
-        """Replace the state that has ``etag``; returns the new etag.
+        """Replace the state that has ``etag``, and return the new etag.
 
         Raises:
-            ConflictError: another watcher wrote it.
+            ConflictError: a different watcher wrote the state.
         """
         return self._store.put_if(STATE, state.to_json(), etag)
 
 
 class Breach(Frozen):
-    """A release that broke a rule after its rollout, and the parts that decide its predictions."""
+    """A release that broke a rule after its rollout,
+    and the parts that determine its predictions."""
 
     remedy: ClassVar[str] = "a person who removes it allows the release again"
 
@@ -151,11 +157,11 @@ class Breach(Frozen):
     at: AwareDatetime
     parts: dict[str, str]
     overruled_by: str = ""
-    """The person who promoted the release in spite of it."""
+    """The person who promoted the release in spite of the breach."""
 
     @classmethod
     def of(cls, manifest: ReleaseManifest, rule: str, at: datetime) -> Self:
-        """The breach of a release."""
+        """Create the breach of a release."""
         return cls(version=manifest.version, rule=rule, at=at, parts=deciding_parts(manifest))
 
 
@@ -166,22 +172,23 @@ class Breaches:
         self._store = store
 
     def add(self, breach: Breach) -> None:
-        """Record a breach; an existing one of the release stays."""
+        """Record a breach. An existing breach of the release stays unchanged."""
         try:
             self._store.put_if(_key(breach.version), breach.to_json(), None)
         except ConflictError:
             return
 
     def find(self, version: str) -> Breach | None:
-        """The breach of a release, overruled or not."""
+        """The breach of a release, whether or not it was overruled."""
         stored = self._store.find(_key(version))
         return Breach.from_json(stored[0], f"{self._store.uri}/{_key(version)}") if stored else None
 
     def require_none(self, manifest: ReleaseManifest) -> None:
-        """Check that no bake rolled back this release, nor one with the same network and index.
+        """Check that no bake rolled back this release or a release with the same
+        network and index.
 
         Raises:
-            ConflictError: one did, and no person has promoted it since.
+            ConflictError: a bake did, and no person has promoted the release since.
         """
         for info in list(self._store.list(BREACHES)):
             breach = self.find(info.key.removeprefix(BREACHES).removesuffix(".json"))
@@ -194,7 +201,7 @@ class Breaches:
             )
 
     def overrule(self, version: str, cause: Cause | None) -> None:
-        """Allow a release again, if a bake rolled it back, because a person promotes it."""
+        """Allow a release that a bake rolled back, because a person is promoting it."""
         breach = self.find(version)
         if breach is not None:
             by = (cause or Cause.of_this_process()).by
@@ -202,14 +209,16 @@ class Breaches:
 
 
 def deciding_parts(manifest: ReleaseManifest) -> dict[str, str]:
-    """The sha256 of each part that decides the predictions of a release, and the name of its collection."""
+    """The sha256 of each part that determines the predictions of a release, and the
+    name of the release's collection."""
     names = (NETWORK_FILE, DESCRIPTION_FILE, PREPROCESSING_FILE, *PARTS)
     parts = {name: manifest.parts[name].sha256 for name in names if name in manifest.parts}
     return parts | ({"collection": manifest.collection.name} if manifest.collection else {})
 
 
 def _add(cells: tuple[Cell, ...], new: Cell) -> tuple[Cell, ...]:
-    """The cells with a new one, merged into the last if that is of the same release and minute."""
+    """Append a cell, or merge it into the last cell if both have the same release and
+    minute."""
     last = cells[-1] if cells else None
     if last is None or last.version != new.version or not last.at <= new.at < last.at + CELL:
         return (*cells, new)

@@ -1,4 +1,4 @@
-"""Open the live release and the anchor to measure them together with a candidate."""
+"""Open the live release and the anchor, to measure them together with a candidate."""
 
 import tempfile
 from collections.abc import Generator
@@ -18,13 +18,15 @@ from evernear.settings import ClassSettings
 
 @contextmanager
 def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[ReleasedSystem | None]:
-    """The champion of a store, if there is one, with its removed and renamed ``classes``.
+    """Open the champion of a store, if any,
+    and apply its removed and renamed ``classes``.
 
-    The recognizer is named after the champion's version. Its files are in a temporary directory, deleted on exit.
+    The recognizer is named after the champion's version. Its files are in a temporary
+    directory that is deleted on exit.
 
     Raises:
         IntegrityError: the champion's archive is damaged.
-        StoreError: the store cannot be reached.
+        StoreError: the store is unreachable.
     """
     champion = Registry(store).champion()
     if champion is None:
@@ -45,10 +47,11 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
 def open_anchor(
     store: Store, classes: ClassSettings = NO_CHANGES
 ) -> Generator[ReleasedSystem | UnavailableSystem | None]:
-    """The anchor of a store as `open_champion`; None if it is the champion.
+    """Open the anchor of a store like `open_champion`.
+    Yield None if the anchor is the champion.
 
     Raises:
-        TransientStoreError: the store cannot be reached.
+        TransientStoreError: the store is unreachable.
     """
     champion = Registry(store).champion()
     if champion is None or champion.anchor == champion.version:
@@ -65,7 +68,7 @@ def open_anchor(
 
 
 def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Path) -> ReleasedSystem:
-    """Open a release, unpacked in ``scratch``, with its snapshot."""
+    """Open a release with its snapshot. The release is unpacked in ``scratch``."""
     manifest = Registry(store).get(version).manifest
     recognizer = open_released(store, version, scratch)
     try:
@@ -76,11 +79,11 @@ def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Pa
 
 
 def open_released(store: Store, version: str, scratch: Path) -> Recognizer:
-    """Open the recognizer of a release, unpacked in ``scratch``.
+    """Open the recognizer of a release. The release is unpacked in ``scratch``.
 
     Raises:
         IntegrityError: the archive is damaged.
-        StoreError: the release does not exist, or the store cannot be reached.
+        StoreError: the release does not exist, or the store is unreachable.
     """
     archive = scratch / "release.mar"
     Registry(store).fetch(version, archive)

@@ -1,4 +1,5 @@
-"""Describe a release from its archive: signature, lineage and metrics. No code is loaded or run."""
+"""Describe the signature, lineage and metrics of a release from its archive.
+No code is loaded or run."""
 
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from evernear.release.records import Decision
 
 
 class Value(Frozen):
-    """One input or output. ``shape`` is empty for a single value; ``N`` is the size of the batch."""
+    """One input or output. ``shape`` is empty for a scalar. ``N`` is the batch size."""
 
     name: str
     dtype: str
@@ -26,14 +27,15 @@ class Value(Frozen):
 
 
 class Signature(Frozen):
-    """Inputs and outputs."""
+    """Inputs and outputs of a release."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
 
 
 class Index(Frozen):
-    """The FAISS index and how it classifies; ``threshold`` is the L2 distance beyond which an image is unknown."""
+    """The FAISS index and its classification rule. ``threshold`` is the L2 distance
+    beyond which an image is unknown."""
 
     factory: str
     search: str
@@ -47,7 +49,7 @@ class Index(Frozen):
 
 
 class Lineage(Frozen):
-    """The origin of a release: data, network, time and source code."""
+    """The origin of a release: dataset, network, time and source code."""
 
     created: datetime
     parent: str | None
@@ -60,7 +62,7 @@ class Lineage(Frozen):
     git_commit: str
     evernear_version: str
     own_handler: bool
-    """Whether `HANDLER_FILE`, which TorchServe runs, equals the installed one."""
+    """Whether `HANDLER_FILE`, which TorchServe runs, equals the installed file."""
 
 
 class Description(Frozen):
@@ -76,7 +78,8 @@ class Description(Frozen):
     labels: tuple[str, ...]
     """The labels that the release can predict."""
     training: dict[str, JsonValue]
-    """The settings ``train.*``; empty if the release does not record them."""
+    """The ``train.*`` settings, or an empty mapping if the release does not record
+    them."""
     verdict: Decision
     metrics: dict[str, float]
     lineage: Lineage
@@ -85,12 +88,15 @@ class Description(Frozen):
 
 
 def describe(archive: Path, handler: Path) -> Description:
-    """Describe an untrusted ``.mar``. ``handler`` is the handler of this installation, for comparison.
+    """Describe an untrusted ``.mar``. ``handler`` is this installation's handler, which
+    is compared with the archived handler.
 
-    All members are hashed before any is parsed, and only JSON is parsed: neither the network nor the index.
+    All members are hashed before any is parsed. Only JSON is parsed,
+    and never the network or the index.
 
     Raises:
-        IntegrityError: it is not a valid release, or its parts contradict each other.
+        IntegrityError: the archive is not a valid release,
+            or its parts contradict each other.
     """
     manifest, texts = read_release(archive)
     index = IndexDescription.from_json(texts[DESCRIPTION_FILE], f"{DESCRIPTION_FILE} in {archive}")

@@ -1,11 +1,14 @@
-"""The predictions of a release on images it was not built from, made when it was archived: the reference for drift.
+"""The drift reference of a release: its predictions, at archiving time,
+on images that it was not built from.
 
-The images are those of the query split. If it has fewer than `SIZE`, images of the test split are added, which are in
-neither the training images nor the gallery either. Gallery images are not: some of them are training images.
+The images come from the query split. If the query split has fewer than `SIZE` images,
+images of the test split are added, which are in neither the training split nor the
+gallery. Gallery images cannot be used because some of them are training images.
 
-Embeddings are stored as 16 random projections. Distances between points are preserved well enough to detect a shift
-(Johnson and Lindenstrauss), but an image cannot be reconstructed. The projection is part of the release, so that the
-server and the watcher use the same one with any version of NumPy.
+Embeddings are stored as 16 random projections. They preserve distances between points
+well enough to detect a shift (Johnson and Lindenstrauss), but an image cannot be
+reconstructed. The projection is part of the release, so that the server and the watcher
+use the same projection with any NumPy version.
 """
 
 import io
@@ -19,7 +22,8 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Maximum number of images in a baseline, spaced evenly over the split: 80 kB without their classes."""
+"""Maximum number of images in a baseline, evenly spaced over the split.
+They need 80 kB without their classes."""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown")
@@ -30,14 +34,15 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """The projection (D, 16); for N images, projected embeddings (N, 16), distances (N,) and unknown flags (N,)."""
+    """The projection (D, 16), and for N images the projected embeddings (N, 16),
+    distances (N,) and unknown flags (N,)."""
 
     projection: Floats
     coordinates: Floats
     distances: Floats
     unknown: NDArray[np.bool_]
     labels: NDArray[np.str_] | None = None
-    """Predicted classes, (N,); None if an earlier version archived the release."""
+    """Predicted classes (N,), or None if an earlier version archived the release."""
 
     def to_bytes(self) -> bytes:
         """Serialize as ``.npz`` without pickle, the format in a release."""
@@ -48,7 +53,8 @@ class DriftBaseline:
 
     @staticmethod
     def parse(data: bytes, source: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. Error messages name ``source``, the source of ``data``.
+        """Parse the output of `to_bytes`. Error messages name ``source``,
+        which is where ``data`` comes from.
 
         Raises:
             IntegrityError: ``data`` is not a drift baseline.
@@ -70,12 +76,13 @@ class DriftBaseline:
 
 
 def random_projection(dim: int) -> Floats:
-    """A projection from ``dim`` to 16 coordinates that preserves distances on average."""
+    """A projection from ``dim`` to 16 coordinates that preserves distances on
+    average."""
     drawn = np.random.default_rng(_SEED).standard_normal((dim, PROJECTED_DIM))
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 
 
 def evenly(total: int, size: int = SIZE) -> Iterator[int]:
-    """At most ``size`` of the numbers below ``total``, evenly spaced."""
+    """Yield at most ``size`` of the integers below ``total``, evenly spaced."""
     chosen = min(total, size)
     return (number * total // chosen for number in range(chosen))

@@ -1,4 +1,5 @@
-"""Answers a part of the test split on another machine; see `evernear.evaluation.in_parts`."""
+"""Answer a part of the test split on a different machine. See
+`evernear.evaluation.in_parts`."""
 
 import tempfile
 from pathlib import Path
@@ -13,10 +14,10 @@ from evernear.release.champion import open_released
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the candidate from the folder of the parts, and the releases from the registry.
+    """Open the candidate from the parts folder, and the releases from the registry.
 
     Raises:
-        IntegrityError: the snapshot is gone, or an object is damaged.
+        IntegrityError: the snapshot no longer exists, or an object is damaged.
     """
     shared = Shared.model_validate(parts.plan.shared)
     dataset = Dataset.find(parts.store, shared.dataset, shared.digest)

@@ -40,7 +40,8 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a release of format 1, besides the images that `SMOKE_FILE` names, if its vectors are in the archive."""
+"""The parts of a format 1 release whose archive has its vectors,
+without the images that `SMOKE_FILE` names."""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -53,16 +54,20 @@ class Part(Frozen):
 
 
 class ReleaseManifest(Frozen):
-    """The description of a release, immutable once archived.
+    """The description of a release. It is immutable after archiving.
 
-    ``network_sha256`` is the hash of the TorchScript file, which also computed the vectors of the index. ``threshold``
-    is the L2 distance beyond which an image is unknown. ``parent`` is the champion that this release was measured
-    against, and ``metrics`` are its result. ``source`` and ``training`` are the settings ``data.source``
-    and ``train.*`` behind the dataset and the network. ``pretrained_sha256`` is the hash of the file of weights with
-    which the backbone was initialized. ``network_identity`` is the key of its cached embeddings. ``collection`` has the
-    vectors of the index; None if they are in the archive. ``joined_gallery`` are the train images of each class that
-    follow the gallery split in the index, and ``group_distance`` is the L2 distance halfway between two images of one
-    class and of two classes; both are None if an earlier version archived the release.
+    ``network_sha256`` is the hash of the TorchScript file that also computed the
+    vectors of the index. ``threshold`` is the L2 distance beyond which an image is
+    unknown. ``parent`` is the champion that this release was measured against, and
+    ``metrics`` are the measurement's results. ``source`` and ``training`` are the
+    ``data.source`` and ``train.*`` settings behind the dataset and the network.
+    ``pretrained_sha256`` is the hash of the weights file that initialized the backbone.
+    ``network_identity`` is the key of the network's cached embeddings. ``collection``
+    contains the vectors of the index. It is None if they are in the archive.
+    ``joined_gallery`` counts the train images of each class that follow the gallery
+    split in the index. ``group_distance`` is an L2 distance halfway between the median
+    distance within a class and the median distance between classes. Both are None if an
+    earlier version archived the release.
     """
 
     format: Literal[1] = 1
@@ -105,9 +110,10 @@ class ReleaseManifest(Frozen):
 
 
 def new_version(created: datetime, content_sha256: str) -> str:
-    """A version that sorts by time, distinguishes content and is valid in a URL: ``20261120.140501.1a2b3c4d``.
+    """Create a version that sorts by time,
+    distinguishes content and is valid in a URL: ``20261120.140501.1a2b3c4d``.
 
-    The time is ``created`` in UTC, and the last part is the start of ``content_sha256``.
+    The time is ``created`` in UTC. The last part is the start of ``content_sha256``.
     """
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 

@@ -23,28 +23,30 @@ from evernear.release.records import RELEASES
 CHAMPION = f"{RELEASES}champion.json"
 HISTORY = f"{RELEASES}history/"
 CHAMPION_ALONE = "is the champion; servers load it when they start"
-"""The state of a release that was promoted in the registry without a server."""
+"""The state of a release that was promoted in the registry while no server was
+running."""
 How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
 
 # The release is live before the pointer moves, and a store may take minutes to restart.
 _RETRY_TIMEOUT_S = 300.0
 _PAUSE_S = (1.0, 15.0)
-# The etag of a superseded state of the pointer: no update from it can succeed.
+# The etag of a superseded pointer state, from which no update can succeed.
 _SUPERSEDED = "superseded"
 _log = logging.getLogger(__name__)
 
 
 class Cause(Frozen):
-    """Why the champion changes: who or what decided it, the reason, and the pipeline run that did it."""
+    """The cause of a champion change: who or what decided it, the reason,
+    and the pipeline run that made it."""
 
     by: str
     why: str = ""
     run: str = ""
-    """The ID of the pipeline run; empty for a command."""
+    """The ID of the pipeline run, or empty for a command."""
 
     @classmethod
     def of_this_process(cls, why: str = "") -> "Cause":
-        """The user and host of this process; see `whoami`."""
+        """The user and host of this process. See `whoami`."""
         return cls(by=whoami(), why=why)
 
 
@@ -59,34 +61,39 @@ class Promotion(Frozen):
     number: int = Field(default=1, ge=1)
     """The sequence number of the promotion, from 1."""
     undo_to: int | None = None
-    """The number of the promotion that a rollback restores; None if no promotion precedes the current one."""
+    """The number of the promotion that a rollback restores,
+    or None if no promotion precedes the current one."""
     anchor: Version | None = None
-    """The release that the gate also compares candidates with. None: ``version``, as after the first promotion."""
+    """The release that the gate also compares candidates with. None means ``version``,
+    as after the first promotion."""
     how: How = "deploy"
     by: str = ""
     why: str = ""
     run: str = ""
-    """The ID of the pipeline run; empty for a command."""
+    """The ID of the pipeline run, or empty for a command."""
 
 
 class Pointer(Promotion):
     """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
 
-    A prune writes them here before it removes anything. A process that read the pointer earlier then loses the
-    compare-and-swap, so it cannot promote a release that is about to be removed. The next prune finishes a killed one.
-    ``prunes`` counts prunes, so that the object never returns to an earlier content (etag).
+    A prune writes these releases here before it removes anything. A process that read
+    the pointer earlier then loses the compare-and-swap, so it cannot promote a release
+    that is about to be removed. The next prune completes a killed one. ``prunes``
+    counts prunes, so that the object never returns to an earlier content (etag).
     """
 
     remedy = "run `evernear registry restore`"
 
     pruning: dict[Version, Sha256] = {}
-    """Releases whose record and archive are being removed, and the sha256 of the archive."""
+    """Releases whose record and archive are being removed,
+    with the sha256 of each archive."""
     prunes: int = 0
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The champion. ``etag`` identifies the state of the pointer that the next update replaces."""
+    """The champion. ``etag`` identifies the pointer state that the next update
+    replaces."""
 
     pointer: Pointer
     etag: str
@@ -118,7 +125,7 @@ class Champion:
 
     @property
     def promotion(self) -> Promotion:
-        """How it became the champion."""
+        """The promotion that made this release the champion."""
         return Promotion.model_validate(self.pointer.model_dump(include=set(Promotion.model_fields)))
 
 
@@ -126,7 +133,7 @@ def whoami() -> str:
     """``user@host`` of this process, for the history."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # a container's user without an entry in passwd
+    except (OSError, KeyError):  # a container user without an entry in passwd
         user = "unknown"
     return f"{user}@{socket.gethostname()}"
 
@@ -138,7 +145,7 @@ class ChampionPointer:
         self._store = store
 
     def find(self) -> Champion | None:
-        """The champion; None before the first promotion.
+        """The champion, or None before the first promotion.
 
         Raises:
             IntegrityError: the pointer is damaged or lost.
@@ -156,7 +163,7 @@ class ChampionPointer:
         return Champion(Pointer.from_json(entry[0], f"{CHAMPION} in {self._store.uri}"), entry[1])
 
     def etag_if_damaged(self) -> str | None:
-        """The etag of the damaged pointer; None if it is lost.
+        """The etag of the damaged pointer, or None if the pointer is lost.
 
         Raises:
             StoreError: the pointer is intact.
@@ -170,10 +177,10 @@ class ChampionPointer:
         return stored[1]
 
     def write_again(self, promotion: Promotion, damaged_etag: str | None) -> Champion:
-        """Write the lost or damaged pointer.
+        """Write the lost or damaged pointer again.
 
         Raises:
-            ConflictError: another process wrote the pointer in the meantime; nothing was changed.
+            ConflictError: another process wrote the pointer in the meantime. Nothing was changed.
         """
         pointer = Pointer.model_validate(promotion.model_dump())
         etag = self._store.put_if(CHAMPION, pointer.to_json(), damaged_etag)
@@ -181,25 +188,28 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def move(self, promotion: Promotion, expected: Champion | None) -> Champion:
-        """Move the pointer, if the champion is still ``expected``. After a lost response, it can be repeated.
+        """Move the pointer if the champion is still ``expected``. After a lost
+        response, the call can be repeated.
 
         Raises:
-            ConflictError: the pointer moved in the meantime; nothing was changed.
+            ConflictError: the pointer moved in the meantime. Nothing was changed.
             StoreError: the release is being pruned.
         """
         pointer = Pointer.model_validate(promotion.model_dump())
         if expected is not None:
             if promotion.version in expected.pointer.pruning:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
-            # The current state is in the history before the pointer moves, so that a kill leaves no gap.
+            # The current state enters the history before the pointer moves, so that a
+            # killed process leaves no gap.
             self._record_in_history(expected.promotion)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
             pointer = pointer.model_copy(update=prune_state)
         try:
             moved = self.replace(pointer, expected)
         except ConflictError:
-            # An earlier attempt may have moved the pointer although its response was lost. A later update by another
-            # process has then added this one to the history.
+            # An earlier attempt may have moved the pointer although its response was
+            # lost. A later update by a different process has then added this promotion
+            # to the history.
             champion = self.find()
             if champion is not None and champion.promotion == promotion:
                 return champion
@@ -208,15 +218,15 @@ class ChampionPointer:
             if past and Promotion.from_json(past[0], f"{key} in {self._store.uri}") == promotion:
                 return Champion(pointer, _SUPERSEDED)
             raise
-        with suppress(StoreError):  # the pointer has moved, and the next promotion records it
+        with suppress(StoreError):  # the next promotion records it
             self._record_in_history(promotion)
         return moved
 
     def replace(self, pointer: Pointer, expected: Champion | None) -> Champion:
-        """Write the pointer, if the champion is still ``expected``.
+        """Write the pointer if the champion is still ``expected``.
 
         Raises:
-            ConflictError: the pointer moved in the meantime; nothing was changed.
+            ConflictError: the pointer moved in the meantime. Nothing was changed.
         """
         try:
             etag = self._store.put_if(CHAMPION, pointer.to_json(), expected.etag if expected else None)
@@ -228,18 +238,20 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def history(self) -> Iterator[Promotion]:
-        """All promotions and rollbacks that can be read, oldest first. The last one is the current state."""
+        """All readable promotions and rollbacks, oldest first.
+        The last one is the current state."""
         champion = self.find()
         if champion is None:
             return
         for entry in self._store.list(HISTORY):
             if entry.key < history_key(champion.pointer.number):  # the current state is listed as well
-                with suppress(IntegrityError):  # `evernear store check` names it
+                with suppress(IntegrityError):  # `evernear store check` reports it
                     yield Promotion.from_json(self._store.get(entry.key), f"{entry.key} in {self._store.uri}")
         yield champion.promotion
 
     def find_in_history(self, number: int) -> Promotion | None:
-        """A promotion; None if its entry is missing or damaged."""
+        """The promotion with this number,
+        or None if its entry is missing or damaged."""
         key = history_key(number)
         with suppress(IntegrityError):
             stored = self._store.find(key)
@@ -247,7 +259,8 @@ class ChampionPointer:
         return None
 
     def newest_in_history(self) -> tuple[int, Promotion | None]:
-        """The highest number in the history, and the newest promotion in it that can be read."""
+        """The highest number in the history,
+        and the newest promotion that is readable."""
         highest, newest = 0, None
         for entry in self._store.list(HISTORY):
             if (name := PurePosixPath(entry.key).stem).isdecimal():
@@ -261,7 +274,7 @@ class ChampionPointer:
 
 
 def until_store_answers(attempt: Callable[[], Champion]) -> Champion:
-    """Repeat ``attempt`` until the store can be reached, for at most `_RETRY_TIMEOUT_S`."""
+    """Repeat ``attempt`` until the store is reachable, for at most `_RETRY_TIMEOUT_S`."""
     deadline_s = time.monotonic() + _RETRY_TIMEOUT_S
     pauses_s = takewhile(lambda pause_s: time.monotonic() + pause_s <= deadline_s, doubling(*_PAUSE_S))
     return retry(attempt, on=TransientStoreError, pauses_s=pauses_s, report=_report_delay)

@@ -1,8 +1,9 @@
 """Removal of old releases from a registry.
 
-A prune first writes the versions into the champion's pointer, then removes them, then takes them off the pointer. A
-process that read the pointer earlier loses the compare-and-swap, so it cannot promote a release that is being removed.
-The next prune finishes a killed one.
+A prune first writes the versions into the champion's pointer, then removes the
+releases, and finally removes the versions from the pointer. A process that read the
+pointer earlier loses the compare-and-swap, so it cannot promote a release that is being
+removed. The next prune completes a killed one.
 """
 
 import gzip
@@ -22,24 +23,25 @@ _log = logging.getLogger(__name__)
 
 
 def prune_releases(registry: Registry, keep: int) -> tuple[str, ...]:
-    """Remove all but the newest ``keep`` releases; returns the removed versions.
+    """Remove the releases that `surplus_releases` lists, and return their versions.
 
-    `surplus_releases` says which. The records of removed releases remain available to `Registry.get` with
-    ``include_pruned``. Collections in Milvus that no remaining release names are deleted.
+    The records of removed releases remain available to `Registry.get` with
+    ``include_pruned``. Milvus collections that no remaining release names are deleted.
 
     Raises:
-        ConflictError: the champion changed in the meantime; nothing was removed.
-        StoreError: the store or Milvus is unreachable; run it again.
+        ConflictError: the champion changed in the meantime. Nothing was removed.
+        StoreError: the store or Milvus is unreachable. Repeat the call.
     """
     champion = registry.champion()
     return _prune(registry, _surplus(registry, keep, champion), champion) if champion else ()
 
 
 def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
-    """The versions that `prune_releases` would remove.
+    """The versions of all but the newest ``keep`` releases,
+    as `prune_releases` would remove them.
 
-    The champion, its parent, the target of a rollback and the anchor are never removed, nor is a release whose
-    record is damaged; without a champion, nothing is.
+    The champion, its parent, the target of a rollback, the anchor and releases with a
+    damaged record are never removed. Without a champion, no release is removed.
     """
     champion = registry.champion()
     if champion is None:
@@ -48,13 +50,16 @@ def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
 
 
 def remove_releases(registry: Registry, versions: Collection[str]) -> tuple[str, ...]:
-    """Remove releases, even targets of a rollback, but not the champion; returns the removed versions.
+    """Remove releases, including rollback targets but not the champion,
+    and return their versions.
 
-    If one of them is the anchor, the champion becomes the anchor.
+    If one of the releases is the anchor, the champion becomes the anchor.
 
     Raises:
-        ConflictError: the champion is one of them, or changed in the meantime; nothing was removed.
-        StoreError: there is no champion, or the store or Milvus fails; repeat it.
+        ConflictError: the champion is one of the releases,
+            or changed in the meantime. Nothing was removed.
+        StoreError: the store has no champion, or the store or Milvus fails.
+            Repeat the call.
     """
     champion = registry.champion()
     if not versions:
@@ -91,23 +96,25 @@ def _prune(registry: Registry, versions: Collection[str], champion: Champion) ->
         if not faults:  # a release whose record is damaged may use the same collection
             _drop_collection(registry, version, remaining)
         _remove(registry.store, version, archive_sha256 if archive_sha256 not in archives else None)
-    # The count keeps the pointer from ever returning to an earlier content, and so to an earlier etag.
+    # The counter prevents the pointer from returning to an earlier content, and
+    # therefore to an earlier etag.
     changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
-    with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune finds nothing to remove
+    with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune then removes nothing
         registry.pointer.replace(champion.pointer.model_copy(update=changes), champion)
     return tuple(sorted(pruning))
 
 
 def _drop_collection(registry: Registry, version: str, remaining: Collection[Record]) -> None:
-    """Delete the collection of a release, unless a remaining one uses it."""
-    with suppress(IntegrityError):  # its record was damaged since a prune was killed
+    """Delete the collection of a release, unless a remaining release uses it."""
+    with suppress(IntegrityError):  # its record was damaged after a prune was killed
         collection = registry.get(version, include_pruned=True).manifest.collection
         if collection is not None and collection not in [record.manifest.collection for record in remaining]:
             _drop(registry, collection)
 
 
 def _drop(registry: Registry, collection: VectorCollection) -> None:
-    """Delete a collection, unless it may belong to the store that this one was copied or moved from."""
+    """Delete a collection, unless it may belong to a store that this store was copied
+    or moved from."""
     if registry.owns(collection):
         with index_backend(collection.backend) as backend:
             backend.drop(collection)
@@ -124,7 +131,8 @@ def _remove(store: Store, version: str, archive_sha256: str | None) -> None:
     """Remove a release, and its archive unless ``archive_sha256`` is None. A killed removal can be repeated."""
     entry = store.find(record_key(MANIFESTS, version))
     if entry is not None:
-        # Every release that ever was leaves one; most of it are names and settings.
+        # Every release ever published leaves such a record,
+        # which consists mostly of names and settings.
         store.put(record_key(PRUNED, version), gzip.compress(entry[0], mtime=0))
     store.delete(record_key(MANIFESTS, version))
     if archive_sha256 is not None:

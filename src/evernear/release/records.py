@@ -1,4 +1,4 @@
-"""The published record of a release, and where the store has records and archives."""
+"""The published record of a release, and the store's keys of records and archives."""
 
 import gzip
 import zlib
@@ -21,7 +21,7 @@ _GZIP = b"\x1f\x8b"
 
 
 class Decision(Frozen):
-    """Summary of the verdict. The archive contains the full one."""
+    """Summary of the verdict. The archive contains the full verdict."""
 
     promote: bool
     reasons: tuple[str, ...]
@@ -44,9 +44,10 @@ class Record(Frozen):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """As `Frozen.from_json`; records of pruned releases are compressed, except those of earlier versions."""
+        """Like `Frozen.from_json`. Records of pruned releases are compressed, except
+        those that earlier versions wrote."""
         if isinstance(data, bytes) and data.startswith(_GZIP):
-            with suppress(OSError, EOFError, zlib.error):  # it is damaged, and no JSON either
+            with suppress(OSError, EOFError, zlib.error):  # a damaged record is no JSON either
                 data = gzip.decompress(data)
         return super().from_json(data, source, remedy)
 
@@ -57,7 +58,7 @@ def record_key(folder: str, version: str) -> str:
 
 
 def describe_archive(archive: Path) -> Record:
-    """The record of an archive.
+    """Create the record of an archive.
 
     Raises:
         IntegrityError: the archive is not a valid release.

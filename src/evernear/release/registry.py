@@ -36,10 +36,11 @@ class Registry:
         self.pointer = ChampionPointer(store)
 
     def publish(self, archive: Path) -> Record:
-        """Add a release. Publishing the same one again changes nothing.
+        """Add a release. Publishing a release again changes nothing.
 
         Raises:
-            ConflictError: another archive has this version, or a release of this version was pruned.
+                ConflictError: a different archive has this version,
+                    or a release of this version was pruned.
             IntegrityError: the archive is not a valid release.
         """
         record = describe_archive(archive)
@@ -47,7 +48,8 @@ class Registry:
         key = record_key(MANIFESTS, manifest.version)
         if self.store.find(record_key(PRUNED, manifest.version)):
             raise ConflictError(f"Release {manifest.version} was pruned, and a version is never reused.")
-        # The archive is named by its content and the record is written last, so a killed publish leaves no release.
+        # The archive is named by its content, and the record is written last, so a
+        # killed publish leaves no release.
         self.store.put(record.archive_key, archive)
         try:
             self.store.put_if(key, record.to_json(), None)
@@ -57,9 +59,11 @@ class Registry:
         return record
 
     def list(self, *, include_pruned: bool = False) -> Iterator[str]:
-        """All versions, oldest first; with ``include_pruned`` also of pruned releases.
+        """All versions, oldest first. With ``include_pruned``,
+        the versions of pruned releases are included.
 
-        A version that is dated after tomorrow is older than the others: its machine's clock was set back since.
+        A version that is dated after tomorrow sorts first, because its machine's clock
+        must have been set back since then.
         """
         folders = (MANIFESTS, PRUNED) if include_pruned else (MANIFESTS,)
         names = {PurePosixPath(entry.key).stem for folder in folders for entry in self.store.list(folder)}
@@ -67,11 +71,11 @@ class Registry:
         yield from sorted(filter(is_version, names), key=lambda version: (version < tomorrow, version))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
-        """The record of a release, with ``include_pruned`` also of a pruned one.
+        """The record of a release. With ``include_pruned``, the release may be pruned.
 
         Raises:
             StoreError: the release does not exist, or was pruned.
-            IntegrityError: its record is damaged.
+            IntegrityError: the release's record is damaged.
         """
         record = self._record(MANIFESTS, version)
         if record is not None:
@@ -86,7 +90,8 @@ class Registry:
         raise StoreError(f"Release {version} {fault}.")
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, also of a pruned one; None if the store has neither.
+        """The record of a release, including a pruned release,
+        or None if the store has no record.
 
         Raises:
             IntegrityError: the record is damaged.
@@ -94,7 +99,8 @@ class Registry:
         return self._record(MANIFESTS, version) or self._record(PRUNED, version)
 
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
-        """The records of all releases by version, in the order of `list`, and the faults of those that are damaged."""
+        """The records of all releases by version, in the order of `list`, and the
+        faults of the damaged records."""
         records: dict[str, Record] = {}
         faults: dict[str, str] = {}
         for version in self.list(include_pruned=include_pruned):
@@ -105,7 +111,7 @@ class Registry:
         return records, faults
 
     def rebuild_record(self, version: str) -> None:
-        """Write the missing or damaged record of a release again, from its archive.
+        """Rewrite the missing or damaged record of a release from its archive.
 
         Raises:
             IntegrityError: the store has no archive of this version.
@@ -124,7 +130,8 @@ class Registry:
         raise IntegrityError(f"No archive in {self.store.uri} is intact and of the version {version}.")
 
     def owns(self, collection: VectorCollection) -> bool:
-        """Whether a collection belongs to this store, or may: collections of earlier versions do not say."""
+        """Whether a collection belongs or may belong to this store. Collections of
+        earlier versions do not name their store."""
         return collection.owner in (None, owner_of(self.store))
 
     def is_published(self, version: str) -> bool:
@@ -132,10 +139,11 @@ class Registry:
         return self.store.find(record_key(MANIFESTS, version)) is not None
 
     def contains(self, archive: Path) -> bool:
-        """Whether ``archive`` is byte for byte a published release that was not pruned.
+        """Whether ``archive`` equals, byte for byte,
+        a published release that was not pruned.
 
         Raises:
-            IntegrityError: it is not a release.
+            IntegrityError: ``archive`` is not a release.
         """
         record = self._record(MANIFESTS, read_release_manifest(archive).version)
         return record is not None and record.archive_sha256 == sha256_file(archive)
@@ -145,14 +153,15 @@ class Registry:
 
         Raises:
             StoreError: the release does not exist, or was pruned.
-            IntegrityError: the archive is not the one that was published.
+                IntegrityError: the archive differs from the published archive.
         """
         record = self.get(version)
         self.store.fetch(record.archive_key, path, sha256=record.archive_sha256)
         return record
 
     def explain_no_champion(self) -> str:
-        """Explain that there is no champion, and which command changes that."""
+        """Explain that the store has no champion,
+        and name the command that changes this."""
         versions = [*self.list()]
         if not versions:
             return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
@@ -165,7 +174,7 @@ class Registry:
         )
 
     def champion(self) -> Champion | None:
-        """The champion; None before the first promotion.
+        """The champion, or None before the first promotion.
 
         Raises:
             IntegrityError: the pointer is damaged or lost.
@@ -175,11 +184,12 @@ class Registry:
     def restore(self, version: str | None = None, cause: Cause | None = None) -> Champion:
         """Write the lost or damaged pointer again, as a new promotion of ``version``.
 
-        The default is the release of the newest promotion in the history. A rollback then leads where it led before.
+        ``version`` defaults to the release of the newest promotion in the history. The
+        target of a rollback is then the same as before.
 
         Raises:
             StoreError: the pointer is intact, the history names no release, or the release does not exist.
-            ConflictError: another process wrote the pointer in the meantime; nothing was changed.
+            ConflictError: another process wrote the pointer in the meantime. Nothing was changed.
         """
         damaged_etag = self.pointer.etag_if_damaged()
         highest, newest = self.pointer.newest_in_history()
@@ -216,13 +226,15 @@ class Registry:
         cause: Cause | None = None,
         anchor: str | None = None,
     ) -> Champion:
-        """Make a published release the champion, if the champion is still ``expected``. ``anchor`` replaces the anchor.
+        """Make a published release the champion, if the champion is still ``expected``.
+        ``anchor`` replaces the anchor.
 
-        ``cause`` (default: this process) is recorded in the history. An unreachable store is retried for 5 minutes.
+        ``cause`` is recorded in the history and defaults to this process. Attempts to
+        reach the store are repeated for 5 minutes.
 
         Raises:
-            ConflictError: the pointer moved in the meantime; nothing was changed.
-            TransientStoreError: the store cannot be reached; the pointer may have moved.
+            ConflictError: the pointer moved in the meantime. Nothing was changed.
+            TransientStoreError: the store is unreachable. The pointer may have moved.
             StoreError: the release does not exist, or is being pruned.
         """
         promotion = Promotion(
@@ -238,19 +250,22 @@ class Registry:
         return self._promote(promotion, expected)
 
     def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Record that the champion got other settings, if the champion is still ``expected``; rollbacks pass over it.
+        """Record that the champion's settings changed, if the champion is still
+        ``expected``. Rollbacks skip this entry.
 
         Raises:
-            ConflictError, TransientStoreError, StoreError: as in `set_champion`.
+            ConflictError, TransientStoreError, StoreError: as for `set_champion`.
         """
         return self._record_again(expected, "apply", expected.anchor, cause)
 
     def set_anchor(self, version: str, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Make a published release the anchor, if the champion is still ``expected``; rollbacks pass over it.
+        """Make a published release the anchor,
+        if the champion is still ``expected``. Rollbacks skip this entry.
 
         Raises:
-            StoreError: the release does not exist, is being pruned, or is the anchor already.
-            ConflictError, TransientStoreError: as in `set_champion`.
+            StoreError: the release does not exist, is being pruned,
+                or already is the anchor.
+            ConflictError, TransientStoreError: as for `set_champion`.
         """
         self.get(version)
         if version == expected.anchor:
@@ -273,16 +288,19 @@ class Registry:
         return self._promote(promotion, expected)
 
     def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Restore the champion before ``expected``, if the champion is still ``expected``.
+        """Restore the champion before ``expected``,
+        if the champion is still ``expected``.
 
-        A rollback undoes the last promotion, and a second one the promotion before it: it never returns to the release
-        that it just left. Nothing precedes a promotion whose entry in the history is lost. An unreachable store is
-        retried for 5 minutes. The anchor stays, unless it is the release that is left: then it is the one that was the
-        anchor before.
+        A rollback undoes the last promotion, and a second rollback undoes the promotion
+        before it. A rollback never returns to the release that the previous rollback
+        left. If the history entry of a promotion is lost, the promotion has no
+        predecessor. Attempts to reach the store are repeated for 5 minutes. The anchor
+        stays unless it is the release that the rollback leaves. In this case, the
+        previous anchor is restored.
 
         Raises:
-            ConflictError: the pointer moved in the meantime; nothing was changed.
-            TransientStoreError: the store cannot be reached; the pointer may have moved.
+            ConflictError: the pointer moved in the meantime. Nothing was changed.
+            TransientStoreError: the store is unreachable. The pointer may have moved.
             StoreError: no previous champion exists, or it was pruned.
         """
         undo_to = expected.pointer.undo_to
@@ -306,7 +324,8 @@ class Registry:
         return anchor if anchor and self.is_published(anchor) else None
 
     def history(self) -> Iterator[Promotion]:
-        """All promotions and rollbacks that can be read, oldest first. The last one is the current state."""
+        """All readable promotions and rollbacks, oldest first.
+        The last one is the current state."""
         return self.pointer.history()
 
     def _promote(self, promotion: Promotion, expected: Champion | None) -> Champion:

@@ -1,4 +1,4 @@
-"""Reuse the champion's network with another gallery."""
+"""Reuse the champion's network with a different gallery."""
 
 import shutil
 import tempfile
@@ -16,16 +16,19 @@ from evernear.release.registry import Registry
 
 
 def reuse_network(store: Store, dataset: Dataset, network_dir: Path) -> tuple[ReleaseManifest, OpenSet]:
-    """Copy the champion's network to ``network_dir``, in the format of `evernear.embedding.export.export_network`.
+    """Copy the champion's network to ``network_dir``, in the format of
+    `evernear.embedding.export.export_network`.
 
-    Returns the manifest of the champion and its open-set threshold. A threshold that was measured on unseen classes is
-    a property of the network, which does not change, so it is reused. A threshold that was calibrated on impostors
-    (`evernear.index.calibrate.calibrate`) is a property of the gallery, so it is None and calibrated again.
+    Return the champion's manifest and its open-set threshold. A threshold that was
+    measured on unseen classes is a property of the network, which does not change, so
+    it is reused. A threshold that was calibrated on impostors
+    (`evernear.index.calibrate.calibrate`) is a property of the gallery. In this case,
+    the returned threshold is None, and the caller calibrates again.
 
     Raises:
-        StoreError: no champion exists, or the store cannot be reached.
-        DataError: the champion was built from another dataset, so it is unknown which images its network was trained
-            on.
+        StoreError: no champion exists, or the store is unreachable.
+        DataError: the champion was built from a different dataset, so the training
+            images of its network are unknown.
         IntegrityError: the champion's archive is damaged.
     """
     registry = Registry(store)
