@@ -1,6 +1,7 @@
-"""Deploy releases: check the policy, publish, bring up, verify, move the champion.
+"""Deploy releases: check the policy, publish, start, verify, move the champion.
 
-`open_target` chooses where; `evernear.deployment.target` has the interface of a target.
+`open_target` chooses the target. `evernear.deployment.target` defines the interface of
+a target.
 """
 
 import tempfile
@@ -24,16 +25,20 @@ from evernear.settings import RunSettings
 def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
     """Deploy an archived release to ``settings.target`` and make it the champion.
 
-    Deploying the champion again repeats the verification and changes nothing else. ``cause`` (default: this process) is
-    recorded in the history.
+    Deploying the champion again repeats the verification and changes nothing else.
+    ``cause`` is recorded in the history and defaults to this process.
 
     Raises:
-        IntegrityError, ConflictError: the policy rejects it, see `promotion_policy.check_candidate`, or it was rolled
-            back after its rollout (`evernear.release.bake`).
-        ServingError, ClusterError: it does not come up, or answers wrongly; the previous release is live.
-        StoreError: the registry is unreachable, or the champion changed in the meantime.
-        TransientStoreError: the release is live and verified, but may not be recorded as the champion.
-        BusyError: another deployment to the same target is in progress.
+        IntegrityError, ConflictError: the policy rejects the release (see
+        `promotion_policy.check_candidate`), or a bake rolled the release back
+        (`evernear.release.bake`).
+        ServingError, ClusterError: the release does not start, or its predictions are
+        wrong. The previous release is live.
+        StoreError: the registry is unreachable,
+            or the champion changed in the meantime.
+        TransientStoreError: the release is live and verified,
+            but may not be recorded as the champion.
+        BusyError: a different deployment to the same target is in progress.
         SettingsError: a setting that the target needs is missing.
     """
     store = open_store(settings.store_uri)
@@ -57,21 +62,24 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
 def promote_release(
     version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None
 ) -> Deployment:
-    """Promote a release on a person's decision: make it live at ``settings.target``, then the champion.
+    """Promote a release manually: make it live at ``settings.target``,
+    then make it the champion.
 
-    ``force`` overrules a verdict of hold and requires a reason in ``cause``. A release that a bake rolled back is
-    allowed again.
+    ``force`` overrules a hold verdict and requires a reason in ``cause``. A release
+    that a bake rolled back may be promoted again.
 
     Raises:
-        StoreError: no such release, or it is already the champion, or the registry is unreachable.
-        IntegrityError: the archive is damaged, or its verdict is hold and ``force`` is not set.
-        SettingsError: ``force`` without a reason.
-        ServingError, ClusterError, BusyError, ConflictError: as in `deploy_release`.
+        StoreError: the release does not exist or already is the champion,
+            or the registry is unreachable.
+        IntegrityError: the archive is damaged,
+            or its verdict is hold and ``force`` is not set.
+        SettingsError: ``force`` is set without a reason.
+        ServingError, ClusterError, BusyError, ConflictError: as for `deploy_release`.
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
     registry = Registry(open_store(settings.store_uri))
-    champion = registry.champion()  # read before the lock is taken: of two concurrent promotions, one fails
+    champion = registry.champion()  # read before the lock is taken, so that one of two concurrent promotions fails
     if champion is not None and champion.version == version:
         raise StoreError(
             f"Release {version} is already the champion; `evernear registry apply` applies changed settings to it."
@@ -87,13 +95,14 @@ def promote_release(
 
 
 def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
-    """Roll the champion out again with ``settings``, and record it in the history; the release stays the champion.
+    """Roll the champion out again with ``settings``, and record this in the history.
+    The release stays the champion.
 
     Raises:
-        SettingsError: the target has no settings of a release.
+        SettingsError: the target has no release settings.
         StoreError: no release was promoted yet, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as in `promote_release`; the previous
-            settings are live.
+        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as for
+        `promote_release`. The previous settings are live.
     """
     if settings.target != "kubernetes":
         raise SettingsError(
@@ -117,8 +126,10 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
 
     Raises:
         ConflictError: the champion is not ``expected``.
-        StoreError: no previous champion, or it was pruned, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, IntegrityError: as in `promote_release`.
+            StoreError: no previous champion exists, it was pruned,
+                or the registry is unreachable.
+            ServingError, ClusterError, BusyError, IntegrityError:
+            as for `promote_release`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -136,10 +147,12 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
 
 
 def forget_releases(settings: RunSettings) -> None:
-    """Unload the releases that the registry no longer has from the TorchServe of ``settings.workdir``, if it runs.
+    """Unload releases that are no longer in the registry from the TorchServe of
+    ``settings.workdir``, if it is running.
 
     Raises:
-        StoreError, ServingError, BusyError: as `evernear.deployment.local.serve_local`.
+        StoreError, ServingError, BusyError: as for
+        `evernear.deployment.local.serve_local`.
     """
     if settings.target == "local" and LocalTarget(settings).is_running():
         serve_local(at_running_server(settings))
@@ -148,11 +161,12 @@ def forget_releases(settings: RunSettings) -> None:
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
     """The target that ``settings.target`` names.
 
-    Without ``start_server``, target ``local`` is the TorchServe that runs, wherever its ports are, or the registry
-    alone.
+    Without ``start_server``, the ``local`` target is the running TorchServe, on
+    whichever ports it listens, or only the registry.
 
     Raises:
-        SettingsError: the target is kubernetes and its client is not installed.
+        SettingsError: the target is ``kubernetes`` and the Kubernetes client is not
+            installed.
     """
     if settings.target == "kubernetes":
         try:
@@ -177,7 +191,8 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
 def _fetch_release(
     version: str, settings: RunSettings, registry: Registry
 ) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
-    """The target, locked, and a published release: its archive and its verified parts."""
+    """Lock the target, and yield the target,
+    the archive of a published release and its verified parts."""
     registry.get(version)
     target = open_target(settings, start_server=False)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:

@@ -1,10 +1,11 @@
 """`evernear serve --follow`: the TorchServe of a working directory follows the champion's pointer.
 
-The server polls the pointer of a store that it only reads. Before it switches, it downloads the release, checks its
-sha256 and every part, loads it next to the live one and runs its smoke test. If anything fails, the live release stays.
-The reason is reported once for each release, and the attempt is repeated with increasing pauses. After a restart, the
-server first loads the release that it served last, from its own disk, so that it serves even if the store is
-unreachable.
+The server polls the champion's pointer in a store that it only reads. Before it
+switches, it downloads the release, checks the sha256 and every part, loads the release
+next to the live one and runs its smoke test. If a step fails, the live release stays.
+The server reports the reason once for each release, and repeats the attempt with
+increasing pauses. After a restart, the server first loads the last live release from
+its disk, so that it serves even if the store is unreachable.
 """
 
 import os
@@ -35,32 +36,36 @@ PROCESS_POLL_S = 0.5
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 JITTER = 0.2
-"""Pauses vary by this share, so that servers that were started together do not poll together."""
+"""Maximum share by which pauses vary,
+so that servers that started together do not poll together."""
 
 
 class FollowState(Frozen):
-    """The release that a following server serves; written next to its logs."""
+    """The release that a following server serves.
+    The state is stored next to the server's logs."""
 
     remedy = "delete it and start the server again"
 
     pid: int
     version: str
     archive: str
-    """Name of its archive in the model store."""
+    """Name of the release's archive in the model store."""
     archive_sha256: str
     since: AwareDatetime
     fault: str = ""
-    """Why the server does not serve the champion, as a sentence."""
+    """The reason why the server does not serve the champion, as a sentence."""
 
 
 def follow_state(home: Path) -> FollowState | None:
-    """The state of the server in ``home`` if a living process follows the champion."""
+    """The state of the server in ``home``,
+    if a running process follows the champion."""
     state = _load_state(home)
     return state if state and psutil.pid_exists(state.pid) else None
 
 
 class Follower:
-    """Polls the champion's pointer for the TorchServe of ``settings.workdir``. ``report`` receives each event once."""
+    """Polls the champion's pointer for the TorchServe of ``settings.workdir``.
+    ``report`` receives each event once."""
 
     def __init__(self, settings: RunSettings, report: Callable[[str], None]) -> None:
         self._settings = settings
@@ -75,7 +80,8 @@ class Follower:
         self._failed = ""
 
     def start(self) -> None:
-        """Bring a release up: the last one from this machine's disk, otherwise the champion, once there is one."""
+        """Start the last live release from this machine's disk. Otherwise,
+        wait for a champion and start it."""
         self._restore()
         while True:
             self.poll()
@@ -96,11 +102,12 @@ class Follower:
                 self.poll()
                 poll_at_s = time.monotonic() + self._next_poll_s()
             time.sleep(PROCESS_POLL_S)
-        if read_state(self._home) is not None:  # it was not stopped
+        if read_state(self._home) is not None:  # the server was not stopped on purpose
             raise ServingError(f"TorchServe died; see {self._home}/logs.")
 
     def poll(self) -> None:
-        """Switch to the champion unless it is live. A failure leaves the live release in place and is reported."""
+        """Switch to the champion unless it is live. If the switch fails, report the
+        failure and leave the live release in place."""
         try:
             champion = self._registry.champion()
             if champion is None:
@@ -132,7 +139,8 @@ class Follower:
             self._target.switch(archive, open_release(archive, Path(temporary) / "release"))
 
     def _restore(self) -> None:
-        """Bring up the release that was live last, from this machine's disk; do nothing if a server runs already."""
+        """Start the last live release from this machine's disk.
+        Do nothing if a server is already running."""
         state = _load_state(self._home)
         if torchserve.is_running(self._home):
             self._live = self._target.default_version() or ""
@@ -157,14 +165,15 @@ class Follower:
         self._save("")
 
     def _settle(self) -> None:
-        """Forget an earlier failure, because the champion is live."""
+        """Clear an earlier failure, because the champion is live."""
         if self._reported or self._failed:
             self._failed = self._reported = ""
             self._report(f"Release {self._live} is the champion and is live.")
             self._save("")
 
     def _keep(self, fault: str, subject: str = "") -> None:
-        """Report once for each ``subject`` (empty: each ``fault``) why the champion is not live."""
+        """Report once per ``subject`` why the champion is not live. An empty
+        ``subject`` means once per ``fault``."""
         if (subject or fault) == self._reported:
             return
         self._reported = subject or fault

@@ -1,7 +1,7 @@
 """The TorchServe of a working directory as a deployment target.
 
-The registry's champion is the truth. Whenever a crash leaves the server behind it, `serve_local` or the next deployment
-makes the server follow.
+The registry's champion is authoritative. If a crash leaves the server behind the
+champion, `serve_local` or the next deployment makes the server follow it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ DRAIN_TIMEOUT_S = 30
 FOLLOW_POLL_S = 0.5
 CHAMPION_POLL_S = 2.0
 SPARE_BYTES = 2**20  # for filesystem blocks and TorchServe's logs
-LAST_BATCH_S = 0.5  # a batch that has left the queue is answered well within this time
+LAST_BATCH_S = 0.5  # time in which a batch that has left the queue is certainly answered
 
 
 class LocalTarget:
@@ -49,23 +49,24 @@ class LocalTarget:
         self._url = f"{Endpoints.of(settings.serving).inference_url}/predictions/{self._model}"
 
     def is_running(self) -> bool:
-        """Whether TorchServe runs."""
+        """Whether TorchServe is running."""
         return torchserve.is_running(self._home)
 
     def require_deployable(self) -> None:
-        """Check that TorchServe could start.
+        """Check that TorchServe can start.
 
         Raises:
-            ServingError: it is not installed, or a port is taken.
+                ServingError: TorchServe is not installed, or a port is in use.
         """
         torchserve.require_startable(self._settings.serving, self._home)
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the deployment lock of the working directory, and remove the files of killed deployments.
+        """Hold the deployment lock of the working directory,
+        and remove the files that killed deployments left.
 
         Raises:
-            BusyError: another deployment does not end.
+                BusyError: a different deployment does not end.
         """
         busy = f"Another deployment to {self._settings.workdir} is in progress; wait for it and try again."
         with torchserve.exclusive_lock(self._home / "deploy.lock", busy):
@@ -75,7 +76,8 @@ class LocalTarget:
             yield
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """The server's copy of the published archive if it is intact, otherwise a download."""
+        """Return the server's copy of the published archive if it is intact, and
+        download the archive otherwise."""
         if self._has_archive(version):
             return self._stored(version)
         self._registry.fetch(version, directory / ARCHIVE_FILE)
@@ -83,14 +85,17 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Load a release alongside the live one and verify it on its own URL; make it the default after the body.
+        """Load a release next to the live one and verify it on a separate URL. After
+        the body, make it the default.
 
-        The live release keeps serving. TorchServe is started if it is down. A champion that cannot be brought up, for
-        example because its archive is damaged, does not prevent the rollout of another release.
+        The live release continues to serve. TorchServe is started if it is not running.
+        If the champion does not start, for example because its archive is damaged, a
+        different release can still be rolled out.
 
         Raises:
-            ServingError: TorchServe or the release does not come up, or the smoke test fails; the release is unloaded.
-            TransientStoreError: raised by the body; the release stays loaded.
+            ServingError: TorchServe or the release does not start, or the smoke test
+                fails. The release is unloaded.
+            TransientStoreError: the body raised it. The release stays loaded.
         """
         version = parts.manifest.version
         with self._server():
@@ -102,10 +107,12 @@ class LocalTarget:
                     raise unrecorded_error(version, error) from None
 
     def switch(self, archive: Path, parts: ReleaseParts) -> None:
-        """Make a release the default after its smoke test, as `rollout`, without regard to the champion's pointer.
+        """Make a release the default after its smoke test, like `rollout`, without
+        regard to the champion's pointer.
 
         Raises:
-            ServingError: TorchServe or the release does not come up, or the smoke test fails; the release is unloaded.
+            ServingError: TorchServe or the release does not start, or the smoke test
+                fails. The release is unloaded.
         """
         with self._server():
             with self._verified(archive, parts):
@@ -115,9 +122,11 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _verified(self, archive: Path, parts: ReleaseParts) -> Generator[int]:
-        """Load a release and run its smoke test; make it the default after the body, which may reject it.
+        """Load a release and run its smoke test. After the body,
+        which may reject the release, make it the default.
 
-        Yields the number of answered queries. A `TransientStoreError` of the body leaves the release loaded.
+        Yield the number of answered queries.
+        If the body raises `TransientStoreError`, the release stays loaded.
         """
         version = parts.manifest.version
         loaded = self._ensure_loaded(archive, version)
@@ -130,27 +139,27 @@ class LocalTarget:
                 self._unload(version)
             raise
         self._management.set_default(self._model, version)
-        # The release is live; the next deployment tries again.
+        # The release is live, and the next deployment tries again.
         with contextlib.suppress(ServingError, StoreError, IntegrityError):
             self._prune()
 
     def default_version(self) -> str | None:
-        """The version that the server answers with; None if it has loaded none.
+        """The version with which the server answers, or None if no release is loaded.
 
         Raises:
-            ServingError: the server does not answer.
+            ServingError: the server does not respond.
         """
         return self._management.describe(self._model).version if self._registered() else None
 
     def stored_archive(self, version: str) -> Path:
-        """The server's own copy of a release that it has loaded."""
+        """The server's copy of a release that it has loaded."""
         return self._stored(version)
 
     def follow_champion(self, champion: Champion) -> None:
-        """Start TorchServe if it is down, and make the champion the default.
+        """Make the champion the default, and start TorchServe if it is not running.
 
         Raises:
-            ServingError: TorchServe or the release does not come up.
+                ServingError: TorchServe or the release does not start.
             IntegrityError: the champion's archive is damaged.
             StoreError: the registry is unreachable.
         """
@@ -159,9 +168,11 @@ class LocalTarget:
             torchserve.await_ready(self._settings.serving, self._home, champion.version)
 
     def status(self) -> dict[str, Any]:
-        """The state of the server and of the registry; the address is the server's own, whatever the settings say.
+        """The state of the server and of the registry. The address is the server's
+        actual address, even if the settings differ.
 
-        ``server`` is ``up``, ``down``, ``died`` (it was started and has vanished) or ``not answering``.
+        ``server`` is ``up``, ``down``, ``died`` (started,
+        but no longer running) or ``not answering``.
         """
         champion = self._registry.champion()
         state: dict[str, Any] = {
@@ -195,7 +206,8 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _server(self) -> Generator[None]:
-        """Start the server if it is down; stop it if the body fails and leaves it without a model."""
+        """Start the server if it is not running.
+        Stop it if the body fails and leaves it without a model."""
         torchserve.start_server(self._settings.serving, self._home)
         try:
             yield
@@ -206,7 +218,7 @@ class LocalTarget:
             raise
 
     def _registered(self) -> dict[str, RegisteredVersion]:
-        """The releases that the server has loaded, by version, oldest first."""
+        """The releases that the server has loaded, keyed by version, oldest first."""
         return {model.version: model for model in self._management.versions(self._model)}
 
     def _follow(self, champion: Champion) -> None:
@@ -220,12 +232,13 @@ class LocalTarget:
         self._unload_unpublished(champion.version)
 
     def _unload_unpublished(self, live: str) -> None:
-        """Unload releases that were never published, or were removed from the registry, except the ``live`` one."""
+        """Unload releases that were never published or were removed from the registry,
+        except the ``live`` release."""
         for version in self._registered().keys() - {live, *self._registry.list()}:
             self._unload(version)
 
     def _try_to_follow_champion(self, candidate: str) -> str | None:
-        """Make the champion the default; return the reason if it cannot be brought up."""
+        """Make the champion the default, or return the reason why it does not start."""
         champion = self._registry.champion()
         if champion is None or champion.version == candidate:
             return None
@@ -236,7 +249,8 @@ class LocalTarget:
         return None
 
     def _ensure_loaded(self, archive: Path, version: str) -> bool:
-        """Load a release unless the same archive is loaded and ready; return whether it had to be loaded."""
+        """Load a release unless the same archive is loaded and ready.
+        Return whether it had to be loaded."""
         registered, stored = self._registered(), self._stored(version)
         if version in registered:
             same = stored.is_file() and (archive == stored or sha256_file(archive) == sha256_file(stored))
@@ -250,16 +264,18 @@ class LocalTarget:
         return True
 
     def _load(self, version: str) -> None:
-        """Register a stored archive; it does not become the default unless it is the only one."""
+        """Register a stored archive.
+        It becomes the default only if no other release is registered."""
         stored = self._stored(version)
         try:
             with disk_errors(self._home):
-                # TorchServe unpacks it there, and its own error would not name the disk.
+                # TorchServe unpacks the archive there,
+                # and its error message would not name the disk.
                 if shutil.disk_usage(self._home).free < stored.stat().st_size + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._management.register(stored.name, self._settings.serving)
             torchserve.await_ready(self._settings.serving, self._home, version)
-        except BaseException:  # TorchServe answers 500 to a broken release and keeps it registered, without workers
+        except BaseException:  # TorchServe returns 500 for a broken release, and leaves it registered without workers
             self._unload(version)
             raise
 
@@ -268,12 +284,13 @@ class LocalTarget:
         self._stored(version).unlink(missing_ok=True)
 
     def _unregister(self, version: str) -> None:
-        with contextlib.suppress(ServingError):  # TorchServe refuses to unregister the default of several
+        with contextlib.suppress(ServingError):  # TorchServe refuses to unregister a default among several
             if version in self._registered():
                 self._management.unregister(self._model, version)
 
     def _prune(self) -> None:
-        """Keep ``serving.keep_registered`` releases loaded: the champion, its rollback target, then the newest."""
+        """Limit the loaded releases to ``serving.keep_registered``: the champion, its
+        rollback target, then the newest."""
         champion = self._registry.champion()
         if champion is None:
             return
@@ -284,14 +301,15 @@ class LocalTarget:
             self._unload(version)
 
     def _drain(self, version: str) -> None:
-        """Wait until a release that was the default a moment ago has answered its requests."""
+        """Wait until the previous default release has answered its requests."""
         deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
         while self._management.describe(self._model, version).queue.pending and time.monotonic() < deadline_s:
             time.sleep(torchserve.POLL_S)
         time.sleep(LAST_BATCH_S)
 
     def _has_archive(self, version: str) -> bool:
-        """Whether the server's copy of an archive is the published one."""
+        """Whether the server's copy of an archive is identical to the published
+        archive."""
         stored = self._stored(version)
         return stored.is_file() and sha256_file(stored) == self._registry.get(version).archive_sha256
 
@@ -300,7 +318,8 @@ class LocalTarget:
 
 
 def at_running_server(settings: RunSettings) -> RunSettings:
-    """``settings`` with the addresses of the server that runs in ``settings.workdir``, if one does."""
+    """``settings`` with the addresses of the server that runs in ``settings.workdir``,
+    if any."""
     state = read_state(home_of(settings.workdir))
     if state is None:
         return settings
@@ -309,13 +328,14 @@ def at_running_server(settings: RunSettings) -> RunSettings:
 
 
 def serve_local(settings: RunSettings) -> str:
-    """Bring the champion up unless it is live already; returns its version.
+    """Start the champion unless it is already live, and return its version.
 
     Raises:
-        ServingError: no release was promoted yet, or TorchServe or the release does not come up.
+        ServingError: no release was promoted yet,
+            or TorchServe or the release does not start.
         IntegrityError: the champion's archive is damaged.
         StoreError: the registry is unreachable.
-        BusyError: a deployment into this working directory does not end.
+        BusyError: a deployment to this working directory does not end.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -328,11 +348,12 @@ def serve_local(settings: RunSettings) -> str:
 
 
 def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
-    """Wait until the store has a champion; ``report`` receives each reason to wait once.
+    """Wait until the store has a champion.
+    ``report`` receives each reason for waiting once.
 
     Raises:
         IntegrityError: the pointer to the champion is damaged or lost.
-        StoreError: the store does not exist, or refuses to be read.
+            StoreError: the store does not exist, or refuses read access.
     """
     registry = Registry(open_store(settings.store_uri))
     reported = ""
@@ -351,7 +372,8 @@ def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None
 
 @contextlib.contextmanager
 def stopped_by_signals(home: Path) -> Generator[None]:
-    """Bind the server in ``home`` to this process. In the body, SIGTERM and Ctrl-C drain the server and end both.
+    """Bind the server in ``home`` to this process. In the body, SIGTERM and Ctrl-C
+    drain the server, then end both processes.
 
     Raises:
         StoreError: ``home`` is not writable.
@@ -380,5 +402,5 @@ def follow(home: Path) -> None:
     """
     while torchserve.is_running(home):
         time.sleep(FOLLOW_POLL_S)
-    if read_state(home) is not None:  # it was not stopped
+    if read_state(home) is not None:  # the server was not stopped on purpose
         raise ServingError(f"TorchServe died; see {home}/logs.")

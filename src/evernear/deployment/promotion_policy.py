@@ -1,4 +1,5 @@
-"""The promotion policy: whether a release may become the champion. Checked right before a deployment; fails closed."""
+"""The promotion policy: whether a release may become the champion. It is checked right
+before a deployment, and fails closed."""
 
 from pathlib import Path
 
@@ -16,12 +17,13 @@ def check_candidate(
 ) -> tuple[ReleaseParts, str | None]:
     """Unpack ``archive`` into ``out_dir`` and check that it may replace ``champion``.
 
-    Returns its parts, and the anchor of its verdict; None in verdicts without a champion or of earlier versions.
+    Return the release's parts and its verdict's anchor. The anchor is None for a
+    verdict without a champion or from an earlier version.
 
     Raises:
-        IntegrityError: the archive is damaged, or its verdict is missing, is about another network or index, or is
-            hold.
-        ConflictError: the release was measured against another champion or anchor.
+        IntegrityError: the archive is damaged, or its verdict is missing, is hold, or
+            concerns a different network or index.
+        ConflictError: the release was measured against a different champion or anchor.
     """
     parts = open_release(archive, out_dir)
     manifest = parts.manifest
@@ -46,12 +48,13 @@ def check_candidate(
 
 
 def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
-    """Check that a person may promote a release, whatever champion it was measured against.
+    """Check that a person may promote a release,
+    regardless of the champion that it was measured against.
 
-    ``force`` overrules a verdict of hold.
+    ``force`` overrules a hold verdict.
 
     Raises:
-        IntegrityError: the verdict is hold, or invalid.
+        IntegrityError: the verdict is hold or invalid.
     """
     verdict = Verdict.from_json(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:
@@ -59,7 +62,8 @@ def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
 
 
 def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
-    """Read the verdict and check that it is the one in the archive, and about the parts of the archive."""
+    """Read the verdict, and check that it equals the archived verdict and concerns the
+    archive's parts."""
     manifest = parts.manifest
     try:
         data = path.read_bytes()

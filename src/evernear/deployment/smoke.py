@@ -1,6 +1,8 @@
-"""The smoke test: a release must answer its stored queries as when it was archived.
+"""The smoke test: the answers of a release to its stored queries must equal the
+archived answers.
 
-Labels and unknown flags are compared where rounding cannot change them, distances within `DISTANCE_TOLERANCE` always.
+Labels and unknown flags are compared only where rounding cannot change them. Distances
+must always agree within `DISTANCE_TOLERANCE`.
 """
 
 from typing import Protocol
@@ -12,18 +14,21 @@ from evernear.serving.responses import Prediction
 
 
 class PredictionClient(Protocol):
-    """A client: `evernear.serving.client.Client`, or one with another transport."""
+    """A client such as `evernear.serving.client.Client`,
+    possibly with a different transport."""
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
-        """As `evernear.serving.client.Client.predict`."""
+        """Like `evernear.serving.client.Client.predict`."""
         ...
 
 
 def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
-    """Send the stored queries to the release's own URL; return how many were answered.
+    """Send the stored queries to the release's own URL,
+    and return the number of answered queries.
 
     Raises:
-        ServingError: an answer is missing or differs from the stored one, or no query is stored.
+            ServingError: an answer is missing or differs from the stored answer,
+                or no query is stored.
     """
     version = parts.manifest.version
     queries = parts.smoke_queries()
@@ -44,7 +49,7 @@ def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
 
 
 def _agree(answer: Prediction, query: SmokeQuery, threshold: float) -> bool:
-    # Releases of earlier versions may have stored queries at the threshold.
+    # Releases of earlier versions may contain queries at the threshold.
     settled = query.settled and abs(query.dist - threshold) > DISTANCE_TOLERANCE
     same = not settled or (answer.pred, answer.unknown) == (query.pred, query.unknown)
     return same and abs(answer.dist - query.dist) <= DISTANCE_TOLERANCE

@@ -1,4 +1,5 @@
-"""The interface of a deployment target, and the target that is the registry alone."""
+"""The interface of a deployment target,
+and the target that consists of only the registry."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,9 +17,11 @@ from evernear.settings import RunSettings
 
 @dataclass(frozen=True)
 class VerifiedRollout:
-    """The outcome of a rollout: where the release is live, and how many of its stored queries it answered.
+    """The outcome of a rollout: the release's URL,
+    and the number of stored queries that the release answered.
 
-    ``champion_fault`` is the reason why the previous champion could not be brought up; None if it could.
+    ``champion_fault`` is the reason why the previous champion did not start,
+    or None if it did.
     """
 
     url: str | None = None
@@ -27,7 +30,8 @@ class VerifiedRollout:
 
 
 class Deployment(Frozen):
-    """A release that became the champion, with its `VerifiedRollout`; ``url`` is None without a server."""
+    """A release that became the champion, with its `VerifiedRollout`.
+    ``url`` is None without a server."""
 
     version: str
     previous: str | None
@@ -36,7 +40,7 @@ class Deployment(Frozen):
     champion_fault: str | None = None
 
     def state(self) -> str:
-        """Where the release is live, as the end of a sentence about it."""
+        """Where the release is live, as the end of a sentence."""
         return f"is live at {self.url}" if self.url else CHAMPION_ALONE
 
     @classmethod
@@ -46,29 +50,33 @@ class Deployment(Frozen):
 
 
 class DeploymentTarget(Protocol):
-    """A place where one release is live. `evernear.deployment` walks a release through these methods."""
+    """A place where one release is live.
+    `evernear.deployment` calls these methods to deploy a release."""
 
     def require_deployable(self) -> None:
-        """Check in advance, before hours of training, that a deployment can succeed."""
+        """Check in advance that a deployment can succeed, before hours of training."""
         ...
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Lock out other deployments to the same target.
 
         Raises:
-            BusyError: another deployment does not end.
+            BusyError: a different deployment does not end.
         """
         ...
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """The archive of a published release, in ``directory`` or where the target has it already."""
+        """The archive of a published release,
+        in ``directory`` or where the target already stores it."""
         ...
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """Bring a published release up and verify it; the body of the context then records it as the champion.
+        """Start a published release and verify it.
+        The body of the context then records it as the champion.
 
-        If anything fails, the body included, the previous release is live again. The exception is a
-        `TransientStoreError` of the body: the release stays live, see `unrecorded_error`.
+        If the rollout or the body fails, the previous release is live again. The
+        exception is a `TransientStoreError` from the body. In this case, the release
+        stays live (see `unrecorded_error`).
         """
         ...
 
@@ -78,16 +86,18 @@ class DeploymentTarget(Protocol):
 
 
 class RegistryTarget:
-    """The registry without a server; servers elsewhere pull the champion when they start."""
+    """The registry without a server.
+    Servers elsewhere pull the champion when they start."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._registry = Registry(open_store(settings.store_uri))
 
     def require_deployable(self) -> None:
-        """Nothing to check: the pipeline writes to the store before it trains."""
+        """Do nothing, because the pipeline writes to the store before it trains."""
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """No lock: the compare-and-swap of the champion's pointer is enough."""
+        """Take no lock, because the compare-and-swap of the champion's pointer
+        suffices."""
         return nullcontext()
 
     def fetch(self, version: str, directory: Path) -> Path:
@@ -96,7 +106,7 @@ class RegistryTarget:
         return directory / ARCHIVE_FILE
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """Nothing to verify without a server."""
+        """Verify nothing, because the target has no server."""
         return nullcontext(VerifiedRollout())
 
     def status(self) -> dict[str, Any]:
@@ -106,10 +116,11 @@ class RegistryTarget:
 
 
 def unrecorded_error(version: str, error: TransientStoreError) -> TransientStoreError:
-    """The error for a release that is verified and stays live although the store did not record it as the champion.
+    """The error for a release that is verified and stays live although the store did
+    not record it as the champion.
 
-    Putting the previous release back could fail, since its archive comes from the same store; and the pointer may have
-    moved already.
+    Restoring the previous release could fail because its archive comes from the same
+    store. In addition, the pointer may already have moved.
     """
     return TransientStoreError(
         f"Release {version} answered its stored queries and stays in place, but it may not be recorded as the champion:"

@@ -1,7 +1,9 @@
-"""A Kubernetes Deployment as a deployment target: roll a release out, verify it, or restore the previous one.
+"""A Kubernetes Deployment as a deployment target: roll out a release, verify it,
+or restore the previous release.
 
-Read `KubernetesTarget.rollout` first. `objects` builds what is applied, `cluster` is the client of the API server. The
-registry's champion is the truth: after a killed deployment, the next one makes the cluster follow it.
+Read `KubernetesTarget.rollout` first. `objects` builds the objects to apply, and
+`cluster` is the client of the API server. The registry's champion is authoritative.
+After a killed deployment, the next deployment makes the cluster follow the champion.
 """
 
 import contextlib
@@ -49,7 +51,8 @@ class KubernetesTarget:
         return LeaseLock(self.cluster, self._kubernetes.name, self._kubernetes.lease_s)
 
     def require_deployable(self) -> None:
-        """Check permissions, then validate the objects by a dry run. A refused apply would name one permission only.
+        """Check permissions, then validate the objects by a dry run. The error of a
+        refused apply would name only one permission.
 
         Raises:
             SettingsError: a required setting is missing, such as the image.
@@ -64,7 +67,8 @@ class KubernetesTarget:
         """The Lease of the Deployment.
 
         Raises:
-            BusyError: another deployment holds it; the message names its holder.
+            BusyError: a different deployment holds the Lease.
+                The message names its holder.
         """
         return self._lease
 
@@ -75,15 +79,18 @@ class KubernetesTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Roll a release out and verify it through its Service; save the revision as last known good after the body.
+        """Roll out a release and verify it through its Service. After the body, save
+        the revision as the last known good one.
 
-        The previous pods answer until the new ones are ready. If anything fails, the body included, the previous
-        revision is restored and the error says so.
+        The previous pods serve requests until the new pods are ready. If the rollout or
+        the body fails, the previous revision is restored, and the error says so.
 
         Raises:
-            ClusterError: the API server is unavailable or refuses, or the rollout does not complete.
-            ServingError: the predictions of the Service differ from those when the release was archived.
-            TransientStoreError: raised by the body; the release stays live.
+            ClusterError: the API server is unavailable or refuses a request,
+                or the rollout does not complete.
+            ServingError: the predictions of the Service differ from the archived
+                predictions.
+            TransientStoreError: the body raised it. The release stays live.
             BusyError: the Lease was lost.
         """
         revision = self._revision(parts.manifest.version)
@@ -108,10 +115,11 @@ class KubernetesTarget:
             save_last_known_good(self.cluster, self._kubernetes, revision)
 
     def render(self, version: str | None) -> list[Tree]:
-        """The objects that a deployment of a published release applies; None: of the champion.
+        """The objects that a deployment of a published release applies.
+        If ``version`` is None, use the champion.
 
         Raises:
-            StoreError: no such release, or none was promoted yet.
+            StoreError: the release does not exist, or no release was promoted yet.
             SettingsError: a required setting is missing.
         """
         if version is None:
@@ -152,7 +160,8 @@ class KubernetesTarget:
         apply_revision(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
 
     def _restore_previous(self, failed: Revision) -> str:
-        """Restore the previous revision, or remove a first release; return a sentence that says which."""
+        """Restore the previous revision, or remove a first release.
+        Return a sentence about the action."""
         try:
             self._lease.require()
             previous = self._previous()
@@ -166,7 +175,8 @@ class KubernetesTarget:
         return f"Release {previous.version} was restored and is live."
 
     def _previous(self) -> Revision | None:
-        """The last known good revision if it is of the champion, otherwise the champion with the current settings."""
+        """The last known good revision if it serves the champion, otherwise the
+        champion with the current settings."""
         saved = load_last_known_good(self.cluster, self._kubernetes)
         champion = self._registry.champion()
         if champion is None or (saved is not None and saved.version == champion.version):

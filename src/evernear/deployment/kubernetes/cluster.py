@@ -1,7 +1,7 @@
 """A client for one namespace of a Kubernetes API server: credentials, retries, errors.
 
-Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests; its generated models are not
-used, since they drop fields that they do not know.
+Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests.
+Its generated models are not used because they drop unknown fields.
 """
 
 import builtins
@@ -26,7 +26,7 @@ from evernear.settings import KubernetesSettings
 Tree = dict[str, Any]
 
 FIELD_MANAGER = "evernear"
-TIMEOUT_S = (10, 30)  # to connect, and between two packets
+TIMEOUT_S = (10, 30)  # seconds to connect, and between two packets
 MAX_ATTEMPTS = 5
 BACKOFF_S = 0.5
 OVERLOADED = (429, 500, 502, 503, 504)
@@ -45,17 +45,20 @@ RESOURCES = {
     "ServiceAccount": ("v1", "serviceaccounts"),
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
-"""The API version and the plural of each kind in use."""
+"""The API version and the plural form of each kind in use."""
 _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
-"""A 403 of the authorizer. Admission answers 403 too: webhooks, quotas and Pod Security."""
+"""Matches a 403 response of the authorizer. Admission also returns 403:
+webhooks, quotas and Pod Security."""
 
 
 class ObjectConflictError(ClusterError):
-    """The object changed since it was read, or another field manager owns a field."""
+    """The object changed after it was read,
+    or a different field manager owns a field."""
 
 
 class ApiUnavailableError(ClusterError):
-    """The API server is unreachable or overloaded; the same request may succeed later."""
+    """The API server is unreachable or overloaded.
+    The same request may succeed later."""
 
 
 class Cluster:
@@ -70,12 +73,13 @@ class Cluster:
 
     @classmethod
     def of(cls, settings: KubernetesSettings) -> "Cluster":
-        """Connect with the pod's service account or a kubeconfig.
+        """Connect with the pod's service account or with a kubeconfig.
 
-        A kubeconfig that ``KUBECONFIG`` or ``kubernetes.context`` names takes precedence over the service account.
+        A kubeconfig that ``KUBECONFIG`` or ``kubernetes.context`` names takes
+        precedence over the service account.
 
         Raises:
-            ClusterError: no credentials.
+            ClusterError: no credentials are available.
         """
         configuration: Any = Configuration()
         has_kubeconfig = bool(settings.context or os.environ.get("KUBECONFIG"))
@@ -103,7 +107,7 @@ class Cluster:
         return str(self._client.configuration.host)
 
     def get(self, kind: str, name: str) -> Tree | None:
-        """The object, or None."""
+        """The object, or None if it does not exist."""
         try:
             return self._call("GET", self._path(kind, name))
         except _NotFoundError:
@@ -114,10 +118,11 @@ class Cluster:
         return self._call("GET", self._path(kind), query=query)["items"]
 
     def apply(self, manifest: Tree, *, force: bool = False, dry_run: bool = False) -> Tree:
-        """Server-side apply as the field manager ``evernear``.
+        """Apply an object by server-side apply, as the field manager ``evernear``.
 
         Raises:
-            ObjectConflictError: another manager owns a field and set it to a different value, and ``force`` is not set.
+            ObjectConflictError: a different manager owns a field and set it to a
+                different value, and ``force`` is not set.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         if dry_run:
@@ -125,14 +130,14 @@ class Cluster:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         try:
             return self._call("PATCH", self._path(kind, name), manifest, query)
-        except ObjectConflictError as error:  # its message does not name the object
+        except ObjectConflictError as error:  # the error's message does not name the object
             raise ObjectConflictError(f"{kind} {name}: {error}") from None
 
     def create(self, manifest: Tree) -> Tree:
         """Create an object.
 
         Raises:
-            ObjectConflictError: it exists already.
+                ObjectConflictError: the object already exists.
         """
         return self._call("POST", self._path(manifest["kind"]), manifest)
 
@@ -140,12 +145,12 @@ class Cluster:
         """Overwrite an object that was read before.
 
         Raises:
-            ObjectConflictError: it changed since.
+                ObjectConflictError: the object changed since then.
         """
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object and its dependents; an absent object is not an error."""
+        """Delete an object and its dependents. A missing object is not an error."""
         try:
             self._call("DELETE", self._path(kind, name), query={"propagationPolicy": "Background"})
         except _NotFoundError:
@@ -154,8 +159,8 @@ class Cluster:
     def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
         """Watch an object that was read as ``manifest``, for at most ``timeout_s``.
 
-        Ends early if the watch breaks off, the resourceVersion has expired, or the object is deleted; the caller reads
-        the object again.
+        The iterator ends early if the watch is interrupted, the resourceVersion has
+        expired, or the object is deleted. The caller then reads the object again.
         """
         metadata = manifest["metadata"]
         events = self._watch.stream(
@@ -175,7 +180,7 @@ class Cluster:
             return
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> builtins.list[str]:
-        """The last lines of a container's log; empty if it is unavailable."""
+        """The last lines of a container's log. Empty if the log is unavailable."""
         query = {"container": container, "previous": str(previous).lower(), "tailLines": str(lines)}
         try:
             with self._errors():
@@ -186,7 +191,8 @@ class Cluster:
         return [line.strip() for line in text.splitlines() if line.strip()]
 
     def is_allowed(self, verb: str, kind: str, name: str) -> bool:
-        """Whether the credentials permit ``verb`` on an object, or on a subresource: ``Pod/log``."""
+        """Whether the credentials permit ``verb`` on an object or on a subresource such
+        as ``Pod/log``."""
         kind, _, subresource = kind.partition("/")
         version, plural = RESOURCES[kind]
         attributes = {
@@ -206,10 +212,11 @@ class Cluster:
         return bool(self._call("POST", path, review)["status"]["allowed"])
 
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
-        """POST ``body`` to a Service through the API server's proxy; return status and content of the response.
+        """POST ``body`` to a Service through the API server's proxy, and return the
+        status and content of the response.
 
         Raises:
-            ClusterError: the API server does not reach the Service.
+                ClusterError: the API server cannot reach the Service.
         """
         resource = f"{self._path('Service')}/{service}:{port}/proxy{path}"
         with self._errors():
@@ -241,7 +248,8 @@ class Cluster:
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
-        """Send a request, with retries; return the parsed content, or with ``stream`` the unread response."""
+        """Send a request with retries. Return the parsed content or,
+        with ``stream``, the unread response."""
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         if isinstance(body, bytes):
             content_type = "application/octet-stream"
@@ -271,7 +279,7 @@ class Cluster:
 
     @contextmanager
     def _errors(self) -> Generator[None]:
-        """Turn the client's exceptions into a `ClusterError` of one sentence."""
+        """Convert the client's exceptions to a `ClusterError` of one sentence."""
         try:
             yield
         except ApiException as error:
@@ -307,11 +315,12 @@ class Cluster:
 
 
 class _NotFoundError(ClusterError):
-    """The API server answered 404."""
+    """The API server returned 404."""
 
 
 def _status(error: ApiException) -> Tree | None:
-    """The ``Status`` object of an error response; None if the API server did not send the response."""
+    """The ``Status`` object of an error response,
+    or None if the response did not come from the API server."""
     try:
         body: Any = json.loads(error.body or b"")
     except ValueError:
@@ -320,7 +329,8 @@ def _status(error: ApiException) -> Tree | None:
 
 
 def _conflict(status: Tree, message: str) -> str:
-    """The message for a 409; for an apply it names the managers and their fields."""
+    """The message for a 409 response. For an apply,
+    it names the managers and their fields."""
     details: Tree = status.get("details") or {}
     fields_of: dict[str, list[str]] = {}
     for cause in details.get("causes") or []:
@@ -333,7 +343,8 @@ def _conflict(status: Tree, message: str) -> str:
 
 
 def _kubeconfig() -> str:
-    """The path that kubectl uses; the client evaluates its own default only once, at import."""
+    """The path that kubectl uses. The client evaluates its default path only once,
+    at import."""
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 

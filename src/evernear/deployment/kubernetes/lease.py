@@ -1,9 +1,11 @@
-"""One deployment to a namespace at a time, by a Lease.
+"""A Lease that limits a namespace to one deployment at a time.
 
-The holder renews the Lease. The Lease of a killed holder may be taken over once it has been observed, unrenewed, for
-its whole duration; as in client-go's leader election, the clocks of two machines are never compared. A holder that was
-cut off learns on its next renewal that it was replaced, and changes nothing more. Requests that it sent in between do
-no lasting harm, because the champion's pointer moves by compare-and-swap.
+The holder renews the Lease. If the Lease was observed for its whole duration without a
+renewal, its holder is considered dead, and a different process may take the Lease over.
+As in client-go's leader election, the clocks of two machines are never compared. A
+holder that was cut off learns on its next renewal that it was replaced, and makes no
+further changes. Requests that it sent in the meantime do no lasting harm, because the
+champion's pointer moves by compare-and-swap.
 """
 
 import threading
@@ -18,11 +20,12 @@ from evernear.deployment.kubernetes.objects import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
 
-OBSERVATIONS = 10  # how often another holder's Lease is read during its duration
+OBSERVATIONS = 10  # number of reads of a foreign Lease during its duration
 
 
 class LeaseLock:
-    """A Lease, held and renewed from `acquire` to `release`; a context manager."""
+    """A Lease that is held and renewed from `acquire` to `release`.
+    It is a context manager."""
 
     def __init__(self, cluster: Cluster, name: str, duration_s: int) -> None:
         self._cluster = cluster
@@ -43,8 +46,9 @@ class LeaseLock:
         """Take the Lease, and renew it in the background.
 
         Raises:
-            BusyError: another deployment holds it; the message names the holder and the time.
-            ClusterError: it cannot be read or written.
+                BusyError: a different deployment holds the Lease.
+                    The message names the holder and the time.
+                ClusterError: the Lease cannot be read or written.
         """
         self._manifest = self._take_when_free()
         self._renewed_s = time.monotonic()
@@ -55,7 +59,8 @@ class LeaseLock:
         """Check that the Lease is still held.
 
         Raises:
-            BusyError: it was lost to another deployment, or could not be renewed.
+                BusyError: the Lease was lost to a different deployment,
+                    or its renewal failed.
         """
         if self._lost is None and time.monotonic() - self._renewed_s > self._duration_s:
             self._lost = "it could not be renewed in time"
@@ -63,11 +68,12 @@ class LeaseLock:
             raise BusyError(f"This deployment lost the Lease {self._name} ({self._lost}), so it changes nothing more.")
 
     def release(self) -> None:
-        """Release the Lease, so that the next deployment does not have to wait until it expires."""
+        """Release the Lease, so that the next deployment does not have to wait until it
+        expires."""
         self._released.set()
         self._thread.join()
         if self._lost is None:
-            with suppress(ClusterError):  # it expires on its own
+            with suppress(ClusterError):  # the Lease expires without a release
                 self._cluster.replace(self._manifest | {"spec": {**self._manifest["spec"], "holderIdentity": ""}})
 
     def _take_when_free(self) -> Tree:
@@ -82,7 +88,7 @@ class LeaseLock:
             if lease is None or not holder or expired:
                 with suppress(ObjectConflictError):
                     return self._take(lease)
-                continue  # another process took it first
+                continue  # a different process took it first
             if holder == self._identity:  # an earlier attempt succeeded, but its response was lost
                 return lease
             if observed is None:
@@ -112,7 +118,7 @@ class LeaseLock:
 
     def _renew_periodically(self) -> None:
         while self._lost is None and not self._released.wait(self._duration_s / 3):
-            with suppress(ClusterError):  # tried again; `require` enforces the time limit
+            with suppress(ClusterError):  # the next renewal follows, and `require` enforces the time limit
                 self._renew()
 
     def _renew(self) -> None:
@@ -120,7 +126,7 @@ class LeaseLock:
         spec = {**self._manifest["spec"], "renewTime": _micro_time()}
         try:
             self._manifest = self._cluster.replace(self._manifest | {"spec": spec})
-        except ObjectConflictError:  # taken over; or an earlier renewal succeeded, but its response was lost
+        except ObjectConflictError:  # taken over, or an earlier renewal succeeded but its response was lost
             lease = self._cluster.get("Lease", self._name)
             holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
             if lease is None or holder != self._identity:

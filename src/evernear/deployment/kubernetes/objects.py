@@ -1,6 +1,7 @@
-"""The Kubernetes objects of a release, as plain dicts; ``evernear deployment render`` prints them.
+"""The Kubernetes objects of a release as plain dicts, which
+``evernear deployment render`` prints.
 
-Start at `serving_objects`. The commands of the containers are in `evernear.serving.pod`.
+Start at `serving_objects`. The containers' commands are in `evernear.serving.pod`.
 """
 
 import json
@@ -27,11 +28,11 @@ MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
 ARCHIVE_SHA256 = f"{PREFIX}/archive-sha256"
 SETTINGS_SHA256 = f"{PREFIX}/settings-sha256"
 REVISION = f"{PREFIX}/revision"
-"""A pod label: a hash of the pod template, by which the pods of one rollout are selected."""
+"""A pod label with a hash of the pod template. It selects the pods of one rollout."""
 VERSION = "app.kubernetes.io/version"
 COMMON_LABELS = {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"}
 WATCHER = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "watch"}
-"""The labels of the watcher's pod, which compares releases after a rollout."""
+"""The labels of the watcher's pod. The watcher compares releases after a rollout."""
 CONTAINER = "torchserve"
 USER = 65532  # the user in Dockerfile.serve
 WORKDIR = "/evernear"
@@ -52,7 +53,7 @@ class ServedRelease:
     manifest_sha256: str
     index_size_bytes: int = 0
     worker_parts_size_bytes: int = 0
-    """Size of the parts that each worker loads itself."""
+    """Total size of the parts that each worker loads separately, in bytes."""
 
     @staticmethod
     def of(record: Record) -> "ServedRelease":
@@ -68,7 +69,7 @@ class ServedRelease:
         )
 
     def memory(self, settings: RunSettings) -> str:
-        """Memory request and limit of a pod. Raises as `pod_memory`."""
+        """Memory request and limit of a pod. Raises the same errors as `pod_memory`."""
         return pod_memory(settings, self.index_size_bytes, self.worker_parts_size_bytes)
 
 
@@ -76,7 +77,8 @@ def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]
     """All objects of ``release``, in the order in which they are applied.
 
     Raises:
-        SettingsError: no image is set, pods cannot reach the store, or their memory does not suffice.
+            SettingsError: no image is set, pods cannot reach the store,
+                or their memory is insufficient.
     """
     _require_usable(settings)
     kubernetes = settings.kubernetes
@@ -139,17 +141,19 @@ def _require_usable(settings: RunSettings) -> None:
 
 
 def _config(settings: RunSettings) -> str:
-    """The pod's settings file, without defaults: the image may contain another version of evernear."""
+    """The pod's settings file, without defaults, because the image may contain a
+    different evernear version."""
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
-    # A scalar in JSON is valid TOML.
+    # A JSON scalar is valid TOML.
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
     return "\n".join(["[serving]", *lines, ""])
 
 
 def _threads(settings: RunSettings) -> int:
-    """Threads of each worker, its OMP_NUM_THREADS: the CPU limit less one CPU for Java, divided by the workers.
+    """Number of threads of each worker (its OMP_NUM_THREADS): the CPU limit less one
+    CPU for Java, divided by the number of workers.
 
-    Oversubscribed threads wait for each other, see benchmarks/results/serving.md.
+    Oversubscribed threads wait for each other. See benchmarks/results/serving.md.
     """
     if settings.serving.threads != ServingSettings().threads:
         return settings.serving.threads
@@ -198,7 +202,8 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The container that fetches the archive, and the only one with the keys of the object store."""
+    """The container that downloads the archive.
+    Only this container has the keys of the object store."""
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
     container = _any_container(settings, release, "fetch", command)
@@ -213,7 +218,8 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """The sidecar that uploads logged queries, with separate keys. A sidecar ends after TorchServe."""
+    """The sidecar that uploads logged queries with separate keys.
+    A sidecar ends after TorchServe."""
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
         return []
@@ -234,7 +240,8 @@ def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
 
 
 def _container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """TorchServe. Its management API is bound to loopback, unreachable from outside the pod."""
+    """The TorchServe container. Its management API is bound to loopback, and is
+    unreachable from outside the pod."""
     serving, kubernetes = settings.serving, settings.kubernetes
     command = ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
     container = _any_container(settings, release, CONTAINER, command)
@@ -249,7 +256,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(serving.startup_timeout_s / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
-    # Not from the ConfigMap: while pods are replaced, the mounted file already has the settings of their successors.
+    # Not read from the ConfigMap: while pods are replaced, the mounted file already
+    # contains their successors' settings.
     drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
     return container | {
         "ports": [
@@ -264,7 +272,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
             "failureThreshold": starts,
         },
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
-        # TorchServe restarts dead workers; the container is restarted only if that fails.
+        # TorchServe restarts dead workers.
+        # The container is restarted only if TorchServe fails to.
         "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
         "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }
@@ -324,7 +333,7 @@ def _spread(kubernetes: KubernetesSettings, key: str) -> Tree:
 
 
 def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
-    """The Deployment, without ``replicas``: the autoscaler owns that field."""
+    """The Deployment without ``replicas``, because the autoscaler owns this field."""
     return {
         "selector": {"matchLabels": selector(kubernetes)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
@@ -360,7 +369,8 @@ def _service(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
 
 
 def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
-    """One pod at a time. A single replica may be evicted too, otherwise its node could never be drained."""
+    """The disruption budget, which permits the eviction of one pod at a time. A single
+    replica may be evicted too, because its node could otherwise never be drained."""
     return {
         "maxUnavailable": 1,
         "selector": {"matchLabels": selector(kubernetes)},
@@ -369,9 +379,9 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """Inference for this namespace and the client namespaces, metrics for the watcher and for monitoring, management
-    for no one.
-    """
+    """The network policy. This namespace and the client namespaces have access to
+    inference, and the watcher and monitoring have access to metrics. The management API
+    is inaccessible."""
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
@@ -383,7 +393,8 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
     readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
     ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
-    # DNS and the object store, for the init containers, and Milvus; a claim needs neither.
+    # DNS and the object store for the init containers, and Milvus.
+    # A claim needs none of them.
     is_local = kubernetes.store_claim and not kubernetes.milvus_secret
     servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {

@@ -1,7 +1,9 @@
-"""The permissions that a deployment needs, checked in advance; deploy/base/deployer.yaml is the Role that grants them.
+"""Check the permissions that a deployment needs in advance. The Role in
+deploy/base/deployer.yaml grants them.
 
-A dry run detects only some missing permissions. The others are first used in the middle of a deployment: to hold the
-Lease, to follow the rollout, to diagnose it, to restore the previous revision.
+A dry run detects only some missing permissions. A deployment uses the other permissions
+later: to hold the Lease, to follow and diagnose the rollout, and to restore the
+previous revision.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,14 +14,16 @@ from evernear.errors import ClusterError
 from evernear.settings import RunSettings
 
 Permission = tuple[tuple[str, ...], str, str]
-"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and an object's name; empty for all objects."""
+"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and an object's name,
+which is empty for all objects."""
 
 
 def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
     """Ask the API server for every permission that a deployment of ``objects`` needs.
 
     Raises:
-        ClusterError: Permissions are missing; the message names them all. Or the API server is unavailable.
+            ClusterError: permissions are missing, all of which the message names, or
+                the API server is unavailable.
     """
     missing: list[str] = []
     for verbs, kind, name in _needed(cluster, objects, settings):
@@ -40,7 +44,7 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
     yield ("get", "create", "patch"), "ConfigMap", last_known_good_name(settings.kubernetes)
     yield ("get", "watch"), "Deployment", name
     yield ("get", "update"), "Lease", name
-    yield ("create",), "Lease", ""  # a POST has no name yet
+    yield ("create",), "Lease", ""  # a POST request names no object yet
     yield ("list",), "Pod", ""
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
@@ -50,6 +54,6 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
 
 
 def _resource(kind: str) -> str:
-    """The resource of a kind, as a Role names it."""
+    """The resource name of a kind in a Role."""
     kind, slash, subresource = kind.partition("/")
     return f"{RESOURCES[kind][1]}{slash}{subresource}"

@@ -1,7 +1,9 @@
-"""A revision: the objects that serve one release. It is applied as a whole, and saved once it is verified.
+"""A revision: the objects that serve one release. A revision is applied as a whole,
+and saved after its verification.
 
-The registry knows the last champion, but not the image and the settings that it was live with. Those are in the last
-known good revision, a ConfigMap of the cluster, which a failed deployment restores.
+The registry records the last champion, but not the image and the settings with which it
+was live. They are in the last known good revision, a ConfigMap in the cluster that a
+failed deployment restores.
 """
 
 import json
@@ -23,11 +25,14 @@ class Revision:
 
 
 def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
-    """Apply objects in order; idempotent. With ``dry_run`` the API server only validates them.
+    """Apply objects in order. The call is idempotent. With ``dry_run``,
+    the API server only validates them.
 
     Raises:
-        ObjectConflictError: another field manager owns a field and set it to a different value.
-        ClusterError: an object is refused (no permission, no quota, no such field), or the API server is unavailable.
+        ObjectConflictError: a different field manager owns a field and set it to a
+            different value.
+        ClusterError: an object is refused (missing permission, exceeded quota, unknown
+            field), or the API server is unavailable.
     """
     for manifest in objects:
         cluster.apply(manifest, force=force, dry_run=dry_run)
@@ -37,14 +42,14 @@ def remove(cluster: Cluster, objects: Iterable[Tree]) -> None:
     """Delete objects in reverse order.
 
     Raises:
-        ClusterError: one cannot be deleted, or the API server is unavailable.
+            ClusterError: an object cannot be deleted, or the API server is unavailable.
     """
     for manifest in reversed(list(objects)):
         cluster.delete(manifest["kind"], manifest["metadata"]["name"])
 
 
 def load_last_known_good(cluster: Cluster, settings: KubernetesSettings) -> Revision | None:
-    """The revision that was verified last; None if there is none or it is unreadable.
+    """The revision that was verified last, or None if it is missing or unreadable.
 
     Raises:
         ClusterError: the API server is unavailable.
@@ -62,7 +67,7 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
     """Replace the last known good revision.
 
     Raises:
-        ClusterError: it cannot be written.
+            ClusterError: the ConfigMap cannot be written.
     """
     metadata = {
         "name": last_known_good_name(settings),
@@ -75,5 +80,5 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
 
 
 def last_known_good_name(settings: KubernetesSettings) -> str:
-    """The name of the ConfigMap; deploy/base/deployer.yaml grants access to it."""
+    """The name of the ConfigMap, to which deploy/base/deployer.yaml grants access."""
     return f"{settings.name}-proven"

@@ -8,18 +8,22 @@ from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
 DIAGNOSIS_INTERVAL_S = 2
-"""Interval between diagnoses of the pods; the Deployment is watched in between."""
+"""Interval between diagnoses of the pods, in seconds.
+The Deployment is watched in between."""
 PAUSE_S = 0.2
 
 
 def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
-    """Wait until every pod is of the newest revision and ready, and older pods are gone or terminating.
+    """Wait until every pod has the newest revision and is ready,
+    and older pods are deleted or terminating.
 
-    A persistent failure, such as an image that cannot be pulled, ends the rollout after ``failure_grace_s`` instead of
-    ``rollout_timeout_s``. ``ProgressDeadlineExceeded`` is ignored: it may be left from the previous rollout.
+    A persistent failure, such as an image that cannot be pulled, ends the rollout after
+    ``failure_grace_s`` instead of ``rollout_timeout_s``. ``ProgressDeadlineExceeded``
+    is ignored because the previous rollout may have set it.
 
     Raises:
-        ClusterError: the rollout fails, with the reason; or the API server is unavailable for too long.
+        ClusterError: the rollout fails, and the message states the reason, or the API
+            server is unavailable for too long.
     """
     started_s = healthy_s = time.monotonic()
     while True:
@@ -29,7 +33,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
             if is_complete(deployment):
                 return
             diagnosis = diagnose(cluster, settings, deployment)
-        except ApiUnavailableError as error:  # pods keep serving without their control plane
+        except ApiUnavailableError as error:  # pods continue to serve without their control plane
             diagnosis = Diagnosis(str(error).rstrip("."))
         now_s = time.monotonic()
         if diagnosis is None or not diagnosis.persistent:
@@ -45,7 +49,8 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
 
 
 def is_complete(deployment: Tree) -> bool:
-    """Whether only the newest revision is live, by the rule of ``kubectl rollout status``."""
+    """Whether only the newest revision is live, by the criterion of
+    ``kubectl rollout status``."""
     status: Tree = deployment.get("status") or {}
     replicas = deployment["spec"].get("replicas", 1)
     updated = status.get("updatedReplicas", 0)

@@ -1,4 +1,5 @@
-"""Diagnose a rollout from the status, events and logs of its pods: one sentence that quotes Kubernetes."""
+"""Diagnose a rollout from the status, events and logs of its pods,
+in one sentence that quotes Kubernetes."""
 
 from dataclasses import dataclass
 
@@ -15,21 +16,23 @@ CREATE_ERRORS = frozenset({"CreateContainerConfigError", "CreateContainerError",
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The reason why pods are missing or not ready; ``persistent`` if waiting rarely helps."""
+    """The reason why pods are missing or not ready.
+    ``persistent`` is set if waiting rarely helps."""
 
     reason: str
     persistent: bool = False
 
 
 def diagnose(cluster: Cluster, settings: KubernetesSettings, deployment: Tree) -> Diagnosis | None:
-    """The fault that keeps the newest revision of ``deployment`` from coming up; None if none is visible."""
+    """The fault that prevents the newest revision of ``deployment`` from starting, or
+    None if no fault is visible."""
     refused = _condition(deployment, "ReplicaFailure", "True")
     if refused is not None:
         return Diagnosis(f"no pod can be created: {_reason(refused)}")
     revision = deployment["spec"]["template"]["metadata"]["labels"][REVISION]
     labels = {**selector(settings), REVISION: revision}
     pods = cluster.list("Pod", labelSelector=",".join(f"{key}={value}" for key, value in labels.items()))
-    pods.sort(key=_has_failed)  # a failed pod is the least informative: another one has replaced it
+    pods.sort(key=_has_failed)  # a failed pod is the least informative because a new pod has replaced it
     diagnoses = [_of_pod(cluster, pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
     faults = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
     return next((fault for fault in faults if fault.persistent), faults[0] if faults else None)
@@ -53,12 +56,13 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Diagnosis | None:
 
 
 def _has_failed(pod: Tree) -> bool:
-    """Whether a pod was evicted or rejected by its node. It stays listed, and may be older than this rollout."""
+    """Whether a pod was evicted or rejected by its node. Such a pod stays listed, and
+    may be older than this rollout."""
     return (pod.get("status") or {}).get("phase") == "Failed"
 
 
 def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Diagnosis | None:
-    """A faulty image, configuration or command."""
+    """The fault of a container with a faulty image, configuration or command."""
     state: Tree = container.get("state") or {}
     waiting: Tree = state.get("waiting") or {}
     reason, name = waiting.get("reason", ""), f"{role} {container['name']} of pod {pod}"
@@ -67,7 +71,8 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
     if reason in CREATE_ERRORS:
         return Diagnosis(f"{name} cannot be created: {_reason(waiting)}", persistent=True)
     ended: Tree = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
-    # After its second restart, a running container counts as crashed until it is ready: it may crash again later.
+    # After its second restart, a running container counts as crashed until it is ready,
+    # because it may crash again.
     restarts = container.get("restartCount", 0)
     down = "running" not in state or (restarts > 1 and not container.get("ready"))
     if reason != "CrashLoopBackOff" and not (ended.get("exitCode") and down):
@@ -81,7 +86,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
 
 
 def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
-    """A running container whose startup or readiness probe fails."""
+    """The fault of a running container whose startup or readiness probe fails."""
     if container.get("ready") or "running" not in (container.get("state") or {}):
         return None
     probe = "readiness" if container.get("started") else "startup"
@@ -90,7 +95,8 @@ def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
 
 
 def _log_end(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
-    """The end of the container's log, or of the termination message that the kubelet saved."""
+    """The end of the container's log,
+    or of the termination message that the kubelet saved."""
     lines = cluster.log(pod, container, previous=previous, lines=LOG_LINES)
     lines = lines or [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
     return f"; its log ends with {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""
@@ -103,7 +109,7 @@ def _newest_warning(cluster: Cluster, pod: str, reason: str | None = None) -> st
 
 
 def event_time(event: Tree) -> str:
-    """The last time of an event, which sorts as text."""
+    """The last time of an event, as sortable text."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
 
 

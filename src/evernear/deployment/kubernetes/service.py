@@ -1,4 +1,4 @@
-"""Verify a release through its Service, on the path of its clients."""
+"""Verify a release through its Service, which is the path that clients use."""
 
 import time
 from urllib.parse import urlsplit
@@ -18,29 +18,32 @@ PAUSE_S = 0.5
 
 
 def verify(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> int:
-    """Send the stored queries to the Service; return how many were answered.
+    """Send the stored queries to the Service,
+    and return the number of answered queries.
 
-    Endpoints lag behind a rollout, so for ``convergence_timeout_s`` the Service may still answer with another release.
-    The test starts after as many consecutive answers of this release as there are stored queries.
+    Endpoints lag behind a rollout, so the Service may answer with a different release
+    for up to ``convergence_timeout_s``. The test starts after as many consecutive
+    answers of this release as there are stored queries.
 
     Raises:
-        ServingError: a prediction differs from the archived one, or comes from another release, or the Service does
-            not respond.
+        ServingError: a prediction differs from the archived prediction or comes from a
+            different release, or the Service does not respond.
     """
     _await_release(client, settings, parts)
     return smoke(client, parts)
 
 
 def service_url(settings: RunSettings) -> str:
-    """The URL for predictions within the cluster."""
+    """The prediction URL inside the cluster."""
     return f"http://{_host(settings)}:{settings.serving.inference_port}/predictions/{settings.serving.model_name}"
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
-    """A client of the Service: by ``service_url`` if set, by its DNS name from inside, else through the API server.
+    """A client of the Service. It uses ``service_url`` if set, the DNS name inside the
+    cluster, and the API server otherwise.
 
     Raises:
-        SettingsError: a token is required, and the API server would not forward it.
+            SettingsError: a token is required, and the API server would not forward it.
     """
     url = urlsplit(settings.kubernetes.service_url)
     if url.hostname:
@@ -97,7 +100,8 @@ def _await_release(client: PredictionClient, settings: KubernetesSettings, parts
 
 
 class _ApiServerProxyClient:
-    """The ``proxy`` subresource of a Service: reachable wherever the API server is, but without a token."""
+    """The ``proxy`` subresource of a Service.
+    It is reachable wherever the API server is, but forwards no token."""
 
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster
@@ -106,7 +110,7 @@ class _ApiServerProxyClient:
         self._timeout_s = settings.serving.response_timeout_s
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
-        """As `evernear.serving.client.Client.predict`."""
+        """Like `evernear.serving.client.Client.predict`."""
         path = f"{self._path}/{version}" if version else self._path
         status, content = self._cluster.post_to_service(self._service, "http", path, image, self._timeout_s)
         if status != 200:
