@@ -1,1 +1,1 @@
-"""The FAISS index of the gallery: neighbors determine a label, or "unknown"."""
+"""The FAISS index of the gallery. Neighbors determine a label or "unknown"."""

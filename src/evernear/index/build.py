@@ -1,4 +1,5 @@
-"""Build an index from gallery embeddings, stamped with the sha256 of their network."""
+"""Build an index from gallery embeddings,
+and record the sha256 of their network in it."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -47,16 +48,20 @@ def build_index(
 ) -> IndexDescription:
     """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
 
-    ``labels`` are the dataset's, by number. Images of ``exclude_labels`` are ignored. With ``groups``,
-    queries whose group has images in train or gallery do not calibrate, unless there are no others. ``threshold`` and
-    ``reject_rate`` come from an `evernear.evaluation.open_set.OpenSet`; see `calibrate`. A collection
-    belongs to the store ``owner``. The description is written last, so a directory without ``index.json`` is an
-    unfinished index.
+    ``labels`` are the dataset's labels, by number. Images of ``exclude_labels`` are
+    ignored. With ``groups``, queries whose group has images in the train split or the
+    gallery are excluded from the calibration, unless no other queries exist.
+    ``threshold`` and ``reject_rate`` come from an
+    `evernear.evaluation.open_set.OpenSet` (see `calibrate`). A collection belongs to
+    the store ``owner``. The description is written last, so a directory without
+    ``index.json`` is an unfinished index.
 
     Raises:
-        StoreError: the disk is full, or ``out_dir`` cannot be written.
-        DataError: no gallery, fewer than two classes in it, or no query.
-        SettingsError: the index type or its search parameters are unknown to FAISS, or need more vectors.
+        StoreError: the disk is full, or ``out_dir`` is not writable.
+        DataError: the gallery is empty or has fewer than two classes,
+            or the query split is empty.
+        SettingsError: FAISS does not know the index type or its search parameters, or
+            the index type needs more vectors.
         IntegrityError: an embedding is not finite.
     """
     if settings.type == AUTO and settings.search:
@@ -104,10 +109,14 @@ def build_index(
 
 
 def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
-    """Centroid, if it labels more ``queries`` correctly than the vote by more than one standard error, otherwise vote.
+    """Choose the classification rule. The rule is centroid if it labels more
+    ``queries`` correctly than the vote by more than one standard error, and vote
+    otherwise.
 
-    Neighbors vote best for classes of several clusters. Of classes that overlap, the few nearest vectors are a noisy
-    sample, which the centroid averages: on CIFAR-10 it labels 1.1 points more images correctly than five neighbors do.
+    Neighbors vote best for classes that consist of several clusters. If classes
+    overlap, the few nearest vectors are a noisy sample, and the centroid averages the
+    noise. On CIFAR-10, the centroid labels 1.1 points more images correctly than five
+    neighbors do.
     """
     neighbors = gallery.search(queries.embeddings, gallery.description.k)
     by_vote = gallery.label(queries.embeddings, neighbors, "vote") == queries.labels
@@ -117,7 +126,7 @@ def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
 
 
 def _create(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """An index of ``gallery`` in the backend of ``settings``."""
+    """Create an index of ``gallery`` in the backend that ``settings`` selects."""
     if settings.backend != FAISS:
         with index_backend(settings.backend) as backend:
             chosen = backend.create(gallery, settings, queries, exact)
@@ -136,10 +145,11 @@ def _create(gallery: GalleryVectors, settings: IndexSettings, queries: Embedding
 
 
 def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
-    """Train an index of the type ``factory`` and add the gallery to it."""
+    """Train an index of type ``factory``, and add the gallery to the index."""
     dim = gallery.embeddings.dim
     try:
-        # The nearest unit vector has the largest inner product, which a single BLAS call computes.
+        # The nearest unit vector has the largest inner product,
+        # which needs a single BLAS call.
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError:
         raise SettingsError(
@@ -155,7 +165,8 @@ def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
 
 @contextmanager
 def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
-    """Turn errors while an index trains, adds or searches into one that names the setting."""
+    """Convert errors that occur while an index trains,
+    adds or searches to an error that names the setting."""
     try:
         yield
     except RuntimeError as error:
@@ -167,7 +178,8 @@ def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Genera
 
 
 def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The label number (N,) of each gallery vector, and the sum of the vectors (labels, D) of each label."""
+    """The label number of each gallery vector (N,),
+    and the sum of the vectors of each label (labels, D)."""
     numbers: list[NDArray[np.int32]] = []
     sums = np.zeros((len(known), embeddings.dim))
     for block in select_labels(embeddings.blocks("gallery"), known):
@@ -179,7 +191,8 @@ def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[n
 
 
 def _sample(gallery: GalleryVectors) -> NDArray[np.float32]:
-    """About `TRAINING_VECTORS` gallery vectors, evenly over all shards; all of them if there are fewer."""
+    """About `TRAINING_VECTORS` gallery vectors, evenly spread over all shards, or the
+    whole gallery if it has fewer vectors."""
     step = max(1.0, gallery.embeddings.count("gallery") / TRAINING_VECTORS)
     blocks = (block.embeddings for block in gallery.blocks())
     return np.concatenate([block[np.arange(0, len(block), step).astype(np.int64)] for block in blocks])
@@ -193,6 +206,7 @@ def _npy(array: NDArray[Any]) -> bytes:
 
 
 def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Normalize each row to unit length. Rows of zeros, of labels without a vector, remain."""
+    """Normalize each row to unit length. Rows of zeros,
+    which belong to labels without vectors, stay zero."""
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     return (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)

@@ -13,12 +13,14 @@ from evernear.index.vectors import VectorIndex
 from evernear.settings import IndexSettings
 
 ROUNDING = 1e-5
-"""Squared distances of float32 unit vectors that differ by less are equal (observed: 1e-6)."""
+"""Squared distances of float32 unit vectors are equal if they differ by less than this
+(observed: 1e-6)."""
 EQUAL = 1e-6
-"""Distances that differ by less cannot be separated by a float32 threshold."""
+"""A float32 threshold cannot separate distances that differ by less than this."""
 MARGIN = 2 * DISTANCE_TOLERANCE
-"""A threshold is at most this far from one of the distances that it separates. In the middle of a wide gap, it would
-accept unknown images that are farther away than any known one."""
+"""Maximum distance between a threshold and one of the two distances that it separates.
+A threshold in the middle of a wide gap would accept unknown images that are farther
+away than any known image."""
 
 
 def calibrate(
@@ -29,20 +31,27 @@ def calibrate(
     threshold: float | None = None,
     reject_rate: float | None = None,
 ) -> Calibration:
-    """Set the threshold, and measure its effect on ``queries`` of the query split, neither trained nor tested on.
+    """Set the threshold, and measure its effect on ``queries``,
+    which are used for neither training nor testing.
 
-    ``reject_rate`` is the share of known images to reject according to `evernear.evaluation.probe`. The threshold is
-    the distance that this share of the queries exceeds, so it follows the distances of this network, which has trained
-    longer than the probe's. ``threshold``, from a release whose network is reused, is taken unchanged.
+    ``reject_rate`` is the share of known images to reject according to
+    `evernear.evaluation.probe`. The threshold is the distance that this share of the
+    queries exceeds. It therefore follows the distances of this network, which has
+    trained longer than the probe's network. A ``threshold`` comes from a release whose
+    network is reused, and is not changed.
 
-    With too few classes for a probe (both None), impostors are used instead: each query counts as unknown once, at the
-    distance to the nearest gallery vector of *another* class. The threshold accepts ``settings.false_accept_rate`` of
-    them, unless it then rejects more than ``settings.false_reject_rate`` of the queries: known images take precedence.
-    This underestimates unseen classes (5% was 70% in the draws of digits, 56% and 5% on MNIST), because a network
-    separates the classes that it was trained on.
+    With too few classes for a probe, both are None, and impostors are used instead.
+    Each query then counts as unknown once, at the distance to the nearest gallery
+    vector of a *different* class. The threshold accepts ``settings.false_accept_rate``
+    of these distances. If it would then reject more than ``settings.false_reject_rate``
+    of the queries, it is raised, because known images take precedence. Impostors
+    underestimate the false accepts of unseen classes, because a network separates the
+    classes that it was trained on. A specified 5% became 70% in the draws of digits,
+    and 56% and 5% on MNIST.
 
-    Distances to impostors are exact for every index type. An approximate search that starts within a query's own class
-    would find no impostor, and the threshold would be too large.
+    Distances to impostors are exact for every index type. An approximate search that
+    starts within a query's own class would not find an impostor, and the threshold
+    would be too large.
 
     Raises:
         DataError: the gallery has fewer than two classes.
@@ -73,19 +82,22 @@ def calibrate(
 
 
 def is_nearest(rows: NDArray[np.int64], distances: Floats, exact: ExactNeighbors) -> NDArray[np.bool_]:
-    """Of N queries, those for which an index found the nearest vector: its row, or another at the same distance.
+    """Whether an index found the nearest vector of each of N queries: its row, or a
+    different row at the same distance.
 
-    A gallery may have an image twice.
+    A gallery may contain an image twice.
     """
     return (rows == exact.rows) | (np.abs(distances**2 - exact.squared) <= ROUNDING)
 
 
 def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
-    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances`` (N,), N >= 1.
+    """A threshold that accepts at most ``false_accept_rate`` of ``unknown_distances``
+    (N,), N >= 1.
 
-    It accepts as many as it can, and lies halfway between the last accepted and the first refused distance, within
-    `MARGIN` of the latter. Ties reduce the number of accepted distances; with N below 1 / ``false_accept_rate``, none
-    is accepted.
+    The threshold accepts the largest possible number of distances. It lies halfway
+    between the last accepted and the first rejected distance, and within `MARGIN` of
+    the first rejected distance. Ties reduce the number of accepted distances. With N
+    below 1 / ``false_accept_rate``, no distance is accepted.
     """
     allowed = int(np.floor(false_accept_rate * len(unknown_distances)))
     descending = np.sort(unknown_distances)[allowed::-1]
@@ -95,20 +107,23 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
     """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate`` of *new* images.
 
-    The rank follows split conformal prediction (Vovk et al. 2005; Angelopoulos and Bates 2021, arXiv:2107.07511):
-    an image exchangeable with these exceeds the distance of rank ceil((N + 1) (1 - rate)) with at most that
-    probability. With N below 1 / ``false_reject_rate`` - 1 no rank is high enough, and the largest distance is taken.
-    The threshold lies halfway between the distance of that rank and the next larger one, and within `MARGIN` of the
-    former. On a distance, rounding would decide whether that image is unknown.
+    The rank follows split conformal prediction (Vovk et al. 2005; Angelopoulos and
+    Bates 2021, arXiv:2107.07511). An image that is exchangeable with these images
+    exceeds the distance of rank ceil((N + 1) (1 - rate)) with at most that probability.
+    With N below 1 / ``false_reject_rate`` - 1, no rank is high enough, and the largest
+    distance is used. The threshold lies halfway between the distance of this rank and
+    the next larger distance, and within `MARGIN` of the distance of this rank. If the
+    threshold equaled a distance, rounding would decide whether that image is unknown.
     """
     count = len(known_distances)
-    # Rounded, because (1 - 0.05) * 20 is slightly more than 19.
+    # Rounded because (1 - 0.05) * 20 is slightly more than 19.
     rank = min(count, math.ceil(round((count + 1) * (1 - false_reject_rate), 9)))
     return float(np.clip(_beyond_first(np.sort(known_distances)[rank - 1 :]), 0, MAX_DISTANCE))
 
 
 def _beyond_first(ascending: Floats) -> float:
-    """A number above the first of ``ascending`` (N,), N >= 1, and those `EQUAL` to it, but below the next one."""
+    """A number above the first of ``ascending`` (N,), N >= 1, and the distances `EQUAL`
+    to it, but below the next distance."""
     gaps = np.diff(ascending.astype(np.float64), append=np.inf)
     last = int(np.argmax(gaps > EQUAL))
     return float(ascending[last] + min(gaps[last] / 2, MARGIN))

@@ -1,4 +1,5 @@
-"""``index.type = auto``: choose the index type and its search parameter by recall, memory and speed."""
+"""Choose the index type and its search parameter by recall, memory and speed,
+for ``index.type = auto``."""
 
 import math
 from bisect import bisect_left
@@ -15,27 +16,35 @@ from evernear.settings import IndexSettings
 
 AUTO, FLAT = "auto", "Flat"
 FLAT_BYTES = 8 * 2**20
-"""Largest gallery that is always searched exactly: 16,384 vectors of 128 dimensions. One search takes 0.3 ms, about as
-long as decoding an image and embedding it. Beyond that, it would dominate the time of a request."""
+"""Size of the largest gallery that is always searched exactly: 16,384 vectors of 128
+dimensions. One search takes 0.3 ms, which is about as long as decoding and embedding an
+image. The search of a larger gallery would dominate the request time."""
 COMPRESSED_FROM_BYTES = 64 * 2**20
-"""Smaller galleries are not compressed below fp16, whose distances are more exact and found in half the time."""
+"""Smaller galleries are not compressed below fp16. Its distances are more exact, and it
+needs half the search time."""
 CODES = ("RaBitQ8", "SQfp16", "Flat")
-"""Encodings of the vectors in an inverted file, from the smallest to the exact one.
+"""Encodings of the vectors in an inverted file,
+from the smallest to the exact encoding.
 
-RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On a million embeddings of
-deformed digits it found 99.4% of 512 nearest vectors; SQ8, of nearly the same size, found at most 91%.
+RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On
+a million embeddings of deformed digits, it found 99.4% of 512 nearest vectors. SQ8,
+which has nearly the same size, found at most 91%.
 """
 TRAINING_VECTORS = 163_840
-"""Maximum number of vectors to train an index with a trained part (IVF, PQ) on: 84 MB at 128 dimensions."""
+"""Maximum number of training vectors for an index with a trained part (IVF, PQ):
+84 MB at 128 dimensions."""
 VECTORS_PER_LIST = 39
-"""Training vectors that k-means needs for each list, below which FAISS warns."""
+"""Number of training vectors per list that k-means needs.
+FAISS warns below this number."""
 LARGEST_PROBED_SHARE = 1 / 8
-"""Share of the lists beyond which the next encoding is tried instead of searching more lists."""
+"""Maximum share of the lists to search. Beyond it,
+the next encoding is tried instead."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An index of the gallery, its factory and search strings, and why it was chosen."""
+    """An index of the gallery, its factory string and search string,
+    and the reason for the choice."""
 
     index: VectorIndex
     factory: str
@@ -51,12 +60,15 @@ def choose_index(
     queries: EmbeddingBlock,
     exact: ExactNeighbors,
 ) -> Choice:
-    """Choose an index for ``size`` vectors of ``dim`` dimensions; ``make`` builds and fills one from a factory string.
+    """Choose an index for ``size`` vectors of ``dim`` dimensions. ``make`` builds and
+    fills an index from a factory string.
 
-    A gallery is searched exactly if `exact_search_reason` gives a reason. Otherwise inverted files are tried in the
-    order of `CODES`, without those that exceed ``settings.memory_mb``, and below `COMPRESSED_FROM_BYTES` without the
-    first. The first is taken that reaches ``settings.recall`` on ``queries`` (see `tune_index`). If none does, the
-    index is Flat, even above ``settings.memory_mb``.
+    A gallery is searched exactly if `exact_search_reason` returns a reason. Otherwise,
+    inverted files are tried in the order of `CODES`, without encodings that exceed
+    ``settings.memory_mb``. Below `COMPRESSED_FROM_BYTES`, the first encoding is
+    skipped. The first index that reaches ``settings.recall`` on ``queries`` is used
+    (see `tune_index`). If no index does, the index is Flat, even above
+    ``settings.memory_mb``.
     """
     flat_bytes = _size_bytes(FLAT, size, dim)
     if reason := exact_search_reason(flat_bytes, len(queries.labels), settings.recall):
@@ -81,7 +93,8 @@ def choose_index(
 
 
 def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
-    """Return why no approximate index is tried: the gallery is small, or the queries are too few. Otherwise "".
+    """Return why no approximate index is tried: the gallery is small, or the queries
+    are too few. Otherwise, return "".
 
     ``flat_bytes`` is the size of the vectors as float32.
     """
@@ -94,11 +107,12 @@ def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The first search parameters that reach a recall; if none does, the last."""
+    """The first search parameters that reach a recall. If none do,
+    the last search parameters."""
 
     search: str
     hits: int
-    """Queries whose nearest vector was found."""
+    """Number of queries whose nearest vector was found."""
     queries: int
     low: float
     suffices: bool
@@ -109,9 +123,11 @@ def tune_index(
 ) -> Tuned:
     """Set the first of ``candidates`` whose recall@1 against exact search reaches ``target_recall`` at 95% confidence.
 
-    ``candidates`` are search parameters, such as ``nprobe=16``, from the fastest to the most exact. The lower end of
-    the interval decides, so that neither the sampling error nor the choice among several candidates makes the measured
-    recall look sufficient. Recall grows along the candidates: bisection tries a few only.
+    ``candidates`` are search parameters such as ``nprobe=16``, from the fastest to the
+    most exact. The lower end of the interval decides, so that the measured recall does
+    not look sufficient because of sampling error or because the best of several
+    candidates was selected. Recall grows along the candidates, so bisection needs only
+    a few tries.
     """
     total = len(queries.labels)
     hits: dict[str, int] = {}
@@ -129,20 +145,23 @@ def tune_index(
 
 
 def _lower_bound(count: int, total: int) -> float:
-    """Lower end of the 95% interval of Wilson (1927) for a share of which ``count`` of ``total`` were observed."""
+    """Lower end of the 95% Wilson interval (1927) for a share of which ``count`` of
+    ``total`` were observed."""
     z, share = NormalDist().inv_cdf(0.975), count / total
     half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4)
     return (share + z**2 / (2 * total) - half) / (1 + z**2 / total)
 
 
 def _number_of_lists(size: int) -> int:
-    """The power of 2 nearest to 4 sqrt(size), if the training vectors suffice for it."""
+    """The power of 2 nearest to 4 sqrt(size),
+    or less if the training vectors do not suffice for it."""
     most = min(size, TRAINING_VECTORS) // VECTORS_PER_LIST
     return max(1, min(2 ** round(math.log2(4 * math.sqrt(size))), most))
 
 
 def _probes(lists: int) -> Iterator[int]:
-    """Numbers of lists to probe: 1, 2, 3, 4, 6, 8, 12 ..., up to `LARGEST_PROBED_SHARE` of them."""
+    """Numbers of lists to probe: 1, 2, 3, 4, 6, 8, 12 ...,
+    up to `LARGEST_PROBED_SHARE` of ``lists``."""
     power = 1
     while power <= max(1, lists * LARGEST_PROBED_SHARE):
         yield power
@@ -152,7 +171,8 @@ def _probes(lists: int) -> Iterator[int]:
 
 
 def _size_bytes(factory: str, size: int, dim: int) -> int:
-    """Size of a Flat index, or of the codes and 8-byte ids of an inverted file, whose centroids add less than 2%."""
+    """Size of a Flat index, or of an inverted file's codes and 8-byte IDs. The
+    centroids add less than 2%."""
     code_bytes = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT).sa_code_size()
     return size * (code_bytes if factory == FLAT else code_bytes + 8)
 

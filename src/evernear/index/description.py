@@ -1,4 +1,5 @@
-"""``index.json``: the contents of an index, the network of its vectors, and how it classifies."""
+"""``index.json``: the contents of an index, the network of its vectors,
+and the classification rule."""
 
 import re
 from pathlib import Path
@@ -18,17 +19,20 @@ CENTROIDS_FILE = "centroids.npy"
 MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
 DISTANCE_TOLERANCE = 2e-3
-"""Distances of one image may differ by this much, because rounding differs between machines and batch sizes. The square
-root is steep near zero: a difference of 4e-6 (observed: 1e-6) in the squared distance of equal vectors becomes this."""
+"""Maximum difference between two computed distances of one image, because rounding
+differs between machines and batch sizes. The square root is steep near zero: it turns a
+difference of 4e-6 (observed: 1e-6) between the squared distances of equal vectors into
+this difference."""
 WIDE = 3
 """The range of false rejects is wide if it reaches this multiple of ``index.false_reject_rate``."""
 Rule = Literal["vote", "centroid"]
-"""Whether the nearest neighbors or the nearest centroid of a class decide the label."""
+"""Whether the nearest neighbors or the nearest class centroid decides the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
 def index_parts(collection: "Collection | None") -> tuple[str, ...]:
-    """The files of an index besides its description: `PARTS`, without the vectors if a ``collection`` has them."""
+    """The files of an index without its description: `PARTS`, and without the vectors
+    if they are in a ``collection``."""
     return tuple(name for name in PARTS if collection is None or name != VECTORS_FILE)
 
 
@@ -40,45 +44,55 @@ class Collection(Frozen):
     uri: str = Field(max_length=1000)
     """Address of the server, or absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
-    """An alias, the store that it belongs to (`owner_of`), and the hash of the content."""
+    """An alias, the owner store of the collection (`owner_of`),
+    and the content hash."""
 
     @property
     def alias(self) -> str:
-        """The alias that this collection has while its release is the champion."""
+        """The alias of this collection while its release is the champion."""
         return re.sub("(_s[0-9a-f]{12})?_[0-9a-f]{32}$", "", self.name)
 
     @property
     def owner(self) -> str | None:
-        """The store that it belongs to; None if an earlier version made it."""
+        """The store that the collection belongs to,
+        or None if an earlier version created it."""
         owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", self.name)
         return owned[1] if owned else None
 
 
 class Calibration(Frozen):
-    """Origin of the open-set threshold, and its effect on the query split."""
+    """The origin of the open-set threshold, and its effect on the query split."""
 
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
     stated_false_reject_rate: float | None = None
-    """None in releases that predate this setting."""
+    """None in releases that predate the setting."""
     threshold: float = Field(ge=0.0, le=MAX_DISTANCE, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
-    """Queries whose nearest vector of another class is within the threshold."""
+    """Number of queries whose nearest vector of a different class is within the
+    threshold."""
     false_rejects: int
-    """Queries whose nearest vector, as the index finds it, is beyond the threshold."""
+    """Number of queries whose nearest vector, as the index finds it,
+    is beyond the threshold."""
     nearest_found: int
-    """Queries for which the index found the exact nearest vector: its recall@1."""
+    """Number of queries for which the index found the exact nearest vector.
+    It determines the recall@1."""
     independent: float | None = Field(default=None, ge=1, allow_inf_nan=False)
-    """The number of independent queries (`evernear.data.groups.GroupNumbers.independent`); None if all are."""
+    """The number of independent queries
+    (`evernear.data.groups.GroupNumbers.independent`), or None if all are
+    independent."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
         """The range of the share of new images of known classes that the threshold calls unknown.
 
-        It is the interval of Clopper and Pearson (1934) for `false_rejects` of `queries`. It also holds for a threshold
-        that was chosen on the same queries: the share beyond the order statistic of rank n - k follows a Beta(k + 1, n
-        - k) distribution, and the share beyond the next one a Beta(k, n - k + 1) distribution (Vovk 2012, "Conditional
-        validity of inductive conformal predictors", arXiv:1209.2673). Of queries in groups, it counts `independent`.
+        It is the Clopper-Pearson interval (1934) for `false_rejects` of `queries`. The
+        interval also holds for a threshold that was chosen on the same queries. The
+        share beyond the order statistic of rank n - k follows a Beta(k + 1, n - k)
+        distribution, and the share beyond the next order statistic follows a Beta(k, n
+        - k + 1) distribution (Vovk 2012, "Conditional validity of inductive conformal
+        predictors", arXiv:1209.2673). For queries in groups, `independent` replaces the
+        number of queries.
         """
         from scipy.special import betaincinv
 
@@ -90,7 +104,8 @@ class Calibration(Frozen):
         return low, high
 
     def describe_false_rejects(self) -> str:
-        """The range of `expected_false_rejects`, with advice if it is wide; empty if every image counts as known."""
+        """The range of `expected_false_rejects`, with advice if it is wide. Empty if
+        every image counts as known."""
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
@@ -104,19 +119,21 @@ class Calibration(Frozen):
         )
 
     def _grouped(self) -> str:
-        """The number of independent images for a sentence; empty if all are."""
+        """The number of independent images as part of a sentence.
+        Empty if all images are independent."""
         if self.independent is None:
             return ""
         return f" of groups (data.group), as good as {quantity(round(self.independent), 'independent image')}"
 
 
 def describe_threshold(threshold: float) -> str:
-    """When an image is unknown, for a summary."""
+    """The condition under which an image is unknown, for a summary."""
     return "unknown switched off" if threshold >= MAX_DISTANCE else f"unknown beyond {threshold:.3f}"
 
 
 class IndexDescription(Frozen):
-    """The content of ``index.json``. Distances are L2 between unit vectors, not squared: 0 to 2."""
+    """The content of ``index.json``. Distances are L2 between unit vectors, not
+    squared, and range from 0 to 2."""
 
     remedy = "run the index step again"
 
@@ -126,25 +143,28 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """Why ``index.type = auto`` chose them; empty for an explicit type."""
+    """Why ``index.type = auto`` chose the type and its parameters.
+    Empty for an explicit type."""
     metric: Literal["inner product", "l2"] = "inner product"
-    """Metric by which FAISS ranks. L2 ranks unit vectors in the same order."""
+    """The metric by which FAISS ranks. L2 ranks unit vectors in the same order."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]
     counts: tuple[int, ...]
-    """Number of vectors of each of ``labels``. A label without vectors is never predicted."""
+    """Number of vectors per label in ``labels``.
+    A label without vectors is never predicted."""
     label_by: Rule
     k: int = Field(ge=1)
     calibration: Calibration
     parts: dict[str, str]
-    """sha256 of each of `index_parts`."""
+    """The sha256 of each file in `index_parts`."""
     collection: Collection | None = None
-    """The collection with the vectors; None if they are in `VECTORS_FILE`."""
+    """The collection with the vectors, or None if they are in `VECTORS_FILE`."""
 
     @property
     def threshold(self) -> float:
-        """The largest distance to the nearest neighbor of a known image; `MAX_DISTANCE` accepts every image."""
+        """The maximum distance between a known image and its nearest neighbor.
+        `MAX_DISTANCE` accepts every image."""
         return self.calibration.threshold
 
     @property
@@ -167,7 +187,8 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 that identifies the index and its settings. Descriptions that predate a field keep their hash."""
+        """A sha256 that identifies the index and its settings. Descriptions that
+        predate a field retain their hash."""
         later: dict[str, Any] = {"reason": True}
         if self.collection is None:
             later["collection"] = True
@@ -182,7 +203,7 @@ def describe_index(directory: Path) -> IndexDescription:
     """Read the description of the index in ``directory``, without its other files.
 
     Raises:
-        IntegrityError: it is missing, invalid or inconsistent.
+            IntegrityError: the description is missing, invalid or inconsistent.
     """
     described = IndexDescription.load(directory / DESCRIPTION_FILE)
     if set(described.parts) != set(index_parts(described.collection)) or len(described.counts) != len(described.labels):
@@ -191,10 +212,11 @@ def describe_index(directory: Path) -> IndexDescription:
 
 
 def check_parts(directory: Path, described: IndexDescription) -> None:
-    """Compare the files with their hashes. Call it before parsing any of them.
+    """Compare the files with their hashes.
+    Call this function before parsing any of the files.
 
     Raises:
-        IntegrityError: one is missing or changed.
+        IntegrityError: a file is missing or was changed.
     """
     for name, sha256 in described.parts.items():
         path = directory / name

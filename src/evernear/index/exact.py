@@ -1,4 +1,5 @@
-"""Exact nearest neighbors of a sample of queries, from one pass over the gallery."""
+"""Exact nearest neighbors of a sample of queries,
+computed in one pass over the gallery."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,21 +11,24 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 
 SAMPLE_SIZE = 8192
-"""Maximum number of queries to calibrate an index on. At this size, the 95% interval of a share of 1% is 0.8% to 1.2%,
-and of 5% 4.6% to 5.5% (Wilson)."""
+"""Maximum number of queries for calibrating an index. At this size, the 95% interval
+(Wilson) of a share of 1% is 0.8% to 1.2%, and the interval of a share of 5% is 4.6% to
+5.5%."""
 QUERY_BLOCK_SIZE, VECTOR_BLOCK_SIZE = 512, 1024
-"""Size of a block of scores: 2 MB, which stays in the cache of a core."""
+"""Dimensions of a block of scores. It has 2 MB, which fits in the cache of a core."""
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class ExactNeighbors:
-    """Of each of N queries: the exact squared distance to the nearest vector, and its row in the gallery."""
+    """For each of N queries, the exact squared distance to the nearest vector, and the
+    vector's row in the gallery."""
 
     squared: Floats
     rows: NDArray[np.int64]
     squared_to_others: Floats
-    """Distance to the nearest vector of another class; infinite without another class."""
+    """Squared distance to the nearest vector of a different class,
+    or infinity if only one class exists."""
 
 
 def sample_queries(
@@ -33,12 +37,13 @@ def sample_queries(
     size: int = SAMPLE_SIZE,
     exclude: frozenset[bytes] = frozenset(),
 ) -> EmbeddingBlock:
-    """At most ``size`` queries of the query split, evenly spaced, of the labels in the mask ``known``, sorted by label.
+    """At most ``size`` queries of the query split, evenly spaced and sorted by label.
+    Their labels are in the mask ``known``.
 
-    Of them, those with a digest in ``exclude`` are left out, unless none would be left.
+    Queries with a digest in ``exclude`` are omitted, unless no query would remain.
 
     Raises:
-        DataError: none is left.
+        DataError: no query remains.
     """
     selected = list(_at(select_labels(embeddings.blocks("query"), known), _positions(embeddings, known, size)))
     if not selected:
@@ -54,7 +59,7 @@ def sample_queries(
 
 
 def digests_outside(digests: NDArray[np.uint8], exclude: frozenset[bytes]) -> NDArray[np.bool_]:
-    """Whether each of ``digests`` (N, 32) is not in ``exclude``."""
+    """Whether each of ``digests`` (N, 32) is absent from ``exclude``."""
     return np.array([digest.tobytes() not in exclude for digest in digests] if exclude else [True] * len(digests), bool)
 
 
@@ -68,14 +73,16 @@ def _at(blocks: Iterable[EmbeddingBlock], positions: NDArray[np.int64]) -> Itera
     for block in blocks:
         here = positions[np.searchsorted(positions, first) : np.searchsorted(positions, first + len(block.labels))]
         if len(here):
-            # Indexed by numbers, which copies: a view would keep the whole block in memory.
+            # Indexing by numbers copies the rows.
+            # A view would keep the whole block in memory.
             rows = here - first
             yield EmbeddingBlock(block.embeddings[rows], block.labels[rows], block.digests[rows])
         first += len(block.labels)
 
 
 def exact_neighbors(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) -> ExactNeighbors:
-    """Search ``gallery`` once for all ``queries``, which are sorted by label as `sample_queries` returns them."""
+    """Search ``gallery`` once for all ``queries``, which must be sorted by label as
+    `sample_queries` returns them."""
     count, first_row = len(queries.labels), 0
     best = np.full(count, -np.inf, np.float32)
     best_of_others = best.copy()
@@ -99,14 +106,16 @@ def exact_neighbors(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) 
 
 
 def _exclude_own_class(scores: Floats, query_labels: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-    """Set ``scores`` of pairs of one class to minus infinity. Both label arrays are sorted: each class is a block."""
+    """Set ``scores`` of pairs of the same class to minus infinity. Both label arrays
+    are sorted, so each class is a block."""
     for label in np.intersect1d(query_labels, labels):
         same = (slice(*np.searchsorted(column, [label, label + 1])) for column in (query_labels, labels))
         scores[tuple(same)] = -np.inf
 
 
 def select_labels(blocks: Iterable[EmbeddingBlock], known: NDArray[np.bool_]) -> Iterator[EmbeddingBlock]:
-    """Yield the embeddings whose label index is in ``known``, a mask over label indices."""
+    """Yield the embeddings whose label index is in ``known``,
+    a mask over label indices."""
     for block in blocks:
         selected = known[block.labels]
         if selected.any():

@@ -1,4 +1,5 @@
-"""The only import of FAISS, with its settings and the differences between its index types."""
+"""The only import of FAISS. It applies the FAISS settings and hides the differences
+between index types."""
 
 import os
 import warnings
@@ -18,7 +19,8 @@ AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 def core_type(root: Path = ROOT) -> str | None:
-    """The name that OpenBLAS gives to the vector instructions of this processor; None if it is not one of Intel.
+    """OpenBLAS's name for the vector instructions of this processor,
+    or None if this is not an Intel processor.
 
     ``root`` is the directory that contains ``proc``.
     """
@@ -26,7 +28,7 @@ def core_type(root: Path = ROOT) -> str | None:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
-    # All processors are alike: the last one counts.
+    # All processors are alike, so the last processor is used.
     about = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(about.get("flags", ()))
     if about.get("vendor_id") != ["GenuineIntel"] or not {"avx2", "fma"} <= flags:
@@ -36,10 +38,12 @@ def core_type(root: Path = ROOT) -> str | None:
 
 @contextmanager
 def _newer_processors() -> Generator[None]:
-    """Name the processor's instructions to the OpenBLAS that FAISS loads in the body, unless the user has set them.
+    """Name the processor's instructions to the OpenBLAS that FAISS loads in the body,
+    unless the user has set them.
 
-    The wheels of FAISS 1.15 contain OpenBLAS 0.3.15 of 2021, which treats later Intel processors, such as Sapphire
-    Rapids, as a Prescott of 2004 without AVX. Assigning vectors to 4,096 lists then takes 3.2 times as long.
+    The FAISS 1.15 wheels contain OpenBLAS 0.3.15 from 2021. This version treats later
+    Intel processors, such as Sapphire Rapids, as a Prescott from 2004 without AVX.
+    Assigning vectors to 4,096 lists then takes 3.2 times as long.
     """
     name = core_type()
     if name is None or CORE_TYPE in os.environ:
@@ -53,39 +57,41 @@ def _newer_processors() -> Generator[None]:
 
 
 with _newer_processors(), warnings.catch_warnings():
-    # SWIG's own types have no __module__, which Python 3.12 and later call deprecated.
+    # SWIG's types have no __module__, which Python 3.12 and later report as deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     import faiss
 
-# Above this number of queries times dimensions, FAISS uses BLAS, which is also exact. It is faster from three
-# queries of 128 dimensions.
+# If the number of queries times the number of dimensions exceeds this value, FAISS uses
+# BLAS, which is also exact. BLAS is faster from three queries of 128 dimensions.
 faiss.cvar.distance_compute_blas_threshold = 300
 
 
 class FaissIndex:
-    """An index of FAISS. It implements `evernear.index.vectors.VectorIndex`."""
+    """A FAISS index. It implements `evernear.index.vectors.VectorIndex`."""
 
     def __init__(self, index: faiss.Index) -> None:
         self._index = index
 
     @staticmethod
     def open(path: Path) -> "FaissIndex":
-        """Open the index in ``path`` for search, mapped into memory: processes that open one file share its pages.
+        """Open the index at ``path`` for search by mapping it into memory. Processes
+        that open the same file share its pages.
 
         The file must not change while the index is open.
 
         Raises:
-            RuntimeError: it is not an index.
+            RuntimeError: the file is not an index.
         """
         return FaissIndex(faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of vectors and of dimensions."""
+        """Number of vectors, and number of dimensions."""
         return self._index.ntotal, self._index.d
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and rows of the vectors nearest to unit vectors (N, D), both (N, k); see `VectorIndex`.
+        """L2 distances and rows of the vectors nearest to unit vectors (N, D),
+        both (N, k). See `VectorIndex`.
 
         For unit vectors, |a - b|^2 = 2 - 2 ab.
         """
@@ -94,7 +100,8 @@ class FaissIndex:
         return np.where(rows >= 0, distances, np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters of later searches, such as ``nprobe=16``, which are saved with the index.
+        """Set the parameters of later searches, such as ``nprobe=16``.
+        They are saved with the index.
 
         Raises:
             RuntimeError: the index has no such parameter.
@@ -104,10 +111,11 @@ class FaissIndex:
     def save(self, directory: Path) -> None:
         """Write the index to `VECTORS_FILE` in ``directory``.
 
-        With a path, FAISS raises RuntimeError for a full disk, and nothing if the disk is full when the file is closed.
+        FAISS's path variant raises RuntimeError if the disk is full, and raises nothing
+        if the disk fills up when the file is closed.
 
         Raises:
-            StoreError: the disk is full, or ``directory`` cannot be written.
+            StoreError: the disk is full, or ``directory`` is not writable.
         """
         with atomic_file(directory / VECTORS_FILE) as file:
             writer = faiss.PyCallbackIOWriter(file.write)  # pyright: ignore[reportAttributeAccessIssue] (its stubs lack it)

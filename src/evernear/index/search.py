@@ -1,4 +1,5 @@
-"""Embeddings to labels: neighbors from the index, a label by vote or by centroid, "unknown" by distance."""
+"""From embeddings to labels: neighbors from the index, a label by vote or centroid,
+and "unknown" by distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,17 @@ from evernear.index.vectors import VectorIndex
 from evernear.plugins import index_backend
 
 NO_LABEL = -1
-"""Label number in place of a neighbor that an approximate index did not find."""
+"""Label number that replaces a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
 SETTLED_BY = 100
-"""Neighbors that `Gallery.is_settled` looks at. If all of them could vote, a prediction is not settled."""
+"""Number of neighbors that `Gallery.is_settled` checks. If all of them could vote,
+a prediction is not settled."""
 Embedded = NDArray[np.float32]
 
 
 class Neighbor(NamedTuple):
-    """A gallery vector near a query; ``dist`` is L2, not squared, and ``row`` its row in the index."""
+    """A gallery vector near a query. ``dist`` is the L2 distance, not squared, and
+    ``row`` is the vector's row in the index."""
 
     label: str
     dist: float
@@ -38,7 +41,8 @@ class Neighbor(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """The result for one query; ``dist`` is the L2 distance (0 to 2) to its nearest neighbor."""
+    """The result for one query. ``dist`` is the L2 distance (0 to 2) to its nearest
+    neighbor."""
 
     pred: str
     dist: float
@@ -48,9 +52,11 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The nearest vectors of N queries, nearest first: label indices, L2 distances and rows of the index, all (N, k).
+    """The nearest vectors of N queries, nearest first: label indices,
+    L2 distances and index rows, all (N, k).
 
-    If the index found fewer, labels are `NO_LABEL`, distances infinite and rows -1.
+    For missing neighbors, the label is `NO_LABEL`,
+    the distance is infinite and the row is -1.
     """
 
     labels: NDArray[np.int32]
@@ -81,12 +87,15 @@ class Gallery:
 
     @staticmethod
     def open(directory: Path, network_sha256: str) -> "Gallery":
-        """Open the index in ``directory``, for queries embedded by the network with that hash.
+        """Open the index in ``directory``,
+        for queries that were embedded by the network with this hash.
 
         Raises:
-            IntegrityError: its vectors are of another network, a file is missing or changed, or the files do not match
-                each other. Hashes are compared before any file is parsed.
-            StoreError: the vectors are in a collection whose server cannot be reached or rejects the request.
+            IntegrityError: the vectors belong to a different network, a file is missing
+                or was changed, or the files do not match each other. Hashes are
+                compared before any file is parsed.
+            StoreError: the vectors are in a collection whose server is unreachable or
+                rejects the request.
             SettingsError: the backend of the collection is unknown or not installed.
         """
         described = describe_index(directory)
@@ -110,15 +119,16 @@ class Gallery:
 
     @property
     def label_indices(self) -> NDArray[np.int32]:
-        """The label number of each row of the index."""
+        """The label number of each index row."""
         return self._label_indices
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
-        """Recognize unit vectors (N, D); list up to ``k`` neighbors of each (None: those that vote)."""
+        """Recognize unit vectors (N, D), and list up to ``k`` neighbors of each vector.
+        None lists the neighbors that vote."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)
-        names = (*self.description.labels, "")  # the last for NO_LABEL, which is dropped below
+        names = (*self.description.labels, "")  # the last name is for NO_LABEL, which is removed below
         return [
             Recognition(
                 names[label],
@@ -138,10 +148,11 @@ class Gallery:
         ]
 
     def search(self, embeddings: Embedded, k: int) -> Neighbors:
-        """The ``k`` nearest gallery vectors (all of them, if there are fewer) of unit vectors (N, D).
+        """Search the ``k`` nearest gallery vectors of unit vectors (N, D), or all
+        gallery vectors if there are fewer.
 
         Raises:
-            IntegrityError: the vectors have another number of coordinates.
+            IntegrityError: the vectors have a different number of dimensions.
         """
         if embeddings.ndim != 2 or embeddings.shape[1] != self.description.dim:
             raise IntegrityError(
@@ -153,10 +164,11 @@ class Gallery:
         return Neighbors(labels=labels, distances=distances, rows=rows)
 
     def classify(self, embeddings: Embedded, neighbors: Neighbors) -> Classifications:
-        """Classify unit vectors (N, D) by the neighbors that `search` found for them.
+        """Classify unit vectors (N, D) by the neighbors that `search` found.
 
-        The distance is always that to the nearest neighbor, which rejects unknown images better than the distance to a
-        centroid. A query without neighbors is unknown at distance `MAX_DISTANCE`.
+        The distance is always the distance to the nearest neighbor, which rejects
+        unknown images better than the distance to a centroid. A query without neighbors
+        is unknown at distance `MAX_DISTANCE`.
         """
         labels = self.label(embeddings, neighbors, self.description.label_by)
         no_neighbors = neighbors.labels[:, 0] == NO_LABEL
@@ -166,7 +178,8 @@ class Gallery:
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def is_settled(self, embeddings: Embedded, tolerance: float) -> NDArray[np.bool_]:
-        """Whether the predictions for unit vectors (N, D) stay the same if each distance changes by ``tolerance``."""
+        """Whether the predictions for unit vectors (N, D) stay the same if each
+        distance changes by ``tolerance``."""
         neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
         predicted = self.classify(embeddings, neighbors)
         is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
@@ -181,7 +194,8 @@ class Gallery:
     def _vote_is_settled(
         self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
     ) -> NDArray[np.bool_]:
-        """Whether the certain votes for the predicted label outnumber the possible ones for any other label."""
+        """Whether the certain votes for the predicted label outnumber the possible
+        votes for every other label."""
         k, distances = self.description.k, neighbors.distances
         size = distances.shape[1]
         is_possible = distances <= distances[:, [min(k, size) - 1]] + 2 * tolerance
@@ -194,10 +208,12 @@ class Gallery:
         return is_complete & ((others == 0) | ((is_certain & is_predicted).sum(axis=1) > others))
 
     def label(self, embeddings: Embedded, neighbors: Neighbors, rule: Rule) -> NDArray[np.int32]:
-        """Label indices of unit vectors (N, D) by the neighbors that `search` found for them.
+        """Label indices of unit vectors (N, D),
+        based on the neighbors that `search` found.
 
-        The label is the most common among the first ``description.k`` neighbors (the nearest wins a tie), or the
-        nearest centroid's, which also labels a query without neighbors.
+        The vote rule returns the most common label among the first ``description.k``
+        neighbors, and the nearest neighbor wins a tie. The centroid rule returns the
+        label of the nearest centroid, and also labels queries without neighbors.
         """
         if rule == "centroid":
             return self._nearest_centroid(embeddings)
@@ -224,13 +240,14 @@ def _open_vectors(directory: Path, described: IndexDescription) -> VectorIndex:
 
 
 def _read_array(path: Path) -> NDArray[Any]:
-    """Read an ``.npy`` file. `numpy.load` would also read an archive or a pickle."""
+    """Read an ``.npy`` file. `numpy.load` would also accept an archive or a pickle."""
     with path.open("rb") as file:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The most common label of each row of (N, k), nearest first; the nearest wins a tie.
+    """The most common label in each row of (N, k), which is ordered nearest first.
+    The nearest neighbor wins a tie.
 
     `NO_LABEL` does not vote, unless the whole row is `NO_LABEL`.
     """

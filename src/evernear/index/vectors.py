@@ -1,4 +1,4 @@
-"""The protocol of a gallery backend: vectors numbered by row."""
+"""The protocol of a gallery backend, which numbers vectors by row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ class VectorIndex(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of vectors and of dimensions."""
+        """Number of vectors, and number of dimensions."""
         ...
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """L2 distances and rows of the vectors nearest to unit vectors (N, D), both (N, k), nearest first.
 
-        If the index finds fewer than k, rows are -1 and distances infinite.
+        If the index finds fewer than k vectors,
+        the missing rows are -1 and the missing distances infinite.
         """
         ...
 
@@ -37,13 +38,15 @@ class VectorIndex(Protocol):
         ...
 
     def save(self, directory: Path) -> Collection | None:
-        """Write the vectors to ``directory``, or return the collection that has them."""
+        """Write the vectors to ``directory``,
+        or return the collection that contains them."""
         ...
 
 
 @dataclass(frozen=True)
 class GalleryVectors:
-    """The part of the gallery split to index: the images whose label index is in the mask ``known``."""
+    """The part of the gallery split to index:
+    the images whose label index is in the mask ``known``."""
 
     embeddings: Embeddings
     labels: tuple[str, ...]
@@ -51,7 +54,8 @@ class GalleryVectors:
     known: NDArray[np.bool_]
     size: int
     owner: str = ""
-    """The store that a collection of these vectors belongs to (`evernear.common.store.identity.owner_of`)."""
+    """The store that a collection with these vectors belongs to
+    (`evernear.common.store.identity.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:
         """The vectors in the order of their rows."""
