@@ -1,4 +1,4 @@
-"""Start, list, show and stop the runs of a Kubeflow Pipelines server."""
+"""Start, list, show and stop runs on a Kubeflow Pipelines server."""
 
 import copy
 import difflib
@@ -21,7 +21,7 @@ from evernear.settings import PipelineSettings, merge
 
 LOCK_POLL_S = 0.5
 UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
-"""KFP's value for a time that is not set."""
+"""KFP's value for an unset time."""
 
 
 class KfpRuns:
@@ -64,11 +64,13 @@ class KfpRuns:
         return page.pipeline_versions[0]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        """Start the newest version of ``pipeline``, once per ``key``; return the existing run of that key if any.
+        """Start the newest version of ``pipeline`` once per ``key``. If the run of this
+        key already exists, return it.
 
-        The key is part of the run's name, which is looked up before the run is created. With a ``store``, a lock
-        serializes starts with the same key. Without one, two simultaneous starts can create two runs.
-        `arguments_for` describes ``parameters``.
+        The key is part of the run's name, which is looked up before the run is created.
+        With a ``store``, a lock serializes starts with the same key. Without a
+        ``store``, two simultaneous starts can create two runs. `arguments_for`
+        describes ``parameters``.
 
         Raises:
             SettingsError: a parameter is unknown or of the wrong type.
@@ -94,7 +96,7 @@ class KfpRuns:
         return self._run_from(created)
 
     def show(self, run_id: str) -> Run:
-        """A run with its steps. KFP's driver, executor and group nodes are left out."""
+        """A run with its steps, without KFP's driver, executor and group nodes."""
         resource = self._get_run(run_id)
         return self._run_from(resource).model_copy(update={"steps": self._steps(resource)})
 
@@ -111,11 +113,11 @@ class KfpRuns:
         try:
             self._kfp.call("run_service_terminate_run", run_id=run_id)
         except ApiError:
-            if not self._is_ending(run_id):  # it may have ended since the check above
+            if not self._is_ending(run_id):  # the run may have ended since the check above
                 raise
 
     def experiment_id(self) -> str:
-        """The id of the configured experiment, which is created if necessary."""
+        """The ID of the configured experiment, which is created if necessary."""
         name, namespace = self._experiment, self._namespace
         for _ in range(2):
             arguments = {"field": "experiments", "name": name, "namespace": namespace}
@@ -125,7 +127,7 @@ class KfpRuns:
             try:
                 created = self._kfp.call("experiment_service_create_experiment", experiment=experiment)
             except ApiError as error:
-                if error.status != 409:  # another client has just created it
+                if error.status != 409:  # a different client has just created it
                     raise
             else:
                 return created.experiment_id
@@ -136,10 +138,13 @@ class KfpRuns:
 
     @contextmanager
     def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
-        """Lock the start of ``name``; yield the time (monotonic seconds) at which the lock was acquired.
+        """Lock the start of ``name``,
+        and yield the time (monotonic seconds) at which the lock was acquired.
 
-        Yields the run instead if it already exists. If the process dies or gets no response to its request, the lock
-        stays. Others take it over when the lease expires: by then the server has executed the request or never will.
+        If the run already exists, yield the run instead. If the process dies or gets no
+        response to its request, the lock remains. Other processes take the lock over
+        when its lease expires. By then, the server has executed the request or never
+        will.
         """
         if store is None:
             locked_at_s = time.monotonic()
@@ -176,7 +181,7 @@ class KfpRuns:
                 return None
 
     def _find_run(self, name: str) -> Run | None:
-        """The oldest run with that name."""
+        """The oldest run with this name."""
         arguments = {"field": "runs", "name": name, "sort_by": "created_at asc", "namespace": self._namespace}
         matches = self._kfp.find_by_name("run_service_list_runs", **arguments)
         return self._run_from(matches[0]) if matches else None
@@ -210,7 +215,8 @@ class KfpRuns:
         )
 
     def _names_of(self, run: Any) -> tuple[str, str]:
-        """Names of the run's pipeline and version, or their ids if they have been deleted."""
+        """Names of the run's pipeline and version,
+        or their IDs if the pipeline or version was deleted."""
         reference = run.pipeline_version_reference
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}
@@ -231,7 +237,8 @@ class KfpRuns:
         return self._versions[key]
 
     def _steps(self, run: Any) -> tuple[KfpStep, ...]:
-        """The run's tasks. KFP also lists drivers, executors and groups; the pipeline spec tells them apart."""
+        """The run's tasks. KFP also lists drivers, executors and groups. The pipeline
+        spec distinguishes them from tasks."""
         version = self._version(run) if run.pipeline_version_reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
         names = tasks_of(spec) if spec else None
@@ -256,7 +263,7 @@ def parameters_of(version: Any) -> Sequence[Parameter]:
 
 
 def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
-    """The parameters that the ``root`` of a compiled pipeline declares."""
+    """The parameters that ``root``, the root of a compiled pipeline, declares."""
     parameters = root.get("inputDefinitions", {}).get("parameters", {})
     return tuple(
         Parameter(
@@ -271,9 +278,11 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
 
 
 def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a run of ``version``: ``values``, with JSON objects merged into their defaults.
+    """The arguments of a run of ``version``: ``values``,
+    with JSON objects merged into their defaults.
 
-    KFP replaces a default as a whole, so a run that sends only one key of an object would lose the other keys.
+    KFP replaces a default as a whole. A run that sends only one key of an object would
+    otherwise lose the other keys.
 
     Raises:
         SettingsError: a parameter is unknown, missing or has the wrong type.
@@ -307,7 +316,7 @@ def tasks_of(spec: Mapping[str, Any]) -> set[str]:
 
 
 def reference_to(version: Any) -> dict[str, str]:
-    """The reference to a version in runs and schedules."""
+    """The reference to a version, as used in runs and schedules."""
     return {"pipeline_id": version.pipeline_id, "pipeline_version_id": version.pipeline_version_id}
 
 
@@ -328,7 +337,7 @@ def _is_task(name: str, names: set[str] | None) -> bool:
 def _state(state: str | None) -> State:
     try:
         return State((state or "pending").lower())
-    except ValueError:  # RUNTIME_STATE_UNSPECIFIED: KFP has not processed it yet
+    except ValueError:  # RUNTIME_STATE_UNSPECIFIED, because KFP has not processed the run yet
         return State.PENDING
 
 
@@ -337,7 +346,8 @@ def _utc(value: datetime | None) -> datetime | None:
 
 
 def _error(resource: Any) -> str:
-    """The error of a run or task. KFP reports it in the resource or in its last state, and often not at all."""
+    """The error of a run or task. KFP reports it in the resource or in the resource's
+    last state, and often not at all."""
     last = resource.state_history[-1].error if resource.state_history else None
     error = resource.error or last
     return (error.message or "") if error else ""

@@ -1,4 +1,5 @@
-"""Prepare compiled pipelines for a cluster: set image and defaults, or convert them to Kubernetes manifests."""
+"""Prepare compiled pipelines for a cluster: set the image and defaults, or convert
+pipelines to Kubernetes manifests."""
 
 import re
 import tempfile
@@ -17,7 +18,8 @@ from evernear.kubeflow.runs import Parameter
 
 
 def for_cluster(pipeline: str, image: str) -> bytes:
-    """The golden file of ``pipeline`` with the placeholder replaced by ``image``.
+    """The golden file of ``pipeline``,
+    with the placeholder image replaced by ``image``.
 
     Raises:
         SettingsError: ``pipeline`` is unknown, or ``image`` has no digest.
@@ -49,7 +51,8 @@ def fill_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
 
 
 def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
-    """``compiled`` as Pipeline and PipelineVersion manifests for KFP in Kubernetes-native mode."""
+    """Convert ``compiled`` to Pipeline and PipelineVersion manifests for KFP in
+    Kubernetes-native mode."""
     information = next(yaml.load_all(compiled, Loader=yaml.CSafeLoader))["pipelineInfo"]
     options = KubernetesManifestOptions(
         pipeline_display_name=information.get("displayName"),

@@ -28,7 +28,7 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
-"""Maximum number of pages that are read from a list."""
+"""Maximum number of list pages to read."""
 
 
 class ApiError(PipelineServerError):
@@ -65,18 +65,22 @@ class Connection:
 
     @property
     def ui_url(self) -> str:
-        """URL of the KFP UI; empty if only the cluster-internal address of the API is known."""
+        """URL of the KFP UI, or empty if only the cluster-internal address of the API
+        is known."""
         internal = _is_inside_cluster(urlsplit(self.url).hostname or "")
         return (self.settings.ui_url or ("" if internal else self.url)).rstrip("/")
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Call ``operation``, named as in KFP's Swagger file; empty arguments are left out.
+        """Call ``operation``, which is named as in KFP's Swagger file.
+        Empty arguments are omitted.
 
-        Failed requests are retried. A request that creates something is retried only if it was never sent.
+        Failed requests are retried.
+        A request that creates a resource is retried only if it was never sent.
 
         Raises:
             ApiError: the API rejects the request.
-            PipelineServerError: the API is unreachable or fails; it may or may not have executed the request.
+            PipelineServerError: the API is unreachable or fails.
+                It may or may not have executed the request.
         """
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
@@ -96,7 +100,7 @@ class Connection:
         return retry(attempt, on=_RepeatableError, pauses_s=pauses_s)
 
     def find(self, operation: str, **arguments: Any) -> Any:
-        """The result of `call`; None if the resource does not exist."""
+        """The result of `call`, or None if the resource does not exist."""
         try:
             return self.call(operation, **arguments)
         except ApiError as error:
@@ -105,7 +109,7 @@ class Connection:
             return None
 
     def pages(self, operation: str, field: str, **arguments: Any) -> Iterator[Any]:
-        """The resources in ``field`` of every page of a list."""
+        """The resources in ``field`` on every page of a list."""
         token = ""
         for _ in range(MAX_PAGES):
             page = self.call(operation, page_size=PAGE_SIZE, page_token=token, **arguments)
@@ -117,7 +121,8 @@ class Connection:
     def find_by_name(self, operation: str, field: str, name: str, **arguments: Any) -> list[Any]:
         """The listed resources whose display name is exactly ``name``. The API's own filter ignores case."""
         predicate = {"operation": "EQUALS", "key": "display_name", "string_value": name}
-        # The API URL-decodes a filter twice: without quoting, a + in a name would become a space.
+        # The API URL-decodes a filter twice. Without quoting,
+        # a + in a name would become a space.
         encoded = quote(json.dumps({"predicates": [predicate]}))
         matches = self.pages(operation, field, filter=encoded, **arguments)
         return [resource for resource in matches if resource.display_name == name]
@@ -128,9 +133,10 @@ class Connection:
         try:
             # A pair, because the generated client ignores a single float.
             response, _, headers = method(**arguments, _request_timeout=(timeout_s, timeout_s))
-        except OSError as error:  # the mounted token, which is read for each request
+        except OSError as error:  # reading the mounted token failed, which happens for each request
             raise PipelineServerError(f"Cannot read the token for {self.url}: {error}.") from None
-        # An authenticating proxy answers 200 with its login page, which kfp would parse as an empty list.
+        # An authenticating proxy returns 200 with its login page,
+        # which kfp would parse as an empty list.
         if not headers.get("Content-Type", "").startswith("application/json"):
             raise ApiError(
                 f"{self.url} returned a web page, probably a login page, instead of JSON: "
@@ -198,8 +204,9 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
         warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipeline v2.0.0-beta.2 and later"
         client = kfp.Client(
             host=url,
-            # Without a namespace, the constructor of kfp.Client requests the server's mode, with 5 attempts and 5 s
-            # between them. Our namespace is sent with each call instead.
+            # Without a namespace, the kfp.Client constructor requests the server's
+            # mode, with 5 attempts at intervals of 5 s. Our namespace is sent with each
+            # call instead.
             namespace=settings.namespace or "-",
             existing_token=token,
             cookies=cookies,
@@ -238,7 +245,8 @@ def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
 
 
 def _message(error: ApiException) -> str:
-    """The API's message, from the JSON body. Uploads use another error format than other operations."""
+    """The API's message, from the JSON body. The error format of uploads differs from
+    the format of other operations."""
     try:
         body = json.loads(error.body or "")
         message = body.get("message") or body["error_message"]

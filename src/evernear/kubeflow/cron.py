@@ -1,4 +1,5 @@
-"""Cron expressions as Kubeflow Pipelines reads them: robfig/cron 1.2, whose first field is the seconds."""
+"""Cron expressions in the format of Kubeflow Pipelines (robfig/cron 1.2),
+whose first field is the seconds."""
 
 import re
 from datetime import datetime
@@ -27,12 +28,15 @@ _FORMS = (
 
 
 def to_kfp(cron: str) -> str:
-    """``cron`` in KFP's format, which starts with the seconds: a Unix expression of five fields gets second 0.
+    """Convert ``cron`` to KFP's format, which starts with the seconds. A Unix
+    expression of five fields gets second 0.
 
-    KFP would read five fields as seconds to months, and run ``0 3 * * *`` at minute 3 of every hour.
+    KFP would read five fields as seconds to months,
+    and run ``0 3 * * *`` at minute 3 of every hour.
 
     Raises:
-        SettingsError: KFP would reject it or read something else in it, or it starts a run each second.
+        SettingsError: KFP would reject or misread the expression,
+            or the expression starts a run each second.
     """
     fields = cron.split()
     if not fields:
@@ -52,7 +56,8 @@ def to_kfp(cron: str) -> str:
 
 
 def _fault(cron: str) -> str:
-    """Why six fields are not a schedule for KFP; empty if they are one."""
+    """Explain why KFP does not accept six fields as a schedule.
+    Empty if KFP accepts them."""
     fields = cron.split()
     if len(fields) != UNIX_FIELDS + 1 or not all(map(_FIELD.fullmatch, fields)):
         return "it does not have five or six fields of digits, names and * ? , / -"
@@ -60,7 +65,7 @@ def _fault(cron: str) -> str:
         CronSim(_for_cronsim(cron), datetime(2000, 1, 1))
     except CronSimError as error:
         return f"{error}".lower()
-    if "L" in fields[3].upper() or re.search("7|L", fields[5].upper()):  # cronsim accepts them
+    if "L" in fields[3].upper() or re.search("7|L", fields[5].upper()):  # cronsim accepts 7 and L
         return "bad day-of-month or day-of-week"
     if not fields[0].isdecimal():
         return f"it starts several runs a minute, since its first field, {fields[0]!r}, is the seconds"
@@ -68,10 +73,11 @@ def _fault(cron: str) -> str:
 
 
 def next_run(cron: str, now: datetime) -> datetime | None:
-    """The next time after ``now`` of a schedule in KFP's format, in the time zone of ``now``.
+    """The next time after ``now`` of a schedule in KFP's format,
+    in the time zone of ``now``.
 
-    None for ``@every``, whose start only the server knows, and for an expression that another client has written in
-    another form.
+    None for ``@every``, whose start only the server knows, and for an expression that a
+    different client has written in a different format.
     """
     try:
         return next(CronSim(_for_cronsim(cron), now))

@@ -1,7 +1,9 @@
-"""Run the parts of a step on several nodes: an Indexed Job of Kubernetes, whose index is the number of the part.
+"""Run the parts of a step on several nodes with a Kubernetes Indexed Job,
+whose index is the part number.
 
-The pods come from a PodTemplate (``deploy/components/many-machines``), which a cluster's owner patches. This module
-adds image and command. Parts and results pass through the store, so this process needs no access to pods.
+The pods come from a PodTemplate (``deploy/components/many-machines``), which a
+cluster's owner patches. This module adds the image and command. Parts and results pass
+through the store, so this process needs no access to pods.
 """
 
 import time
@@ -33,14 +35,16 @@ POLL_S = 10.0
 CONTAINER = "part"
 """The container of the PodTemplate that runs the part."""
 KEEP_FINISHED_S = 3600
-"""Time after which Kubernetes deletes a finished Job whose step was killed."""
+"""Seconds after which Kubernetes deletes a finished Job whose step was killed."""
 MAX_PARTS = 100_000
-"""Kubernetes' limit of ``completions`` with a parallelism above 10,000, and far beyond a sensible number of parts."""
+"""Kubernetes' limit of ``completions`` with a parallelism above 10,000. No reasonable
+number of parts comes near it."""
 
 
 @dataclass(frozen=True)
 class IndexedJob:
-    """Runs parts in the pods of an Indexed Job, at most ``nodes`` at a time. An `Executor`."""
+    """An `Executor` that runs parts in the pods of an Indexed Job,
+    at most ``nodes`` at a time."""
 
     nodes: int
     settings: PartsJobSettings
@@ -48,14 +52,17 @@ class IndexedJob:
     report: Callable[[str], None]
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
-        """Run the parts ``numbers``, as `Executor.run`.
+        """Run the parts ``numbers``, like `Executor.run`.
 
-        A Job that an earlier attempt left behind is adopted while it runs. A pod whose part has a result ends at once.
+        A Job that an earlier attempt left behind is adopted if it is still running. A
+        pod whose part already has a result ends at once.
 
         Raises:
-            PartError: a part failed for good, or the Job failed, disappeared, or exceeded its deadline.
+            PartError: a part failed permanently, or the Job failed, disappeared,
+                or exceeded its deadline.
             ClusterError: the cluster is unreachable or rejects the Job.
-            SettingsError: the store is a directory, no namespace or no image is known, or the PodTemplate is missing.
+            SettingsError: the store is a directory, no namespace or no image is known,
+                or the PodTemplate is missing.
         """
         if not numbers:
             return None
@@ -85,7 +92,7 @@ class IndexedJob:
                 resource = cluster.get("Job", name)
             except ApiUnavailableError as error:
                 self.report(str(error))
-                waiting_since_s = time.monotonic()  # the controller may not reach it either
+                waiting_since_s = time.monotonic()  # the controller may not reach the API server either
             else:
                 if resource is None:
                     raise PartError(f"The Job {name} was deleted by someone else; run again to continue.")
@@ -117,20 +124,22 @@ def require_shared(uri: str, what: str) -> None:
     """Check that other nodes can read ``what`` at ``uri``.
 
     Raises:
-        SettingsError: it is on this machine.
+            SettingsError: ``uri`` is on this machine.
     """
     if not uri.startswith("s3://"):
         raise SettingsError(f"Other nodes cannot reach {what}, {uri}; use s3://bucket/prefix, or one node.")
 
 
 def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: Tree) -> Tree:
-    """The manifest of the Job that runs ``parts``, with the pods of the PodTemplate ``template``.
+    """The manifest of the Job that runs ``parts``,
+    with pods from the PodTemplate ``template``.
 
-    Its name contains the kind of the parts and a hash of their plan, so that steps that overlap do not adopt each
-    other's Jobs.
+    The Job's name contains the kind of the parts and a hash of their plan, so that
+    concurrent steps do not adopt each other's Jobs.
 
     Raises:
-        SettingsError: no image is known, the template has no container ``part``, or the parts are too many.
+        SettingsError: no image is known, the template has no ``part`` container,
+            or the number of parts is too large.
     """
     if parts.plan.parts > MAX_PARTS:
         raise SettingsError(f"{parts.plan.parts:,} parts are more than {MAX_PARTS:,}; choose larger parts.")
@@ -155,10 +164,10 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
             "completions": parts.plan.parts,
             "parallelism": min(nodes, parts.plan.parts),
             "backoffLimitPerIndex": settings.retries,
-            "maxFailedIndexes": 0,  # the first part that failed for good ends the step
+            "maxFailedIndexes": 0,  # the first part that failed permanently ends the step
             "podFailurePolicy": {
                 "rules": [
-                    # A drained or lost node is no failure of its part.
+                    # A drained or lost node does not count as a failure of its part.
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     {
                         "action": "FailIndex",
@@ -174,7 +183,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
 
 
 def indexes(text: str) -> frozenset[int]:
-    """The numbers in ``completedIndexes`` of a Job, such as ``0-3,7``."""
+    """Parse the numbers in the ``completedIndexes`` of a Job, such as ``0-3,7``."""
     numbers: set[int] = set()
     for interval in filter(None, text.split(",")):
         first, _, last = interval.partition("-")
@@ -183,7 +192,7 @@ def indexes(text: str) -> frozenset[int]:
 
 
 def _usage(manifest: Tree, status: Tree) -> PodUsage:
-    """The pods of a Job that is complete, and the limits of each."""
+    """The pods of a completed Job, and the limits of each pod."""
     containers = manifest["spec"]["template"]["spec"]["containers"]
     limits: list[Tree] = [container.get("resources", {}).get("limits", {}) for container in containers]
 
@@ -200,19 +209,20 @@ def _has_ended(resource: Tree) -> bool:
 
 
 def _has_pods(resource: Tree) -> bool:
-    """Whether the Job has or had pods, or is suspended, as a queue does."""
+    """Whether the Job has or had pods, or is suspended, for example by a queue."""
     status = resource.get("status", {})
     return condition(resource, "Suspended") is not None or any(status.get(n) for n in ("active", "succeeded", "failed"))
 
 
 def _state(status: Tree) -> str:
-    """Pods in words. ``failed`` counts pods that were or will be retried."""
+    """The number of pods per state, in words.
+    ``failed`` counts pods that were or will be retried."""
     state = f"{status.get('ready') or 0} nodes run"
     return f"{state}, {status['failed']} pods failed" if status.get("failed") else state
 
 
 def _cause(name: str, failed: Tree, parts: Parts, template: str) -> str:
-    """The sentence of the part that failed for good, or Kubernetes' reason."""
+    """A sentence about the part that failed permanently, or Kubernetes' reason."""
     if failure := parts.failure():
         return failure.message
     reason = f"The Job {name} failed: {failed['reason']}: {failed.get('message', '').rstrip('.')}."

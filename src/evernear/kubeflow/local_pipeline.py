@@ -1,9 +1,10 @@
 """Run a compiled pipeline on this machine, each step in its own process.
 
 ``evernear run`` starts this module and writes one line of JSON to its standard input:
-``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``. It keeps the pipe open; when the pipe closes, the
-parent has ended and the run ends too. ``pipeline`` is the name of a golden file without its suffix, or the path of
-another compiled pipeline.
+``{"pipeline": ..., "pipeline_root": ..., "arguments": {...}}``. ``evernear run`` does
+not close the pipe. When the pipe closes, the parent process has ended, and the run ends
+too. ``pipeline`` is the name of a golden file without its suffix, or the path of a
+different compiled pipeline.
 """
 
 import json
@@ -35,32 +36,34 @@ LAST_OUTPUT_BYTES = 8192
 
 
 def main() -> int:
-    """Run one pipeline; the exit code is 0 when every step succeeded."""
+    """Run one pipeline. The exit code is 0 if every step succeeded."""
     mask_streams()
     order = json.loads(sys.stdin.readline())
     os.environ[RUNNER_VARIABLE] = str(os.getpid())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # kfp guesses from the image's name whether it has Python. A local run uses no image.
+    # kfp guesses from the image's name whether the image has Python.
+    # A local run uses no image.
     warnings.filterwarnings("ignore", message="You may be attemping", category=RuntimeWarning)
-    # kfp's own function forgets the exit status, and fails if the output is not UTF-8.
+    # kfp's function drops the exit status, and fails if the output is not UTF-8.
     subprocess_task_handler.run_local_subprocess = _run_step
-    # Without workspace_root, which kfp would delete after the run.
+    # There is no workspace_root, because kfp would delete it after the run.
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=order["pipeline_root"])
     compiled = Path(order["pipeline"])
     path = compiled if compiled.suffix else GOLDEN / f"{compiled}.yaml"
     pipeline = components.load_component_from_text(_for_this_machine(path.read_text()))
     try:
         pipeline(**order["arguments"])
-    except RuntimeError as error:  # a task failed and has printed the reason
+    except RuntimeError as error:  # a task failed and has already printed the reason
         print_line(str(error), sys.stderr)
         return 1
     return 0
 
 
 def _run_step(full_command: list[str], env_vars: dict[str, str] | None = None) -> int:
-    """Run the process of a step and print its output; returns its exit status.
+    """Run the process of a step, print its output and return its exit status.
 
-    A step records its own errors. If the process ended without, as when it was killed, this records how it ended.
+    A step records its own errors. If the process ended without a record, for example
+    because it was killed, this function records how the process ended.
     """
     oom_kills_before = oom_kills()
     last_output = b""
@@ -84,7 +87,7 @@ def _print(part: bytes) -> None:
     try:
         sys.stdout.buffer.write(part)
         sys.stdout.flush()
-    except OSError:  # the disk is full: the step continues, and fails where it writes itself
+    except OSError:  # the disk is full; the step continues, and fails when it writes output itself
         pass
 
 
@@ -102,10 +105,12 @@ def _record(step: str, full_command: list[str], message: str) -> None:
 
 
 def _for_this_machine(compiled: str) -> str:
-    """A compiled pipeline without retries, whose delays would only defer the error message."""
+    """Read a compiled pipeline and remove its retries,
+    whose delays would only defer the error message."""
     documents = list(yaml.load_all(compiled, yaml.CSafeLoader))
     spec = documents[0]
-    # kfp would mistake a component with the pipeline's name, as in rollback, for the pipeline.
+    # kfp would mistake a component that has the pipeline's name, as in rollback,
+    # for the pipeline.
     spec["pipelineInfo"]["name"] += "-local"
     for component in (spec["root"], *spec["components"].values()):
         for task in component.get("dag", {}).get("tasks", {}).values():

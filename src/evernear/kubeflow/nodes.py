@@ -1,6 +1,7 @@
-"""Where the parts of a step run: in the step's own process, or on several nodes (`index.nodes`, `evaluation.nodes`).
+"""Choose where the parts of a step run: in the step's process, or on several nodes
+(`index.nodes`, `evaluation.nodes`).
 
-Kubernetes' client is imported only if a step uses other nodes.
+The Kubernetes client is imported only if a step uses other nodes.
 """
 
 import math
@@ -17,12 +18,13 @@ from evernear.settings.parts_job import Nodes
 
 AUTO = "auto"
 WORTH_A_NODE_S = 600.0
-"""Work for which ``auto`` adds a node: several times what the start of a pod and of its libraries takes."""
+"""Seconds of work for which ``auto`` adds a node. This is several times the start-up
+time of a pod and its libraries."""
 
 
 @dataclass(frozen=True)
 class StepNodes:
-    """Runs the parts of one step as its settings say."""
+    """Runs the parts of one step according to its settings."""
 
     nodes: Nodes
     chosen: RunSettings
@@ -30,16 +32,18 @@ class StepNodes:
 
     @property
     def is_one(self) -> bool:
-        """Whether the step's own process runs all parts."""
+        """Whether the step's process runs all parts."""
         return self.nodes == 1 or (self.nodes == AUTO and _obstacle(self.chosen) is not None)
 
     def run(self, parts: Parts, open_here: OpenWorker) -> PartsRecord | None:
-        """Run all parts of ``parts`` that have no result. ``open_here`` opens the worker of this process.
+        """Run all parts in ``parts`` that have no result.
+        ``open_here`` opens the worker of this process.
 
-        Returns a record if pods ran parts, otherwise None.
+        Return a record if pods ran parts, otherwise None.
 
         Raises:
-            EvernearError: a part failed, or the Job; see `evernear.kubeflow.indexed_job`.
+            EvernearError: a part or the Job failed. See
+                `evernear.kubeflow.indexed_job`.
         """
         countdown = Countdown(self.report)
 
@@ -72,9 +76,11 @@ class StepNodes:
 
 @dataclass(frozen=True)
 class Auto:
-    """Runs parts in this process until the time left, at the rate of the last part, is worth more nodes.
+    """Runs parts in this process until the remaining time,
+    estimated from the last part, is worth more nodes.
 
-    Parts that a cache answers are fast, wherever they are in the order, so they start no Job.
+    Parts whose results are cached are fast, wherever they are in the order,
+    so they start no Job.
     """
 
     max_nodes: int
@@ -82,7 +88,7 @@ class Auto:
     job: Callable[[int], Executor]
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> PodUsage | None:
-        """Run the parts ``numbers``, as `Executor.run`."""
+        """Run the parts ``numbers``, like `Executor.run`."""
         worker = self.open_here(parts) if numbers else None
         for position, number in enumerate(numbers, 1):
             started_s = time.monotonic()
@@ -97,15 +103,17 @@ class Auto:
 
 
 def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
-    """The nodes for ``left_s`` seconds of work in ``parts``: one for each `WORTH_A_NODE_S`."""
+    """The number of nodes for ``left_s`` seconds of work in ``parts``,
+    one for each `WORTH_A_NODE_S`."""
     return min(max_nodes, parts, math.ceil(left_s / WORTH_A_NODE_S))
 
 
 def require_nodes(chosen: RunSettings) -> None:
-    """Check at the start of a run that its steps can use the nodes that they ask for.
+    """Check, at the start of a run, that its steps can use the requested nodes.
 
     Raises:
-        SettingsError: they ask for several, and the store is a directory, or no image or namespace is known.
+        SettingsError: a step requests several nodes, and the store is a directory, or
+            no image or namespace is known.
     """
     for nodes in (chosen.index.nodes, chosen.evaluation.nodes):
         if nodes not in (1, AUTO):
@@ -122,7 +130,7 @@ def _require_nodes(chosen: RunSettings) -> None:
 
 
 def _obstacle(chosen: RunSettings) -> SettingsError | None:
-    """Why ``auto`` cannot use other nodes."""
+    """Explain why ``auto`` cannot use other nodes."""
     try:
         _require_nodes(chosen)
     except SettingsError as error:

@@ -1,8 +1,10 @@
-"""The parameters of a run: from a person's ``key=value`` words, this process's settings, and the caller.
+"""The parameters of a run, from a user's ``key=value`` words,
+this process's settings, and the caller.
 
-Keys are names of settings, ``section.key``. The settings that are pipeline parameters themselves
-(`evernear.settings.PARAMETERS`) also go by the parameter's name. Only parameters that are set are sent. The others keep
-the defaults of the pipeline, which an upload may have pinned.
+Keys are setting names with the form ``section.key``. A setting that is a pipeline
+parameter (`evernear.settings.PARAMETERS`) can also be set by the parameter's name. Only
+parameters that are set are sent. The other parameters use the pipeline's defaults,
+which an upload may have pinned.
 """
 
 import difflib
@@ -20,7 +22,7 @@ from evernear.settings.sources import known_keys, require_no_secret
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
-"""Slack's clients replace straight quotes with these."""
+"""Typographic quotes, with which Slack's clients replace straight quotes."""
 _TYPES = {
     "STRING": "text",
     "NUMBER_INTEGER": "a whole number",
@@ -32,10 +34,11 @@ _TYPES = {
 
 
 def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
-    """The arguments of a run that ``settings`` sets, for the parameters ``known`` to the pipeline.
+    """The run arguments that ``settings`` sets,
+    for the parameters that the pipeline knows (``known``).
 
-    The store is always sent, because the caller reads the outcome there. Target ``local`` is not sent: it means this
-    machine, not the cluster.
+    The store is always sent, because the caller reads the outcome there. The ``local``
+    target is not sent, because it means this machine and not the cluster.
     """
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
     tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True) | {
@@ -58,7 +61,7 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
 def from_words(
     words: Sequence[str], known: Sequence[Parameter], allowed: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The arguments of a run that ``key=value`` words set.
+    """The run arguments that ``key=value`` words set.
 
     Raises:
         SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type or contains a secret.
@@ -95,7 +98,8 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``arguments``: later ones override earlier ones, JSON objects key by key."""
+    """Merge ``arguments``. Later arguments override earlier ones.
+    JSON objects are merged key by key."""
     combined: dict[str, Any] = {}
     for mapping in arguments:
         merge(combined, mapping)
@@ -103,7 +107,8 @@ def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def caller() -> str:
-    """The caller of this process: a workflow of GitHub Actions and its actor, or user and host."""
+    """The caller of this process: a GitHub Actions workflow and its actor,
+    or user and host."""
     if os.environ.get("GITHUB_ACTIONS") == "true":
         environment = {name: os.environ.get(f"GITHUB_{name}", "") for name in ("EVENT_NAME", "SHA", "ACTOR", "RUN_ID")}
         return (
@@ -114,9 +119,11 @@ def caller() -> str:
 
 
 def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The argument ``settings``, if there is one, with values of the settings' types.
+    """Validate the ``settings`` argument, if present,
+    and return it with values of the settings' types.
 
-    A setting may be valid only together with others, so all are validated together, on top of the pipeline's defaults.
+    A setting may be valid only in combination with other settings, so all settings are
+    validated together, on top of the pipeline's defaults.
     """
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)
@@ -124,14 +131,14 @@ def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Param
     if settings.kubernetes.memory != "auto":
         from evernear.serving.pod import pod_memory
 
-        pod_memory(settings)  # what no release can run with; the deploy step knows the release
+        pod_memory(settings)  # rejects memory that suffices for no release; the deploy step knows the actual release
     if "settings" not in arguments:
         return {}
     return {"settings": _selected(settings.model_dump(mode="json"), arguments["settings"])}
 
 
 def _selected(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``settings`` whose sections and keys ``keys`` has."""
+    """The part of ``settings`` whose sections and keys also occur in ``keys``."""
     return {
         name: {key: settings[name][key] for key in value} if isinstance(value, Mapping) else settings[name]
         for name, value in keys.items()
@@ -158,7 +165,7 @@ def _value(parameter: Parameter, text: str) -> Any:
         return text
     try:
         value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # NaN would be null by the time the run starts
+        json.dumps(value, allow_nan=False)  # NaN would become null before the run starts
     except (ValueError, RecursionError):
         value = None
     if not parameter.accepts(value):

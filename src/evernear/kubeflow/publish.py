@@ -33,17 +33,18 @@ class Uploaded(Frozen):
 
 
 class Schedule(Frozen):
-    """The schedule of a pipeline (in KFP: a recurring run)."""
+    """The schedule of a pipeline, which KFP calls a recurring run."""
 
     id: str
     pipeline: str
     pipeline_version_id: str
     cron: str
-    """Six fields, seconds first."""
+    """Six fields, with the seconds first."""
     state: Literal["enabled", "disabled"]
     created: datetime
     next_run: datetime | None
-    """If the server's time zone is UTC; None if it is disabled, or unknown as of ``@every``."""
+    """The next start, if the server's time zone is UTC. None if the schedule is
+    disabled or the time is unknown, as for ``@every``."""
 
 
 class Publisher:
@@ -61,7 +62,8 @@ class Publisher:
         """Upload ``compiled`` as ``version`` of its pipeline, unless the same version already exists.
 
         Raises:
-            PipelineServerError: a version of that name exists with different content.
+                PipelineServerError:
+                    a version with this name exists and has different content.
         """
         spec, platform = _documents(compiled)
         information = spec["pipelineInfo"]
@@ -86,11 +88,12 @@ class Publisher:
         return _uploaded(pipeline, existing, new=False)
 
     def schedule(self, pipeline: str, cron: str, parameters: Mapping[str, Any]) -> Schedule:
-        """Run the newest version of ``pipeline`` on the schedule ``cron``, which replaces any previous schedule.
+        """Run the newest version of ``pipeline`` on the schedule ``cron``, which
+        replaces any previous schedule.
 
-        KFP cannot update a recurring run, so a new one is created. The old one is disabled first: a run that is due
-        between the two calls is skipped rather than started twice. If KFP rejects the new one, the old one is enabled
-        again.
+        KFP cannot update a recurring run, so a new run is created. The old run is
+        disabled first, so that a start that is due between the two calls is skipped and
+        not doubled. If KFP rejects the new run, the old run is enabled again.
 
         Raises:
             SettingsError: the schedule is not valid, or a parameter is unknown or of the wrong type.
@@ -119,7 +122,7 @@ class Publisher:
             for recurring in enabled:
                 self._update(recurring, "recurring_run_service_enable_recurring_run")
             raise
-        except PipelineServerError as error:  # the new one may exist: enabling the old one could start runs twice
+        except PipelineServerError as error:  # the new run may exist, so enabling the old run could start runs twice
             raise PipelineServerError(
                 f"{error} The old schedule of {pipeline} is disabled and the new one may not exist; try again."
             ) from None
@@ -133,7 +136,8 @@ class Publisher:
         return len(existing)
 
     def schedules(self) -> list[Schedule]:
-        """All cron schedules on the server, including those created by others."""
+        """All cron schedules on the server,
+        including schedules that other clients created."""
         recurring_runs = self._kfp.pages(
             "recurring_run_service_list_recurring_runs", "recurring_runs", namespace=self._namespace
         )
@@ -150,7 +154,7 @@ class Publisher:
             nonempty = {key: value for key, value in pipeline.items() if value}
             return self._kfp.call("pipeline_service_create_pipeline", pipeline=nonempty).pipeline_id
         except ApiError as error:
-            if error.status != 409:  # another client has just created it
+            if error.status != 409:  # a different client has just created it
                 raise
         return self._kfp.call(**by_name).pipeline_id
 
@@ -171,11 +175,12 @@ class Publisher:
 
     def _delete(self, recurring_runs: list[Any]) -> None:
         for recurring in recurring_runs:
-            # Without ORPHAN, Kubernetes would also delete the workflows of its runs, even of active ones.
+            # Without ORPHAN, Kubernetes would also delete the workflows of the
+            # schedule's runs, including active runs.
             self._update(recurring, "recurring_run_service_delete_recurring_run", propagation_policy="ORPHAN")
 
     def _update(self, recurring: Any, operation: str, **arguments: str) -> None:
-        """Change a recurring run unless it is deleted already."""
+        """Change a recurring run unless it has already been deleted."""
         self._kfp.find(operation, recurring_run_id=recurring.recurring_run_id, **arguments)
 
 
@@ -200,13 +205,14 @@ def _schedule(recurring: Any) -> Schedule:
 
 
 def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The pipeline spec, and the platform spec if there is one."""
+    """The pipeline spec and, if present, the platform spec."""
     spec, *platform = yaml.load_all(compiled, Loader=yaml.CSafeLoader)
     return spec, platform[0] if platform else None
 
 
 def _normalize(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Parse the specs into protocol buffers, because the server reformats numbers and drops empty fields."""
+    """Parse the specs into protocol buffers,
+    because the server reformats numbers and removes empty fields."""
     return (
         json_format.ParseDict(dict(spec), PipelineSpec()),
         json_format.ParseDict(dict(platform or {}), PlatformSpec()),

@@ -15,11 +15,11 @@ KINDS: dict[str, tuple[type, ...]] = {
     "LIST": (list, tuple),
     "STRUCT": (dict,),
 }
-"""The types of the values of a parameter, by its type in KFP."""
+"""The Python types of a parameter's values, keyed by the parameter's KFP type."""
 
 
 class State(StrEnum):
-    """State of a run or step: KFP's runtime states in lower case."""
+    """State of a run or step. The values are KFP's runtime states in lower case."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -50,7 +50,8 @@ class Run(Frozen):
     """One run of a pipeline."""
 
     id: str
-    """KFP's run id; also names the run's record in the store, see `evernear.common.run_record`."""
+    """KFP's run ID. It also names the run's record in the store (see
+    `evernear.common.run_record`)."""
     name: str
     pipeline: str
     pipeline_version: str
@@ -62,9 +63,9 @@ class Run(Frozen):
     """The idempotency key of the start."""
     error: str = ""
     url: str = ""
-    """The run's page in the KFP UI; empty if the URL of the UI is unknown."""
+    """The run's page in the KFP UI. Empty if the URL of the UI is unknown."""
     steps: tuple[KfpStep, ...] = ()
-    """Steps in the order in which they started; set only by `evernear.kubeflow.client.KfpRuns.show`."""
+    """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets them."""
 
 
 class Parameter(Frozen):
@@ -72,11 +73,12 @@ class Parameter(Frozen):
 
     name: str
     type: str
-    """KFP's name of the type: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN, STRUCT or LIST."""
+    """KFP's type name: STRING, NUMBER_INTEGER, NUMBER_DOUBLE, BOOLEAN,
+    STRUCT or LIST."""
     default: Any = None
     description: str = ""
     required: bool = False
-    """Whether a run must set it because it has no default."""
+    """Whether a run must set the parameter because it has no default."""
 
     def accepts(self, value: object) -> bool:
         """Whether ``value`` has the type of the parameter."""

@@ -1,8 +1,10 @@
-"""Train on several nodes: create a TrainJob of Kubeflow Trainer, follow it, and delete it.
+"""Train on several nodes: create a Kubeflow Trainer TrainJob, follow it, and delete it.
 
-The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``), which defines everything about the
-pods except image and command. Input, progress and result pass through the object store (`evernear.embedding.node`), so
-that this process needs no access to pods: it may only create, read and delete TrainJobs, and list events.
+The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``),
+which defines everything about the pods except the image and command. Input, progress
+and result pass through the object store (`evernear.embedding.node`), so this process
+needs no access to pods. It only needs permission to create, read and delete TrainJobs,
+and to list events.
 """
 
 import time
@@ -44,13 +46,16 @@ def run_train_job(
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    """Train with ``settings`` on ``settings.nodes`` nodes; the result is the last checkpoint in the store.
+    """Train with ``settings`` on ``settings.nodes`` nodes.
+    The result is the last checkpoint in the store.
 
-    A TrainJob that an earlier attempt of the same ``run`` left behind is adopted while it runs, and replaced if it
-    failed. ``report`` receives the state of the nodes, ``on_epoch`` each finished epoch.
+    A TrainJob that an earlier attempt of the same ``run`` left behind is adopted if it
+    is still running, and replaced if it failed. ``report`` receives the state of the
+    nodes, and ``on_epoch`` receives each finished epoch.
 
     Raises:
-        TrainingError: the TrainJob failed, disappeared, exceeded its deadline, or its resources cannot be created.
+            TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or
+                its resources cannot be created.
         ClusterError: the cluster is unreachable or rejects the TrainJob.
         SettingsError: no namespace or no image is known.
     """
@@ -75,8 +80,8 @@ def run_train_job(
 def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
     """The manifest of the TrainJob of ``run``.
 
-    The name is an RFC 1035 label of at most 63 characters, as the CustomResourceDefinition requires, and the names of
-    the pods need some of them.
+    The name is an RFC 1035 label of at most 63 characters, as the
+    CustomResourceDefinition requires. The pods' names need some of these characters.
 
     Raises:
         SettingsError: no image is known.
@@ -126,7 +131,7 @@ def _follow(
             resource = cluster.get("TrainJob", name)
         except ApiUnavailableError as error:
             report(str(error))
-            waiting_since_s = time.monotonic()  # the controllers may not reach it either
+            waiting_since_s = time.monotonic()  # the controllers may not reach the API server either
         else:
             if resource is None:
                 raise TrainingError(f"The TrainJob {name} was deleted by someone else; run again to resume.")
@@ -153,14 +158,16 @@ def _follow(
 
 
 def _has_jobs(resource: Tree) -> bool:
-    """Whether a Job exists that has pods, has ended, or is suspended, as a queue does."""
+    """Whether a Job exists that has pods, has ended, or is suspended,
+    for example by a queue."""
     counts = ("ready", "succeeded", "failed", "active", "suspended")
     suspended = condition(resource, "Suspended") is not None
     return suspended or any(job.get(count) for job in _jobs(resource) for count in counts)
 
 
 def _nodes_ready(resource: Tree, nodes: int) -> str:
-    """The state in words. ``jobsStatus`` counts Jobs: a Job is ready when all of its nodes are."""
+    """The state in words. ``jobsStatus`` counts Jobs,
+    and a Job is ready when all of its nodes are ready."""
     jobs = _jobs(resource)
     is_ready = bool(jobs) and all(job["ready"] or job["succeeded"] for job in jobs)
     return f"{nodes} of {nodes} nodes ready" if is_ready else f"waiting until all {nodes} nodes are ready"
@@ -171,7 +178,8 @@ def _jobs(resource: Tree) -> list[Tree]:
 
 
 def _nothing_created(cluster: Cluster, resource: Tree) -> str:
-    """The conditions of a TrainJob without pods, the newest warnings about its objects, and where to look further."""
+    """The conditions of a TrainJob without pods, the newest warnings about its objects,
+    and further places to look."""
     name, runtime = resource["metadata"]["name"], resource["spec"]["runtimeRef"]["name"]
     return (
         f"The pods of the TrainJob {name} were not created within {CREATION_TIMEOUT_S} s: "
@@ -181,8 +189,8 @@ def _nothing_created(cluster: Cluster, resource: Tree) -> str:
 
 
 def _cause(name: str, failed: Tree, record: RunRecord, nodes: int) -> str:
-    """One sentence: Kubernetes' reason, and the last line that a node logged."""
+    """One sentence with Kubernetes' reason and the last line that a node logged."""
     lines = [NodeLog.of(record, rank).lines for rank in range(nodes)]
-    last = max((log[-1] for log in lines if log), default="")  # they begin with the time
+    last = max((log[-1] for log in lines if log), default="")  # the lines begin with their time
     message = f"The TrainJob {name} failed: {failed['reason']}: {failed['message'].rstrip('.')}."
     return f"{message} The last line of its nodes: {last}" if last else message
