@@ -1,4 +1,5 @@
-"""Own a TrainJob or a Job: create it, adopt what an earlier attempt left, and delete it at the end and on SIGTERM."""
+"""Own a TrainJob or a Job: create it, adopt an object that an earlier attempt left, and
+delete it at the end and on SIGTERM."""
 
 import os
 import signal
@@ -18,21 +19,23 @@ Tree = dict[str, Any]
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 START_GRACE_S = 600
-"""Time beyond the deadline of a job in which its controller must report the end."""
+"""Seconds beyond a job's deadline in which its controller must report the end."""
 CREATION_TIMEOUT_S = 60
-"""Time in which the controllers must create the pods of a job."""
+"""Seconds in which the controllers must create a job's pods."""
 MAX_EVENTS = 3
 
 
 @contextmanager
 def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> Generator[str]:
-    """Create ``manifest`` for the body, and delete it at the end. Yields its name.
+    """Create ``manifest`` for the body, and delete it at the end. Yield its name.
 
-    An object that an earlier attempt left behind is adopted, unless it `is_stale`; then it is replaced.
+    An object that an earlier attempt left behind is adopted unless it `is_stale`.
+    A stale object is replaced.
 
     Raises:
         ClusterError: the cluster is unreachable or rejects the object.
-        SystemExit: SIGTERM, which Kubeflow Pipelines sends when someone stops the run.
+        SystemExit: on SIGTERM, which Kubeflow Pipelines sends when someone stops the
+            run.
     """
     kind, name = manifest["kind"], manifest["metadata"]["name"]
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -41,7 +44,7 @@ def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], po
         yield name
     finally:
         signal.signal(signal.SIGTERM, handler)
-        with suppress(ClusterError):  # it must not hide an earlier error, and the object has a deadline
+        with suppress(ClusterError):  # must not hide an earlier error, and the object has a deadline
             cluster.delete(kind, name)
 
 
@@ -60,7 +63,7 @@ def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], 
 
 
 def condition(resource: Tree, kind: str) -> Tree | None:
-    """A condition that is true."""
+    """The resource's condition of this kind if it is true, otherwise None."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
@@ -83,20 +86,20 @@ def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
 
 
 def _is_about(subject: str, name: str) -> bool:
-    """Whether ``subject`` is the job or one of its JobSet, Jobs and pods."""
+    """Whether ``subject`` is the job, its JobSet, or one of its Jobs and pods."""
     return subject == name or subject.startswith(f"{name}-")
 
 
 def _text(item: Tree) -> str:
-    """Reason and message of a condition or an event, in one line."""
+    """The reason and message of a condition or an event, in one line."""
     return " ".join(f"{item.get('reason')}: {item.get('message', '')}".split()).rstrip(".: ")
 
 
 def image_of(configured: str, setting: str) -> str:
-    """The image of the nodes: as ``setting`` says, or the pipeline's.
+    """The image of the nodes. ``setting`` takes precedence over the pipeline's image.
 
     Raises:
-        SettingsError: neither is known.
+        SettingsError: neither image is known.
     """
     image = configured or os.environ.get(IMAGE_VARIABLE, PLACEHOLDER_IMAGE)
     if image == PLACEHOLDER_IMAGE:
@@ -105,10 +108,10 @@ def image_of(configured: str, setting: str) -> str:
 
 
 def namespace_of(configured: str, setting: str, kind: str) -> str:
-    """The namespace of the job: as ``setting`` says, or this pod's.
+    """The namespace of the job. ``setting`` takes precedence over this pod's namespace.
 
     Raises:
-        SettingsError: neither is known.
+        SettingsError: neither namespace is known.
     """
     if configured:
         return configured

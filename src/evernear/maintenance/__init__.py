@@ -1,1 +1,2 @@
-"""What a store needs, how it is checked and repaired, and what is deleted from it."""
+"""The references in a store, its check and repair,
+and the deletion of objects from it."""

@@ -1,10 +1,12 @@
-"""Check a store, and repair what can be made again: every object that a release, a head or the champion needs.
+"""Check every object that a release, a head or the champion needs, and repair the
+objects that can be recreated.
 
-Labels of live queries are checked as well, because they cannot be made again.
+Labels of live queries are checked as well, because they cannot be recreated.
 
-`check_store` reads each of them and compares hashes. `repair` restores shards from the images of their sources, the
-newest snapshot of a dataset from earlier ones, ledgers from shards, and records of releases from their archives.
-Nothing is deleted. The rest is reported with its consequence.
+`check_store` reads every object and compares hashes. `repair` restores shards from
+their source images, the newest snapshot of a dataset from earlier snapshots, ledgers
+from shards, and release records from their archives. Nothing is deleted. Other damage
+is reported with its consequence.
 """
 
 import tempfile
@@ -33,46 +35,50 @@ _LIVE = "the accuracy in life"
 
 
 class Damage(Frozen):
-    """An object that is missing or damaged."""
+    """A missing or damaged object."""
 
     key: str
     reason: str
     needed_by: tuple[str, ...]
-    """Such as "release 20261120.162250.af2fb66c", "the newest snapshot of birds" or "the accuracy in life"."""
+    """The owners, such as "release 20261120.162250.af2fb66c", "the newest snapshot of
+    birds" or "the accuracy in life"."""
     repaired: str = ""
-    """What `repair` did; empty if the object is still missing or damaged."""
+    """The action of `repair`. Empty if the object is still missing or damaged."""
     consequence: str = ""
-    """What does not work without it, and the next step."""
+    """What does not work without the object, and the next step."""
 
     @property
     def in_newest(self) -> bool:
-        """Whether the newest snapshot of its dataset needs it."""
+        """Whether the newest snapshot of the object's dataset needs it."""
         return any(owner.startswith(NEWEST) for owner in self.needed_by)
 
     @property
     def dataset(self) -> str:
-        """The dataset that it belongs to; empty for a part of the registry."""
+        """The dataset that the object belongs to. Empty for a part of the registry."""
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 
 def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
-    """Read every object that is needed, and return those that are missing or damaged.
+    """Read every needed object, and return the missing and damaged ones.
 
     Raises:
-        StoreError: the store cannot be reached.
+        StoreError: the store is unreachable.
     """
     return [_explained(damage) for damage in _damages(store, set(), report)]
 
 
 def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report = lambda _: None) -> list[Damage]:
-    """Repair what can be repaired; return all damage that was found. Safe to repeat after a kill.
+    """Repair damaged objects if possible, and return all damage that was found. The
+    call can be repeated after a kill.
 
-    Images come from the sources that they were ingested from; with ``moved`` from ``settings.source``.
+    Images come from the sources that they were ingested from or, with ``moved``,
+    from ``settings.source``.
 
     Raises:
-        BusyError: a prune or another repair is in progress.
-        ConflictError: an ingest or a promotion finished in the meantime; repeat it.
-        StoreError: the store cannot be reached.
+        BusyError: a prune or a different repair is in progress.
+        ConflictError: an ingest or a promotion finished in the meantime.
+            Repeat the call.
+        StoreError: the store is unreachable.
     """
     with Lease(store, "`evernear store check --repair`"):
         return _repair(store, settings, moved, report)
@@ -82,7 +88,7 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
     repairing = _Repair(store, settings, moved, report)
     intact: set[str] = set()
     handled: dict[str, Damage] = {}
-    # A repaired document names further objects.
+    # A repaired document may name further objects.
     while found := [damage for damage in _damages(store, intact, report) if damage.key not in handled]:
         for damage in found:
             handled[damage.key] = repairing.repair(damage)
@@ -92,7 +98,8 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
 
 
 def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
-    """The damage of a store, by key; ``intact`` are keys that need not be read again."""
+    """The damage of a store, by key.
+    The objects with a key in ``intact`` are not read again."""
     owners: defaultdict[str, dict[str, None]] = defaultdict(dict)
     hashes: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -117,7 +124,7 @@ def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
 
 
 def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
-    """Why an object does not have its content; None if it has."""
+    """Why the content of an object is wrong, or None if it is intact."""
     try:
         if isinstance(store, FileStore):
             path = store.path(key)
@@ -132,21 +139,23 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """Documents come before the objects that they name; ledgers come before shards, which are rebuilt from them."""
+    """A sort key. Documents precede the objects that they name, and ledgers precede
+    shards, which are rebuilt from them."""
     folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 
 
 class _Repair:
-    """Repairs one object after the other."""
+    """Repairs one object after another."""
 
     def __init__(self, store: Store, settings: DataSettings, moved: bool, report: Report) -> None:
         self._store, self._settings, self._moved, self._report = store, settings, moved, report
         self._lost: list[Damage] = []
-        """Shards of newest snapshots whose images the source no longer has."""
+        """Lost shards of newest snapshots: the source no longer has their images."""
 
     def repair(self, damage: Damage) -> Damage:
-        """``damage`` with what was done, or why nothing could be done."""
+        """Return ``damage`` with the action taken,
+        or with the reason why no repair was possible."""
         if damage.key == CHAMPION:  # a person decides which release is live
             return damage
         self._report(f"repairing {damage.key}")
@@ -154,14 +163,15 @@ class _Repair:
             repaired = self._act(damage)
         except (DataError, IntegrityError, StoreError) as error:
             damage = damage.model_copy(update={"reason": f"{damage.reason} {error}"})
-            # A source that cannot be read may still have the images.
+            # A source that is unreadable may still have the images.
             if isinstance(error, IntegrityError) and "/shards/" in damage.key and damage.in_newest:
                 self._lost.append(damage)
             return damage
         return damage.model_copy(update={"repaired": repaired})
 
     def leave_out_lost_shards(self) -> Iterator[Damage]:
-        """Make the newest snapshots readable, without the shards that cannot be rebuilt."""
+        """Make the newest snapshots readable,
+        without the shards that cannot be rebuilt."""
         for dataset in sorted({damage.dataset for damage in self._lost}):
             lost = [damage for damage in self._lost if damage.dataset == dataset]
             manifest = drop_shards(Snapshots(self._store, dataset), [PurePosixPath(damage.key).stem for damage in lost])
@@ -176,7 +186,8 @@ class _Repair:
         self._lost = []
 
     def _act(self, damage: Damage) -> str:
-        """Repair an object; return what was done. Raises `IntegrityError` if nothing can be done."""
+        """Repair an object, and return the action taken.
+        Raises `IntegrityError` if no repair is possible."""
         folder, name = PurePosixPath(damage.key).parent.name, PurePosixPath(damage.key).stem
         snapshots = Snapshots(self._store, damage.dataset)
         if damage.key.startswith(MANIFESTS):
@@ -192,7 +203,8 @@ class _Repair:
         raise IntegrityError("It cannot be made again from anything else in the store or the source.")
 
     def _reset_head(self, snapshots: Snapshots) -> str:
-        """Return to the newest snapshot whose manifest is intact; without one, the dataset starts over."""
+        """Return to the newest snapshot with an intact manifest. Without such a
+        snapshot, the dataset starts over."""
         intact = dict(snapshots.manifests())
         parents = {manifest.parent for manifest in intact.values()}
         last = max(intact, key=lambda digest: (digest not in parents, intact[digest].created), default=None)
@@ -207,7 +219,7 @@ class _Repair:
         )
 
     def _rebuild_shard(self, snapshots: Snapshots, sha256: str) -> str:
-        """Rebuild a shard from the ledger of any snapshot that has it, the newest first."""
+        """Rebuild a shard from the newest usable snapshot that contains it."""
         error: EvernearError = IntegrityError("No intact snapshot names it.")
         for manifest, shard in _snapshots_with(snapshots, sha256):
             try:

@@ -1,18 +1,23 @@
-"""Delete images that the source no longer has from everything that the store keeps.
+"""Delete images that the source no longer has from everything in the store.
 
-An image is *removed* if a stored snapshot has it and the newest snapshot of its dataset does not. A snapshot is
-*affected* if it has a removed image, and a release if it was built from an affected snapshot or if its network was
-trained on one. `find` only reads. `forget_images` deletes:
+An image is *removed* if a stored snapshot has it and the newest snapshot of its dataset
+does not. A snapshot is *affected* if it contains a removed image. A release is affected
+if it was built from an affected snapshot or its network was trained on one. `find` only
+reads. `forget_images` deletes:
 
-- affected releases, with their archives and their collections in Milvus;
-- affected snapshots, the shards that no other snapshot has, and rows of removed images in ledgers;
-- cached embeddings of removed images, all training checkpoints, and all parts of steps with their results;
-- sample images and pages of runs on affected snapshots, and the list of suspect labels in one;
-- logged queries, and images that were sent to review, that may show a class of a removed image.
+- affected releases, with their archives and their Milvus collections
+- affected snapshots, the shards that no other snapshot has,
+  and the ledger rows of removed images
+- cached embeddings of removed images, all training checkpoints,
+  and all parts of steps with their results
+- sample images and run pages of affected snapshots,
+  and the list of suspect labels of an affected snapshot
+- logged queries, and images that were sent to review,
+  if they may show a class of a removed image
 
-The champion is never deleted: `forget_images` refuses while it is affected. If the gate's anchor is deleted, the
-champion becomes the anchor. Shards and snapshots are deleted last, so after a kill, a second call finds the same
-images.
+The champion is never deleted. `forget_images` refuses to run while the champion is
+affected. If the gate's anchor is deleted, the champion becomes the anchor. Shards and
+snapshots are deleted last, so that a second call after a kill finds the same images.
 """
 
 import base64
@@ -53,35 +58,35 @@ Digests = NDArray[np.bytes_]
 
 
 class Forgotten(Frozen):
-    """What `forget_images` deletes, or has deleted."""
+    """The objects that `forget_images` deletes or has deleted."""
 
     images: int
-    """Distinct removed images in stored shards."""
+    """Number of distinct removed images in stored shards."""
     labels: tuple[str, ...]
-    """Their classes."""
+    """The classes of the removed images."""
     releases: tuple[str, ...]
     champion: str | None
-    """The champion if it is affected, so that nothing can be deleted."""
+    """The champion if it is affected. In this case, nothing can be deleted."""
     anchor: str | None
-    """The anchor of the gate if it is deleted. The champion then becomes the anchor."""
+    """The gate's anchor if it is deleted. The champion then becomes the anchor."""
     snapshots: tuple[str, ...]
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
     embeddings: int
-    """Objects in the embedding cache."""
+    """Number of objects in the embedding cache."""
     checkpoints: int
     parts: int
-    """Objects of parts of steps, such as the embeddings of a run."""
+    """Number of objects that belong to parts of steps,
+    such as the embeddings of a run."""
     pages: int
-    """Pages and sample images of runs, and the list of suspect labels."""
+    """Number of run pages, sample images and lists of suspect labels."""
     queries: int
-    """Logged queries."""
+    """Number of logged queries."""
     submissions: int
-    """Images that were sent to review."""
+    """Number of images that were sent to review."""
     unreadable: tuple[str, ...] = ()
-    """Damaged records of releases, files of the query log, answers and images that were sent to review: it is unknown
-    what they contain.
-    """
+    """Damaged release records, query log files, answers and images that were sent to
+    review. Their contents are unknown."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +97,16 @@ class _DatasetState:
     current: Digests
     """Images of the newest snapshot, sorted."""
     clean: list[Manifest]
-    """Snapshots without a removed image. The newest is one of them."""
+    """Snapshots without a removed image. They include the newest snapshot."""
     affected: list[Manifest]
     shards: set[str]
-    """The sha256 of stored shards that only affected snapshots contain."""
+    """The sha256 of each stored shard that only affected snapshots contain."""
     removed: dict[bytes, str]
     """The class of each removed image, by digest."""
 
 
 def find(store: Store) -> Forgotten:
-    """Find out what `forget_images` would delete.
+    """List the objects that `forget_images` would delete.
 
     Raises:
         StoreError: the store fails.
@@ -111,13 +116,16 @@ def find(store: Store) -> Forgotten:
 
 
 def forget_images(store: Store) -> Forgotten:
-    """Delete removed images and all that was made from them. No ingest may run at the same time. Safe to repeat after a
-    kill.
+    """Delete removed images and all objects made from them.
+    The call can be repeated after a kill.
+
+    No ingest may run at the same time.
 
     Raises:
         BusyError: a prune or a repair is in progress.
-        ConflictError: the champion is affected, or it or a dataset changed in the meantime; repeat it.
-        StoreError: the store or Milvus fails; repeat it.
+        ConflictError: the champion is affected, or the champion or a dataset changed in
+            the meantime. Repeat the call.
+        StoreError: the store or Milvus fails. Repeat the call.
         IntegrityError: an object in the store is damaged.
     """
     with Lease(store, "`evernear forget`"):
@@ -168,7 +176,7 @@ class _Forgetting:
         )
 
     def delete(self) -> None:
-        """Delete everything, shards and snapshots last."""
+        """Delete everything, with shards and snapshots last."""
         remove_releases(self._registry, self._releases)
         for key in (
             *self._embeddings,
@@ -187,7 +195,8 @@ class _Forgetting:
 
     def _delete_images(self, dataset: _DatasetState) -> None:
         name = dataset.snapshots.name
-        # An ingest in progress would name shards that are deleted here. It fails at one of these two.
+        # An ingest in progress would name shards that are deleted here.
+        # One of the next two calls makes it fail.
         dataset.snapshots.interrupt_ingests()
         dataset.snapshots.compact_ledgers(dataset.clean)
         for sha256 in sorted(dataset.shards):
@@ -198,10 +207,12 @@ class _Forgetting:
         dataset.snapshots.interrupt_ingests()
 
     def _affected_releases(self) -> list[str]:
-        """Releases built from an affected snapshot, or whose network was trained on one.
+        """Releases that were built from an affected snapshot,
+        or whose network was trained on one.
 
-        A network's description names the snapshot that it was trained on. A reindex copies that file, so the oldest
-        release with the same file was built from that snapshot.
+        A network's description names the snapshot that the network was trained on. A
+        reindex copies the network file, so the oldest release with the same file was
+        built from that snapshot.
         """
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         published = set(self._registry.list())
@@ -220,14 +231,15 @@ class _Forgetting:
             for info in self._store.list(EMBEDDINGS_PREFIX):
                 try:
                     digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
-                except IntegrityError:  # it is only a cache
+                except IntegrityError:  # the object is only a cache
                     yield info.key
                     continue
                 if not np.any([_contains(dataset.current, digests) for dataset in self._datasets], axis=0).all():
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Pages with images and the list of suspect labels, unless their snapshot is known to be clean."""
+        """Pages with images, and the list of suspect labels,
+        unless their snapshot is known to be clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
@@ -244,7 +256,8 @@ class _Forgetting:
         yield SUSPECTS
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
-        """Files of the query log with their content after the deletion, and the number of deleted queries."""
+        """Query log files with their content after the deletion,
+        and the number of deleted queries."""
         for info in self._store.list(QUERIES) if self._labels else ():
             if closed_at(info.key) is None:
                 continue
@@ -270,7 +283,8 @@ class _Forgetting:
                 yield info.key
 
     def _affected_originals(self) -> Iterator[str]:
-        """Files of affected submissions, and of none: a process was killed while it stored them."""
+        """Original files of affected submissions, and files without a submission,
+        which a killed process left."""
         affected = {PurePosixPath(key).stem for key in self._submissions}
         others = {PurePosixPath(info.key).stem for info in self._store.list(SUBMITTED)} - affected
         for info in self._store.list(ORIGINALS) if self._labels else ():
@@ -284,7 +298,8 @@ class _Forgetting:
         return not self._labels.isdisjoint((query.pred, *query.candidates, *given))
 
     def _labels_given(self) -> dict[str, frozenset[str]]:
-        """What people called the images of the query log: for a new class, the recognizer has no better name."""
+        """The labels that people gave to images of the query log. For a new class, the
+        recognizer has no better name."""
         try:
             return labels_given(self._store) if self._labels else {}
         except IntegrityError:
@@ -293,7 +308,7 @@ class _Forgetting:
 
 
 def _sha256(encoded: str) -> str:
-    """The hash of an image in base64; empty without one, or if it is damaged."""
+    """The hash of an image in base64. Empty if the image is missing or damaged."""
     try:
         return sha256_bytes(base64.b64decode(encoded, validate=True)) if encoded else ""
     except ValueError:
@@ -301,7 +316,7 @@ def _sha256(encoded: str) -> str:
 
 
 def _state(store: Store, name: str) -> _DatasetState:
-    """Compare the snapshots of a dataset with the newest one."""
+    """Compare the snapshots of a dataset with its newest snapshot."""
     snapshots = Snapshots(store, name)
     head = snapshots.head()
     if head is None:
@@ -330,7 +345,7 @@ def _state(store: Store, name: str) -> _DatasetState:
 
 
 def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
-    """The images of a shard that are not ``current``, with their classes."""
+    """The images of a shard that are not in ``current``, with their classes."""
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
         for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):
@@ -339,6 +354,7 @@ def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, st
 
 
 def _contains(current: Digests, digests: Digests) -> NDArray[np.bool_]:
-    """Which of ``digests`` (N,) are in ``current``, which is sorted and not empty."""
+    """Whether each of ``digests`` (N,) is in ``current``,
+    which is sorted and not empty."""
     positions = np.minimum(np.searchsorted(current, digests), len(current) - 1)
     return current[positions] == digests

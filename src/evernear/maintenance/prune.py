@@ -1,22 +1,26 @@
-"""Delete what nothing in a store needs: what grows with every run.
+"""Delete objects that nothing in a store needs and whose number grows with every run.
 
-`surplus` only reads. `prune_store` removes old releases (`prune_releases`), then deletes, in this order:
+`surplus` only reads. `prune_store` removes old releases (`prune_releases`).
+It then deletes, in this order:
 
-- records of runs that made no remaining release, but for the newest ones;
-- training checkpoints, unless one may belong to a training that was interrupted after the newest release;
-- parts of steps and their results, as checkpoints;
-- cached embeddings of networks of no remaining release, and of shards that begin with a removed image; a frozen
-  network has cached features of its backbone instead;
-- pretrained weights of no remaining release, as checkpoints;
-- unfinished ingests that cannot be resumed; snapshots, ledgers and shards that nothing names (see `references`);
-- archives without a release.
+- records of runs that made no remaining release, except the newest records
+- training checkpoints, except checkpoints that may belong to a training interrupted
+  after the newest release
+- parts of steps and their results, by the same rule as checkpoints
+- cached embeddings of networks without a remaining release, and of shards that begin
+  with a removed image. A frozen network has cached backbone features instead.
+- pretrained weights without a remaining release, by the same rule as checkpoints
+- unfinished ingests that cannot be resumed, and snapshots, ledgers and shards that no
+  document names (see `references`)
+- archives without a release
 
-A document is deleted before the objects that it names, so a kill at any moment leaves no document without them. The
-next prune deletes the rest. It does not run beside a pipeline: see `evernear.common.store.lease`.
+A document is deleted before the objects that it names, so that a kill at any time
+leaves no document without its objects. The next prune deletes the remaining objects. A
+prune does not run at the same time as a pipeline (see `evernear.common.store.lease`).
 
-Everything else stays: the history of the champion, records of pruned releases, the audit log, answers, requests and
-labels of live queries.
-Logged queries and images sent to review have a retention time, `watch.query_retention_s`.
+Everything else remains: the champion's history, the records of pruned releases, the
+audit log, answers, requests and labels of live queries. Logged queries and images that
+were sent to review have a retention time, `watch.query_retention_s`.
 """
 
 import os
@@ -43,9 +47,11 @@ from evernear.release.registry import Registry
 from evernear.settings.weight_packages import WEIGHTS
 
 RESUMABLE = timedelta(days=7)
-"""Age up to which the checkpoint of an interrupted training is kept."""
+"""Maximum age of the checkpoint of an interrupted training.
+Older checkpoints are deleted."""
 PUBLISHING = timedelta(hours=1)
-"""Age up to which an archive without a record may belong to a publish in progress."""
+"""Maximum age of an archive without a record that may belong to a publish in
+progress."""
 _LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
 
 
@@ -59,17 +65,17 @@ class Surplus(Frozen):
 
 
 class Pruning(Frozen):
-    """What `prune_store` deletes, or has deleted."""
+    """The objects that `prune_store` deletes or has deleted."""
 
     releases: tuple[str, ...]
-    """Versions that are removed; their records remain, as pruned."""
+    """Versions of removed releases. Their records remain, as pruned."""
     surplus: tuple[Surplus, ...]
-    """In the order in which it is deleted."""
+    """The objects, in the order in which they are deleted."""
     kept: tuple[str, ...]
-    """What a damaged document prevents from being deleted, one sentence each."""
+    """One sentence for each damaged document that prevents a deletion."""
     size_bytes: int
     listed: int
-    """Objects that were listed."""
+    """Number of listed objects."""
 
     def __str__(self) -> str:
         objects = sum(len(group.keys) for group in self.surplus)
@@ -78,11 +84,12 @@ class Pruning(Frozen):
 
 @dataclass(frozen=True)
 class _Needs:
-    """What is kept."""
+    """The objects that remain."""
 
     keys: frozenset[str]
     folders: tuple[str, ...]
-    """Folders whose objects all stay, because a document that says what it needs is damaged."""
+    """Folders in which all objects remain,
+    because the document that names the needed objects is damaged."""
     reasons: tuple[str, ...]
 
     def __contains__(self, key: str) -> bool:
@@ -90,25 +97,28 @@ class _Needs:
 
 
 def surplus(store: Store, keep: int) -> Pruning:
-    """Find out what `prune_store` would delete now.
+    """List the objects that `prune_store` would delete now.
 
     Raises:
         IntegrityError: the pointer to the champion is damaged or lost.
-        StoreError: the store cannot be reached.
+        StoreError: the store is unreachable.
     """
     return _plan(store, keep, surplus_releases(Registry(store), keep))
 
 
 def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
-    """Remove all but the newest ``keep`` releases and runs, and delete what nothing needs. Safe to repeat after a kill.
+    """Remove all but the newest ``keep`` releases and runs, and delete the objects that
+    nothing needs. The call can be repeated after a kill.
 
-    ``ended`` are runs that were killed on another machine, so that they recorded no end.
+    ``ended`` are runs that were killed on a different machine,
+    so that their record has no end.
 
     Raises:
-        BusyError: a run or another prune is in progress; nothing was deleted.
-        ConflictError: the champion changed in the meantime, or this process was stopped for too long; repeat it.
+        BusyError: a run or a different prune is in progress. Nothing was deleted.
+        ConflictError: the champion changed in the meantime, or this process was
+            suspended for too long. Repeat the call.
         IntegrityError: the pointer to the champion is damaged or lost.
-        StoreError: the store or Milvus fails; repeat it.
+        StoreError: the store or Milvus fails. Repeat the call.
     """
     with Lease(store, f"`evernear store prune` (process {os.getpid()} on {this_host().partition('/')[0]})") as lease:
         if active := active_runs(store, ended):
@@ -124,7 +134,8 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
 
 
 def active_runs(store: Store, ended: Collection[str] = ()) -> dict[str, datetime]:
-    """The runs that are in progress, or may be, and when each was last heard of."""
+    """The runs that are or may be in progress,
+    with the time of each run's last sign of activity."""
     last: dict[str, datetime] = {}
     at_exit = set[str]()
     for info in store.list(RUNS):
@@ -139,7 +150,7 @@ def active_runs(store: Store, ended: Collection[str] = ()) -> dict[str, datetime
         run: at
         for run, at in last.items()
         if run not in ended
-        and (run in recent or run not in at_exit)  # others need not be read
+        and (run in recent or run not in at_exit)  # other runs need not be read
         and _is_active(RunRecord(store, run), run in recent)
     }
 
@@ -161,7 +172,7 @@ def _explain(active: dict[str, datetime]) -> str:
 
 
 def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
-    """What goes if the releases of the versions ``retired`` are removed."""
+    """The objects to delete if the releases of the versions ``retired`` are removed."""
     listing = {folder: list(store.list(folder)) for folder in _LISTED}
     needs = _needs(store, retired)
     records = {v: record for v, record in Registry(store).records()[0].items() if v not in retired}
@@ -193,14 +204,15 @@ def _needs(store: Store, retired: Iterable[str]) -> _Needs:
         if isinstance(reference, Unreadable):
             affected = _affected_folders(reference.key)
             folders |= dict.fromkeys(affected, f"All of {' and '.join(affected)} stays: {reference.reason}")
-    # A pruned release may have been the first with a network, so that it names the snapshot of the training.
+    # A pruned release may have been the first release with its network, so it may name
+    # the network's training snapshot.
     for fault in Registry(store).records(include_pruned=True)[1].values():
         folders.setdefault(DATASETS, f"All of {DATASETS} stays: {fault}")
     return _Needs(frozenset(keys), tuple(folders), tuple(dict.fromkeys(folders.values())))
 
 
 def _affected_folders(key: str) -> tuple[str, ...]:
-    """Where the objects are that a damaged document may need."""
+    """The folders of the objects that a damaged document may need."""
     if key.startswith(DATASETS):
         return (f"{DATASETS}{key.split('/')[1]}/",)
     return (DATASETS, ARCHIVES) if key.startswith(MANIFESTS) else ()
@@ -222,7 +234,7 @@ def _runs(store: Store, listed: Sequence[ObjectInfo], keep: int, versions: Colle
 
 
 def _version(store: Store, run: str) -> str | None:
-    """The release that a run archived."""
+    """The version of the release that a run archived, or None."""
     with suppress(ValueError):
         return RunRecord(store, run).load("archived").get("version")
     return None
@@ -236,7 +248,8 @@ def _checkpoints(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -
 
 
 def _parts(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surplus:
-    """Parts of a step go together: without one of its objects, the step could not continue."""
+    """Parts of a step are deleted together,
+    because the step could not continue without one of its objects."""
     resumable = _resumable(releases)
     step = {info.key: info.key.split("/", 3)[:3] for info in listed}
     continued = {tuple(step[info.key]) for info in listed if info.modified >= resumable}
@@ -246,7 +259,7 @@ def _parts(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surp
 
 
 def _resumable(releases: Sequence[ObjectInfo]) -> datetime:
-    """The time since when objects may belong to an interrupted training."""
+    """The time since which objects may belong to an interrupted training."""
     newest = max((info.modified for info in releases), default=None)
     return max(filter(None, [newest, datetime.now(UTC) - RESUMABLE]))
 
@@ -270,7 +283,8 @@ def _embeddings(store: Store, listed: Sequence[ObjectInfo], networks: Collection
 
 
 def _images(store: Store) -> set[str] | None:
-    """The digests of the images of all newest snapshots; None if one cannot be read."""
+    """The digests of the images of all newest snapshots,
+    or None if a snapshot is unreadable."""
     images: set[str] = set()
     try:
         for name in datasets(store):
@@ -306,13 +320,14 @@ def _group(what: str, why: str, going: Sequence[ObjectInfo]) -> Surplus:
 
 
 def _missing(store: Store) -> set[str]:
-    """The objects that are needed and do not exist."""
+    """The needed objects that do not exist."""
     stored = {info.key for folder in (DATASETS, RELEASES) for info in store.list(folder)}
     return {found.key for found in references(store)} - stored
 
 
 def _require_all(store: Store, missing: Collection[str]) -> None:
-    """Read the store again, and require that all that is needed exists, except for what was ``missing`` before."""
+    """Read the store again, and require that all needed objects exist, except those
+    that were ``missing`` before."""
     if lost := sorted(_missing(store).difference(missing)):
         raise IntegrityError(
             f"{lost[0]} in {store.uri} was deleted although it is needed ({len(lost)} in all); run `evernear store "

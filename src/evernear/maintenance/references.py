@@ -1,8 +1,11 @@
-"""What the objects of a store need: each newest snapshot, unfinished ingest and published release, with its objects.
+"""List the objects that each newest snapshot,
+unfinished ingest and published release in a store needs.
 
-The roots are ``store.json``, ``datasets/<name>/head.json``, ``datasets/<name>/checkpoint.json``,
-``releases/manifests/``, ``releases/champion.json`` and its history. A release needs its archive, the snapshot that it
-was built from and the one that its network was trained on. A snapshot needs its manifest, its ledger and its shards.
+The roots are ``store.json``, ``datasets/<name>/head.json``,
+``datasets/<name>/checkpoint.json``, ``releases/manifests/``, ``releases/champion.json``
+and its history. A release needs its archive, the snapshot that it was built from, and
+the snapshot that its network was trained on. A snapshot needs its manifest, its ledger
+and its shards.
 
 `references` only reads.
 """
@@ -25,23 +28,25 @@ from evernear.release.records import MANIFESTS, PRUNED, Record
 from evernear.release.registry import Registry
 
 NEWEST = "the newest snapshot of"
-"""The owner of the objects of a dataset's newest snapshot, followed by the name of the dataset."""
+"""The owner of a newest snapshot's objects. The dataset's name follows."""
 _Document = TypeVar("_Document", bound=Frozen)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An object that ``owner`` needs. ``sha256`` is the hash of its content; None for a JSON document."""
+    """An object that ``owner`` needs. ``sha256`` is the hash of the object's content,
+    or None for a JSON document."""
 
     key: str
     owner: str
-    """Such as "release 20261120.162250.af2fb66c" or "the newest snapshot of birds"."""
+    """A name such as "release 20261120.162250.af2fb66c" or "the newest snapshot of
+    birds"."""
     sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A document that is missing or damaged, so that its own references are unknown."""
+    """A document that is missing or damaged, so that its references are unknown."""
 
     key: str
     owner: str
@@ -49,12 +54,13 @@ class Unreadable:
 
 
 def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference | Unreadable]:
-    """Yield what the store's roots need, except for releases of the versions in ``retired``.
+    """Yield the objects that the store's roots need,
+    except for releases of the versions in ``retired``.
 
-    An object that several owners need is yielded for each of them.
+    An object that several owners need is yielded once for each owner.
 
     Raises:
-        StoreError: the store cannot be reached.
+        StoreError: the store is unreachable.
     """
     if store.find(IDENTITY) is not None:
         yield Reference(IDENTITY, "the store")
@@ -64,12 +70,12 @@ def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference 
 
 
 def datasets(store: Store) -> list[str]:
-    """The names of all datasets that the store has any object of."""
+    """The names of all datasets that have any object in the store."""
     return sorted({info.key.split("/")[1] for info in store.list(DATASETS)})
 
 
 def snapshot_references(store: Store, name: str, digest: str, owner: str) -> Iterator[Reference | Unreadable]:
-    """Yield what a snapshot needs: its manifest, ledger and shards."""
+    """Yield the objects that a snapshot needs: its manifest, ledger and shards."""
     key = manifest_key(name, digest)
     try:
         manifest = find_manifest(store, name, digest)
@@ -109,7 +115,8 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
 
 
 def _is_first_ingest(store: Store, name: str) -> bool:
-    """Whether the dataset has no head yet, because its first ingest is in progress or was killed."""
+    """Whether the dataset has no head yet because its first ingest is in progress or
+    was killed."""
     if store.find(f"{DATASETS}{name}/head.json") is not None:
         return False
     has_history = any(manifest.parent for _, manifest in Snapshots(store, name).manifests())
@@ -132,7 +139,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
             continue
         release = record.manifest
         built_from = (release.dataset_name, release.dataset_digest)
-        # The oldest release with a network was built from the snapshot that it was trained on; a reindex copies it.
+        # The oldest release with a network was built from the snapshot that the network
+        # was trained on. A reindex copies it.
         network = _network(release)
         trained = trained_on.setdefault(network, built_from)
         if folder == PRUNED or version in retired:
@@ -144,7 +152,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
 
 
 def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
-    """Yield the pointer with its history. The champion's record is a reference too: without it nothing is live."""
+    """Yield the pointer with its history, and the records of the champion, the rollback
+    target and the anchor."""
     owner = "the champion"
     try:
         champion = Registry(store).champion()
