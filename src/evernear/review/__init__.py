@@ -1,1 +1,2 @@
-"""People label live queries that the release was unsure about: a queue, the answers, and a local page."""
+"""Label live queries that the release was unsure about: a queue, the answers,
+and a local page."""

@@ -1,15 +1,20 @@
-"""Answers of people: an audit log in the store, and labeled images in the source.
+"""Users' answers: an audit log in the store, and labeled images in the source.
 
 ::
 
-    review/answers.jsonl                      in the store: one `Answer` per line, oldest first, never rewritten
-    review/pending/<image>                    in the store: the answer is recorded, but maybe not yet in the source
-    <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...`` if the source has split folders);
-                                              .jpg or .webp for such files
+        review/answers.jsonl                      in the store:
+        one `Answer` per line, oldest first, never rewritten
+        review/pending/<image>                    in the store: the answer is recorded,
+        but may not be in the source yet
+        <class>/review-<first 16 of sha256>.png   in the source (``train/<class>/...``
+        if the source has split folders);
+                                                  .jpg or .webp for files of these
+                                                  formats
 
-The last answer about an image counts. Appending is a compare-and-swap, so if two people answer at the same time, the
-second answer is refused. Changes of the source can be repeated: `Answers.recover` completes what a killed process
-began. An answer that the source does not take is undone, and the others go on.
+The last answer about an image is effective. Appending is a compare-and-swap, so if two
+people answer at the same time, the second answer is refused. Changes to the source can
+be repeated. `Answers.recover` completes changes that a killed process began. An answer
+that the source rejects is undone, and later answers are processed.
 """
 
 from collections.abc import Iterator
@@ -32,14 +37,15 @@ _ATTEMPTS = 5
 
 
 class AnswerRefusedError(DataError):
-    """The source does not take an answer, which is undone."""
+    """The source rejects an answer, so the answer is undone."""
 
 
 class Answer(Frozen):
-    """What a person decided about an image.
+    """A user's decision about an image.
 
-    ``label`` is set for the action ``label`` only. ``files`` are the image's names in the source before the answer;
-    empty for a live query. ``keep`` confirms the label of an image of the source.
+    ``label`` is set only for the ``label`` action. ``files`` are the image's names in
+    the source before the answer. They are empty for a live query. The ``keep`` action
+    confirms the label of an image in the source.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -47,9 +53,10 @@ class Answer(Frozen):
     label: str = ""
     files: tuple[str, ...] = ()
     new_folder: bool = False
-    """The answer created the folder of its class."""
+    """Whether the answer created the folder of its class."""
     suffix: Literal[".png", ".jpg", ".webp"] = ".png"
-    """The format of the image of a live query. Not stored for PNG, so that earlier versions read those answers."""
+    """The image format of a live query. PNG is not stored,
+    so that earlier versions can read these answers."""
     who: str
     at: AwareDatetime
 
@@ -57,7 +64,8 @@ class Answer(Frozen):
 class Answers:
     """Records answers, and changes the source accordingly.
 
-    ``set_aside`` has a sentence, by image, for each change of an earlier process that `recover` could not complete.
+    ``set_aside`` contains a sentence, keyed by image, for each change of an earlier
+    process that `recover` could not complete.
     """
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
@@ -67,7 +75,7 @@ class Answers:
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image; undone ones are absent. Oldest first.
+        """The effective answer for each image, oldest first. Undone answers are absent.
 
         Raises:
             IntegrityError: the audit log is damaged.
@@ -75,12 +83,14 @@ class Answers:
         return _fold(self._read()[0])
 
     def label(self, image: bytes, answer: Answer) -> None:
-        """Record ``answer``. For a label write ``image`` to the source, or move its ``files`` to the class.
+        """Record ``answer``. For a label, write ``image`` to the source, or move the
+        answer's ``files`` to the class.
 
         Raises:
-            SettingsError: the label is not a usable folder name.
+            SettingsError: the label is not usable as a folder name.
             ConflictError: the image already has an answer.
-            AnswerRefusedError: the source does not take the label, or a file to move is gone; the answer is undone.
+            AnswerRefusedError: the source rejects the label, or a file to move no
+                longer exists. The answer is undone.
         """
         self.recover()
         if answer.action != "label":
@@ -101,7 +111,7 @@ class Answers:
             self._target.labels = sorted([*self._target.labels, answer.label])
 
     def undo(self, undo: Answer) -> None:
-        """Record the ``undo``, and restore the source: the image is in the queue again.
+        """Record the ``undo`` and restore the source. The image returns to the queue.
 
         Raises:
             ConflictError: the image has no answer.
@@ -113,9 +123,11 @@ class Answers:
         self._settle(undo.image)
 
     def recover(self) -> None:
-        """Complete the changes of the source that a killed process recorded but may not have made.
+        """Complete the changes to the source that a killed process recorded but may not
+        have made.
 
-        One that cannot be completed is undone and named in ``set_aside``, and the others are completed.
+        A change that cannot be completed is undone and named in ``set_aside``. The
+        remaining changes are completed.
         """
         for info in list(self._store.list(PENDING)):
             image = info.key.removeprefix(PENDING)
@@ -126,18 +138,20 @@ class Answers:
                 self.set_aside[image] = str(error)
 
     def _settle(self, image: str) -> None:
-        """Make the source agree with the last answer about ``image``. A repetition changes nothing.
+        """Make the source agree with the last answer about ``image``.
+        Repeating the call changes nothing.
 
         Raises:
-            AnswerRefusedError: the source does not take the answer, which is undone; or it cannot be restored, which
-                is tried again later unless another image is in the way.
+            AnswerRefusedError: the source rejects the answer, which is undone, or the
+                source cannot be restored. The restoration is retried later unless a
+                different image blocks it.
         """
         history = [answer for answer in self._read()[0] if answer.image == image]
         labeled = [answer for answer in history if answer.action == "label"]
         refusal: EvernearError | None = None
         if labeled and labeled[-1] is history[-1]:
             content = self._store.get(PENDING + image)
-            if content or labeled[-1].files:  # without both, it is an undo that was not recorded
+            if content or labeled[-1].files:  # if both are missing, the entry is an unrecorded undo
                 refusal = self._refusal(labeled[-1], content)
         if refusal:
             history.append(labeled[-1].model_copy(update={"action": "undo", "label": ""}))
@@ -149,7 +163,8 @@ class Answers:
             raise _refused(labeled[-1], refusal) from refusal
 
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
-        """Change the source for ``answer``; the error if the source does not take it."""
+        """Change the source for ``answer``.
+        Return the error if the source rejects the answer."""
         try:
             for old, new in _moves(answer, self._target.layout):
                 if answer.files:
@@ -161,11 +176,12 @@ class Answers:
         return None
 
     def _revert(self, labeled: list[Answer]) -> None:
-        """Undo the answers ``labeled`` about one image, the newest first.
+        """Undo the answers ``labeled`` about one image, newest first.
 
         Raises:
-            AnswerRefusedError: a file cannot be restored. The pending record is removed only if another image has its
-                name, because a person has to decide then.
+            AnswerRefusedError: a file cannot be restored. The pending record is removed
+                only if a different image has the file's name, because a person must
+                then decide.
         """
         folders = {each.label for each in self._read()[0] if each.new_folder}
         failure: EvernearError | None = None
@@ -189,7 +205,7 @@ class Answers:
             self._target.remove(new, prune)
 
     def _move(self, old: str, new: str, prune: bool) -> None:
-        """Move a file of the source. A repeated move changes nothing."""
+        """Move a file of the source. Repeating the move changes nothing."""
         image, present = self._target.read(old), self._target.read(new)
         if image is None and present is None:
             raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
@@ -225,7 +241,7 @@ class Answers:
 
 
 def labels_given(store: Store) -> dict[str, frozenset[str]]:
-    """The labels that people ever gave to each image, even if they took them back.
+    """All labels that people gave to each image, including labels that were undone.
 
     Raises:
         IntegrityError: the audit log is damaged.
@@ -261,7 +277,7 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
 
 
 def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
-    """The current and the new name of each file of an answer with a label."""
+    """The current name and the new name of each file of an answer with a label."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:

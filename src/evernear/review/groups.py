@@ -1,12 +1,15 @@
-"""Images of the review queue that look alike, so that one name can answer for all of them.
+"""Groups of similar images in the review queue,
+so that one name can answer for the whole group.
 
-Images are compared by their embeddings, as the recognizer compares them. Embeddings of different networks cannot be
-compared, so each network has its own groups. An item without an embedding is grouped by what it has: the projected
-embedding that earlier logs have, or else its pixels.
+Images are compared by their embeddings, as in the recognizer. Embeddings of different
+networks cannot be compared, so each network has separate groups. An item without an
+embedding is grouped by the projected embedding that earlier logs contain. If the
+projected embedding is missing too, the item is grouped by its pixels.
 
-Groups come from agglomerative clustering with average linkage: two groups become one while their images are, on
-average, closer than images of two classes usually are (``group_distance`` of the release). A class that the network was
-not trained on is spread more widely than others, so it may be in several groups. See
+The groups come from agglomerative clustering with average linkage. Two groups are
+merged while the mean distance between their images is smaller than the typical distance
+between two classes (the release's ``group_distance``). A class that the network was not
+trained on has a larger spread than trained classes, so it may span several groups. See
 docs/decisions/0078-neighbors-as-pictures.md.
 """
 
@@ -28,31 +31,35 @@ from evernear.review.queue import Item
 from evernear.settings.section import MAX_PIXELS
 
 MAX_ITEMS = 2000
-"""Items that are grouped. Time and memory grow with the square of their number: 0.3 s and 35 MB for these."""
+"""Maximum number of items to group. Time and memory grow with the square of this
+number: 0.3 s and 35 MB for 2000."""
 DEFAULT_DISTANCE = 1.0
-"""``group_distance`` of a release of an earlier version: L2 of unit vectors (0 to 2)."""
+"""``group_distance`` for releases of earlier versions:
+an L2 distance between unit vectors (0 to 2)."""
 PIXEL_DISTANCE = 0.9
-"""The same for pixels, less their mean: a correlation of 0.6."""
+"""``group_distance`` for pixels minus their mean.
+It corresponds to a correlation of 0.6."""
 _SIDE_PX = 12
 Vector = NDArray[np.float32]
 
 
 class Group(NamedTuple):
-    """Items that look alike, in the given order. An item like no other is a group of one."""
+    """Similar items, in the given order. A group may consist of a single item."""
 
     items: tuple[Item, ...]
 
 
 class Grouping(NamedTuple):
-    """The groups, the largest first."""
+    """The groups, largest first."""
 
     groups: tuple[Group, ...]
     left_out: int
-    """Items beyond the first `MAX_ITEMS`, which are in no group."""
+    """Number of items beyond the first `MAX_ITEMS`. They are in no group."""
 
 
 class _Space(NamedTuple):
-    """What is compared: vectors of one kind and network. ``distance`` is the mean one up to which images are alike."""
+    """A set of comparable vectors of one kind and network. ``distance`` is the maximum
+    mean distance between similar images."""
 
     kind: Literal["embedding", "coordinates", "pixels"]
     network: str
@@ -66,9 +73,11 @@ class _Release(NamedTuple):
 
 
 def group_items(items: Sequence[Item], find: Callable[[str], Record | None], limit: int = MAX_ITEMS) -> Grouping:
-    """Group the first ``limit`` items, which are the newest if ``items`` come from the queue.
+    """Group the first ``limit`` items.
+    They are the newest items if ``items`` come from the queue.
 
-    ``find`` returns the record of a release, as `evernear.release.registry.Registry.find`, and raises what it raises.
+    ``find`` returns the record of a release, like
+    `evernear.release.registry.Registry.find`, and raises the same errors.
     """
     grouped = items[:limit]
     releases = {version: _release(version, find) for version in {item.version for item in grouped}}
@@ -83,7 +92,8 @@ def group_items(items: Sequence[Item], find: Callable[[str], Record | None], lim
 
 
 def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
-    """The network of a release. One that the store no longer has is compared with itself only."""
+    """The network of a release. A release that the store no longer has is compared only
+    with itself."""
     record = None
     with suppress(IntegrityError):  # `evernear store check` reports it
         record = find(version) if is_version(version) else None
@@ -93,7 +103,7 @@ def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
 
 
 def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
-    """The vector by which an item is compared with the others of its space."""
+    """The vector by which an item is compared with other items in its space."""
     if item.embedding is not None:
         vector = item.embedding / np.float32(np.linalg.norm(item.embedding))
         return _Space("embedding", release.network, len(vector), release.group_distance), vector
@@ -118,7 +128,8 @@ def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[Gr
 
 
 def _gray(image: bytes) -> Vector:
-    """Gray values at `_SIDE_PX` pixels, less their mean, of length 1; zeros for an image of one brightness."""
+    """Gray values at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean, scaled to unit
+    length. Zeros for an image of uniform brightness."""
     picture = decode_inspected(inspect(image, MAX_PIXELS), 16).image
     gray = picture.convert("L").resize((_SIDE_PX, _SIDE_PX), Image.Resampling.BOX)
     vector = np.asarray(gray, np.float32).ravel()

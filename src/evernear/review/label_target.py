@@ -1,4 +1,4 @@
-"""The source as labeled images are written to it: a folder or a bucket."""
+"""The source as a target for labeled images: a folder or a bucket."""
 
 import errno
 from pathlib import Path
@@ -13,11 +13,12 @@ from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Errors for a name that no file can have now."""
+"""Errors for a name that no file can currently have."""
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written. Names are the source's file names."""
+    """The source to which labeled images are written.
+    Names are the file names in the source."""
 
     labels: list[str]
     layout: Layout
@@ -31,11 +32,12 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image, and with ``prune`` its folders that are then empty. A missing image is not an error."""
+        """Remove an image. With ``prune``, also remove its folders that become empty. A
+        missing image is not an error."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it is missing."""
+        """The content of a file, or None if it is missing."""
         ...
 
 
@@ -56,10 +58,12 @@ class FolderTarget:
         """Write the file atomically.
 
         Raises:
-            DataError: the source is gone, or the file system does not take a name of this length.
-            StoreError: permission denied, disk full, ...
+                DataError: the source no longer exists, or the file system does not
+                    support a name of this length.
+                StoreError: writing failed,
+                    for example because permission is denied or the disk is full.
         """
-        if not self._directory.is_dir():  # creating it could hide an empty mount point
+        if not self._directory.is_dir():  # creating the directory could hide an empty mount point
             raise DataError(f"The image directory {self._directory} does not exist.")
         path = self._directory / name
         try:
@@ -76,7 +80,7 @@ class FolderTarget:
         """Remove the file."""
         path = self._directory / name
         with disk_errors(path):
-            if _exists(path):  # a read-only file system does not say that a file is missing
+            if _exists(path):  # a read-only file system does not report a missing file
                 path.unlink()
             folder = path.parent
             while prune and folder != self._directory and folder.is_dir() and not any(folder.iterdir()):
@@ -91,14 +95,14 @@ class FolderTarget:
 
 
 class BucketTarget:
-    """A prefix of a bucket, where a folder exists as long as it has an object."""
+    """A bucket prefix. A folder exists only while it contains an object."""
 
     def __init__(self, uri: str, settings: DataSettings) -> None:
         self.labels, self.layout = _layout(Bucket(uri, settings))
         self._store = open_store(uri)
 
     def has_folder(self, name: str) -> bool:
-        """True, because no folder has to be removed."""
+        """Always True, because empty folders need no removal in a bucket."""
         return True
 
     def add(self, name: str, image: bytes) -> None:
@@ -107,7 +111,7 @@ class BucketTarget:
 
     def remove(self, name: str, prune: bool) -> None:
         """Delete the object."""
-        if self.read(name) is not None:  # no permission to delete is needed for an object that was never written
+        if self.read(name) is not None:  # needs no permission to delete an object that was never written
             self._store.delete(name)
 
     def read(self, name: str) -> bytes | None:
@@ -117,10 +121,11 @@ class BucketTarget:
 
 
 def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
-    """Open ``data.source`` for writing. Lists it once, for its classes. The ``settings`` say how its folders are meant.
+    """Open ``data.source`` for writing, and list it once to find its classes.
+    ``settings`` determine the meaning of its folders.
 
     Raises:
-        SettingsError: the source is not a folder or a bucket.
+        SettingsError: the source is neither a folder nor a bucket.
         DataError: the directory is missing.
     """
     match source.partition(":"):
@@ -147,6 +152,6 @@ def _exists(path: Path) -> bool:
 
 
 def _layout(source: Folder | Bucket) -> tuple[list[str], Layout]:
-    """The classes of a source, and its layout."""
+    """The classes of a source, and the source's layout."""
     labels = sorted({entry.label for entry in source.entries()})
     return labels, source.layout

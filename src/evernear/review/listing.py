@@ -1,4 +1,4 @@
-"""A listing of the store that several readers share for a moment."""
+"""A listing of the store that several readers share for a short time."""
 
 import threading
 import time
@@ -6,7 +6,8 @@ import time
 from evernear.common.store import ObjectInfo, Store
 
 RECENT_S = 2.0
-"""Age up to which a listing answers whether an object still exists."""
+"""Maximum age, in seconds, of a listing that is used to check whether an object still
+exists."""
 
 
 class Listing:
@@ -19,7 +20,7 @@ class Listing:
         self._listed: tuple[float, dict[str, ObjectInfo]] = (float("-inf"), {})
 
     def now(self) -> dict[str, ObjectInfo]:
-        """List them.
+        """List the objects.
 
         Raises:
             StoreError: the store is unavailable.
@@ -29,7 +30,8 @@ class Listing:
         return found
 
     def recent(self) -> dict[str, ObjectInfo]:
-        """As `now`, but the last listing answers while it is younger than `RECENT_S`."""
+        """Like `now`, but reuse the last listing while it is younger than
+        `RECENT_S`."""
         with self._lock:
             listed_s, found = self._listed
             return found if time.monotonic() - listed_s < RECENT_S else self.now()

@@ -1,7 +1,8 @@
-"""True labels of live queries, by the id that the answer carried: ``live-labels/<time>-<random>.jsonl`` in the store.
+"""True labels of live queries, by the ID in the answer:
+``live-labels/<time>-<random>.jsonl`` in the store.
 
-A label is stored together with the logged answer, since the query log is removed after some time. Images are neither
-read nor stored, and nothing of this enters a dataset.
+A label is stored together with the logged answer, because the query log is removed
+after some time. Images are neither read nor stored, and no label enters a dataset.
 """
 
 import csv
@@ -31,7 +32,8 @@ _CLOCK_TOLERANCE = timedelta(days=1)
 
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 Labels: TypeAlias = dict[_Text, _Text]
-"""The true label of each query, by its id; for a `pydantic.TypeAdapter`."""
+"""The true label of each query, keyed by query ID.
+Used with a `pydantic.TypeAdapter`."""
 
 
 class ImportedLabels(Frozen):
@@ -39,14 +41,16 @@ class ImportedLabels(Frozen):
 
     stored: int
     missing: tuple[str, ...]
-    """Ids that are not in the query log: not sampled, removed, or not shipped yet."""
+    """IDs that are missing from the query log because they were not sampled, were
+    removed, or have not been uploaded yet."""
 
 
 def read_labels(path: Path) -> dict[str, str]:
     """Read a CSV file with the columns ``id`` and ``label``.
 
     Raises:
-        DataError: the file is unreadable, lacks a column or a value, or contradicts itself; names the line.
+        DataError: the file is unreadable, lacks a column or a value, or contradicts
+            itself. The message names the line.
     """
     labels: dict[str, str] = {}
     with disk_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
@@ -66,10 +70,11 @@ def read_labels(path: Path) -> dict[str, str]:
 
 
 def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:
-    """Store the labels, by id, of logged queries. A later label of a query replaces an earlier one.
+    """Store the labels of logged queries, keyed by query ID.
+    A later label of a query replaces an earlier one.
 
     Raises:
-        StoreError: the store fails; nothing is stored.
+        StoreError: the store fails. Nothing is stored.
     """
     missing = dict(labels)
     found: list[LabeledQuery] = []
@@ -77,10 +82,10 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     for key in sorted(keys, reverse=True):
         if not missing:
             break
-        stored = store.find(key)  # it may have been removed since
+        stored = store.find(key)  # the file may have been removed since
         try:
             period, queries = parse_file(stored[0] if stored else b"", key)
-        except IntegrityError:  # the watcher reports it
+        except IntegrityError:  # the watcher reports the damage
             continue
         found += [
             LabeledQuery(
@@ -102,11 +107,12 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
 
 
 class LabeledQueries(NamedTuple):
-    """The labeled live queries in a store, each with its newest label, in the order in which the labels arrived."""
+    """The labeled live queries in a store, each with its newest label,
+    in the order of their labels' import."""
 
     queries: list[LabeledQuery]
     damaged: dict[str, str]
-    """A sentence for each damaged file, by its key."""
+    """A sentence about each damaged file, by key."""
 
     def of(self, version: str) -> list[LabeledQuery]:
         """The queries that the release ``version`` answered."""
@@ -114,7 +120,7 @@ class LabeledQueries(NamedTuple):
 
 
 def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueries:
-    """Read the labels that were imported after ``since``, or all.
+    """Read all labels, or only the labels that were imported after ``since``.
 
     Raises:
         StoreError: the store fails.
@@ -130,19 +136,21 @@ def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueri
             damaged[key] = str(error)
         else:
             for query in queries:
-                newest.pop(query.id, None)  # its label arrived again
+                newest.pop(query.id, None)  # a newer label of the query moves it to the end
                 newest[query.id] = query
     return LabeledQueries(list(newest.values()), damaged)
 
 
 def labels_of_release(store: Store, version: str) -> LabeledQueries:
-    """The labeled queries of one release. Raises as `labeled_queries`."""
+    """The labeled queries of one release.
+    Raises the same errors as `labeled_queries`."""
     labels = labeled_queries(store, version_time(version) - _CLOCK_TOLERANCE)
     return labels._replace(queries=labels.of(version))
 
 
 def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...], tuple[str, ...]]:
-    """The accuracy of a release by week, newest first, and a sentence for each damaged file.
+    """The weekly accuracy of a release, newest week first,
+    and a sentence about each damaged file.
 
     Raises:
         StoreError: the store fails.

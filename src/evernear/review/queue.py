@@ -1,4 +1,5 @@
-"""The review queue: uncertain live queries that the servers logged with their images, minus those answered."""
+"""The review queue: uncertain live queries that the servers logged with their images,
+minus answered queries."""
 
 import base64
 import threading
@@ -18,17 +19,21 @@ from evernear.serving.embedding_codec import decode_embedding
 from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
 
 MAX_FILES = 200
-"""Number of log files to read, newest first: at most `MAX_FILES` times `MAX_FILE_BYTES`."""
+"""Maximum number of log files to read, newest first.
+Each file has at most `MAX_FILE_BYTES`."""
 CACHED_BYTES = 32 * 2**20
-"""Images of the log that stay in memory."""
+"""Maximum total size of logged images that stay in memory."""
 MAX_PIXELS = 2**20
-"""Largest width times height of a logged image, which has the size of the network's input."""
+"""Maximum number of pixels of a logged image,
+which has the size of the network's input."""
 
 
 class Item(NamedTuple):
-    """An image to label. ``id`` is the sha256 of its file, so a query logged twice is one item.
+    """An image to label. ``id`` is the sha256 of the image file,
+    so a query that was logged twice is one item.
 
-    ``image`` is the PNG file of the network's input, or a small picture of an image that a person sent.
+    ``image`` is the PNG file of the network's input,
+    or a thumbnail of an image that a user submitted.
     """
 
     id: str
@@ -38,18 +43,21 @@ class Item(NamedTuple):
     dist: float
     candidates: tuple[str, ...]
     version: str = ""
-    """The release that answered; empty if it is unknown."""
+    """The release that answered the query. Empty if the release is unknown."""
     embedding: NDArray[np.float32] | None = None
-    """The image's embedding (D,) by that release; None if the log has none."""
+    """The release's embedding (D,) of the image,
+    or None if the log has no embedding."""
     coordinates: tuple[float, ...] = ()
-    """The projected embedding (`evernear.release.drift_baseline`), which logs of earlier versions have as well."""
+    """The projected embedding (`evernear.release.drift_baseline`), which logs of
+    earlier versions also contain."""
 
 
 class _LogFile(NamedTuple):
-    """The items in a file of the log. ``items`` is None if they did not fit into memory."""
+    """The items in a log file. ``items`` is None if they do not fit into memory."""
 
     written: tuple[AwareDatetime, int]
-    """When, and how many bytes: `evernear forget` writes files again."""
+    """Time and size in bytes. Both may change,
+    because `evernear forget` rewrites files."""
     ids: frozenset[str]
     items: tuple[Item, ...] | None
 
@@ -59,9 +67,9 @@ class _LogFile(NamedTuple):
 
 
 class Queue:
-    """The queue of a store, for any number of threads.
+    """The queue of a store. It is thread-safe.
 
-    It keeps what it read of the newest log files, up to `CACHED_BYTES` of images.
+    Items from the newest log files stay in memory, up to `CACHED_BYTES` of images.
     """
 
     def __init__(self, store: Store) -> None:
@@ -71,7 +79,8 @@ class Queue:
         self._files: dict[str, _LogFile] = {}
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
-        """The newest ``limit`` items that are not ``answered``, newest first. Damaged files and images are skipped.
+        """The newest ``limit`` items that are not in ``answered``, newest first.
+        Damaged files and images are skipped.
 
         Raises:
             StoreError: the store is unavailable.
@@ -89,7 +98,7 @@ class Queue:
         return list(items.values())
 
     def find(self, image: str) -> Item | None:
-        """The item with the id ``image``; None if it is no longer in the log."""
+        """The item with the ID ``image``, or None if it is no longer in the log."""
         for info in self._infos(self._listing.recent()):
             if image in self._ids(info, frozenset([image])):
                 for item in self._read(info):
@@ -98,7 +107,8 @@ class Queue:
         return None
 
     def _infos(self, listed: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
-        """The newest log files, newest first. What was read of others is dropped."""
+        """The newest log files, newest first.
+        Cached items of other files are dropped."""
         logs = [info for info in listed.values() if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
         infos = sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]
         written = {info.key: _written(info) for info in infos}
@@ -121,9 +131,9 @@ class Queue:
         return items
 
     def _drop_oldest(self) -> None:
-        """Drop images beyond `CACHED_BYTES`."""
+        """Drop cached images beyond `CACHED_BYTES`."""
         total_bytes = sum(file.size_bytes for file in self._files.values())
-        for key in sorted(self._files):  # the oldest first
+        for key in sorted(self._files):  # oldest first
             if total_bytes <= CACHED_BYTES:
                 break
             total_bytes -= self._files[key].size_bytes
@@ -135,13 +145,13 @@ def _written(info: ObjectInfo) -> tuple[AwareDatetime, int]:
 
 
 def _queries(store: Store, key: str) -> list[tuple[str, LoggedQuery]]:
-    """The queries in a file of the log, each with the release that answered it."""
+    """The queries in a log file, each with the release that answered it."""
     try:
-        stored = store.find(key)  # the watcher may have removed it
+        stored = store.find(key)  # the watcher may have removed the file
         if stored is None:
             return []
         period, queries = parse_file(stored[0], key)
-    except IntegrityError:  # the watcher reports it
+    except IntegrityError:  # the watcher reports the damage
         return []
     return [(period.version, query) for query in queries]
 

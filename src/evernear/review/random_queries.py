@@ -1,7 +1,9 @@
-"""Random live queries to label, `WEEKLY` a week: their labels measure the accuracy of the release that answered them.
+"""Random live queries to label, `WEEKLY` per week. Their labels measure the accuracy of
+the release that answered them.
 
-They come from the uniform sample of files (`evernear.serving.query_log`), whatever the release answered. The labels are
-stored by `evernear.review.live_labels` and never enter a dataset.
+The queries come from the uniform sample of files (`evernear.serving.query_log`),
+regardless of the release's answers. `evernear.review.live_labels` stores the labels.
+They never enter a dataset.
 """
 
 import math
@@ -18,37 +20,43 @@ from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse
 
 WEEKLY = 12
 MAX_FILES = 50
-"""Number of log files of a week that are read, a random choice: at most `MAX_FILES` times `MAX_FILE_BYTES`."""
+"""Maximum number of log files to read per week, chosen at random.
+Each file has at most `MAX_FILE_BYTES`."""
 
 
 class RandomQuery(NamedTuple):
-    """A query to label, without its answer, which would suggest a label."""
+    """A query to label. It does not contain the release's answer,
+    which would suggest a label."""
 
     id: str
     image: bytes
-    """A small PNG file of the image that the client sent."""
+    """A small PNG version of the image that the client sent."""
 
 
 class Week(NamedTuple):
-    """The random queries of the present week, which begins on Monday (UTC)."""
+    """The random queries of the current week, which begins on Monday (UTC)."""
 
     labels: dict[str, str]
-    """The labels of the queries that have one, by id."""
+    """The labels of labeled queries, keyed by query ID."""
     pending: list[RandomQuery]
-    """The queries to label next, with the labeled ones at most `WEEKLY`."""
+    """The queries to label next. Together with the labeled queries,
+    they are at most `WEEKLY`."""
 
 
 class _Drawn(NamedTuple):
     arrival: float
-    """Of queries with an exponential arrival time each, whose rate is the number of queries that one stands for, the
-    first ones are a weighted sample without replacement (Efraimidis and Spirakis 2006, doi:10.1016/j.ipl.2005.11.003).
-    The time follows from the id, so that everyone is shown the same queries."""
+    """An exponentially distributed arrival time. Its rate is the number of queries that
+    this query stands for. The queries with the earliest arrival times are a weighted
+    sample without replacement (Efraimidis and Spirakis 2006,
+    doi:10.1016/j.ipl.2005.11.003). The time is derived from the ID, so that all users
+    see the same queries."""
     id: str
     key: str
 
 
 class RandomQueries:
-    """The random queries of a store. It caches the ids in each log file, since log files never change."""
+    """The random queries of a store. The IDs in each log file are cached,
+    because log files do not change."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -56,7 +64,8 @@ class RandomQueries:
         self._images: dict[str, bytes | None] = {}
 
     def this_week(self, version: str, now: datetime) -> Week:
-        """The queries of this week that the release ``version`` answered. Damaged files and images are skipped.
+        """The queries of this week that the release ``version`` answered.
+        Damaged files and images are skipped.
 
         Raises:
             StoreError: the store is unavailable.
@@ -87,11 +96,12 @@ class RandomQueries:
                 yield from drawn
 
     def _draw(self, key: str) -> tuple[str, list[_Drawn]]:
-        """The release that answered the queries of a log file, and the ids of those whose file was logged."""
-        stored = self._store.find(key)  # it may have been removed since
+        """The release that answered the queries of a log file, and the IDs of the
+        queries whose image file was logged."""
+        stored = self._store.find(key)  # the file may have been removed since
         try:
             period, rows = parse_file(stored[0] if stored else b"", key)
-        except IntegrityError:  # the watcher reports it
+        except IntegrityError:  # the watcher reports the damage
             return "", []
         ids = [row.id for row in rows if row.id and row.file]
         return period.version, [_Drawn(_arrival(each, period.queries / len(ids)), each, key) for each in ids]

@@ -1,12 +1,13 @@
-"""Images that a person sent to review from the console: in the queue at once, with the original file.
+"""Images that a user sent to review from the console.
+They enter the queue immediately, with the original file.
 
 ::
 
     review/submitted/<sha256 of the file>.json    a `Submission`
     review/originals/<sha256 of the file>         the file as it was sent
 
-A list of them reads only the submissions, which are small. They are deleted like logged queries: at the age
-``watch.query_retention_s``, and by `evernear forget`.
+A listing reads only the submissions, which are small. Submissions are deleted like
+logged queries: at the age ``watch.query_retention_s``, and by `evernear forget`.
 """
 
 import base64
@@ -32,13 +33,13 @@ from evernear.settings.section import MAX_PIXELS
 SUBMITTED = "review/submitted/"
 ORIGINALS = "review/originals/"
 MAX_ITEMS = 1000
-"""Newest submissions that are read."""
+"""Maximum number of submissions to read, newest first."""
 MAX_FILE_BYTES = 16 * 2**20
-"""Largest file that is stored."""
+"""Maximum size of a stored file."""
 
 
 class Submission(Frozen, allow_inf_nan=False):
-    """The answer to an image, and a small picture of it."""
+    """The answer to an image, with a thumbnail of the image."""
 
     at: AwareDatetime
     who: str
@@ -47,12 +48,14 @@ class Submission(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...]
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding of `version` (`evernear.serving.embedding_codec`), if the answer had one."""
+    """The embedding by the release `version` (`evernear.serving.embedding_codec`),
+    if the answer contained one."""
     picture: str = Field(repr=False)
     """A `thumbnail` of the file, in base64."""
 
     def item(self, image: str) -> Item:
-        """The submission of the file with the sha256 ``image`` as an item of the queue."""
+        """Convert the submission of the file with the sha256 ``image`` to an item of
+        the queue."""
         return Item(
             id=image,
             image=base64.b64decode(self.picture),
@@ -66,7 +69,8 @@ class Submission(Frozen, allow_inf_nan=False):
 
 
 class Submissions:
-    """The submissions of a store. They never change, so each is read once. Originals are read when they are needed."""
+    """The submissions of a store. They never change, so each submission is read once.
+    Originals are read on demand."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -74,10 +78,11 @@ class Submissions:
         self._items: dict[str, Item] = {}
 
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
-        """Store an image for review; returns its id. Adding it again changes only the answer.
+        """Store an image for review, and return its ID.
+        Adding an image again changes only the answer.
 
         Raises:
-            DataError: the file is larger than `MAX_FILE_BYTES`, or not an image.
+                DataError: the file is larger than `MAX_FILE_BYTES` or is not an image.
             StoreError: the store is unavailable.
         """
         if len(image) > MAX_FILE_BYTES:
@@ -101,7 +106,8 @@ class Submissions:
         return digest
 
     def pending(self, answered: Collection[str], limit: int) -> list[Item]:
-        """The newest ``limit`` items that are not ``answered``, newest first. A damaged one is skipped.
+        """The newest ``limit`` items that are not in ``answered``, newest first.
+        Damaged submissions are skipped.
 
         Raises:
             StoreError: the store is unavailable.
@@ -114,11 +120,12 @@ class Submissions:
         return list(islice((item for item in found if item is not None), limit))
 
     def find(self, image: str) -> Item | None:
-        """The item with the id ``image``; None if it was not sent to review, is damaged, or was deleted."""
+        """The item with the ID ``image``, or None if it was not sent to review,
+        is damaged, or was deleted."""
         return self._read(image) if _key(image) in self._listing.recent() else None
 
     def original(self, image: str) -> bytes | None:
-        """The file as it was sent; None if the store does not have it."""
+        """The original file, or None if the store does not have it."""
         stored = self._store.find(original_key(image))
         return stored[0] if stored else None
 
@@ -135,7 +142,8 @@ class Submissions:
 
 
 def remove_submissions(store: Store, before: datetime) -> int:
-    """Remove images that were sent before ``before``, answered or not, and return their number.
+    """Remove images that were sent before ``before``, whether answered or not,
+    and return their number.
 
     Raises:
         StoreError: the store rejects the request.

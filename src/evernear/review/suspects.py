@@ -1,4 +1,5 @@
-"""Images of the source whose label looks wrong, for a person to relabel or keep: ``review/suspects.json``."""
+"""Source images whose label looks wrong,
+for a user to relabel or keep: ``review/suspects.json``."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -28,9 +29,11 @@ PICTURE_PX = 192
 class Suspect(Frozen):
     """An image whose label looks wrong.
 
-    ``image`` is the sha256 of its pixels, ``files`` are its names in the source. ``margin`` is the share of neighbors
-    with its label minus that with the label ``suggested``. ``duplicate`` is a file with nearly the same pixels and the
-    label ``suggested``; empty if the neighbors contradict the label.
+    ``image`` is the sha256 of the image's pixels, and ``files`` are its names in the
+    source. ``margin`` is the share of neighbors with the image's label minus the share
+    of neighbors with the label ``suggested``. ``duplicate`` is a file with nearly the
+    same pixels and the label ``suggested``. It is empty if it is the neighbors that
+    contradict the label.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -42,7 +45,8 @@ class Suspect(Frozen):
 
 
 class Suspects(Frozen):
-    """The result of a check, the most suspect first; ``found`` also counts those beyond `MAX_SUSPECTS`."""
+    """The result of a check, most suspect image first.
+    ``found`` also counts images beyond `MAX_SUSPECTS`."""
 
     remedy = "run `evernear labels check` again"
 
@@ -55,7 +59,8 @@ class Suspects(Frozen):
 
 
 def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
-    """The suspects of the last check of ``source``; none if another source was checked.
+    """The suspects from the last check of ``source``.
+    Empty if the last check was of a different source.
 
     Raises:
         IntegrityError: the result is damaged.
@@ -69,7 +74,7 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
     """The newest snapshot of the source.
 
     Raises:
-        DataError: it has not been ingested.
+            DataError: the source has not been ingested.
     """
     name = dataset_name(settings.data, open_source(settings.data.source))
     manifest = Snapshots(store, name).head()
@@ -89,7 +94,7 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
 
     dataset = newest_dataset(store, settings)
     recipe = probe_recipe(dataset, settings.train, settings.evaluation, store)
-    if recipe.keeps_backbone:  # each fold would compute the features of all views
+    if recipe.keeps_backbone:  # otherwise, each fold would compute the features of all views
         recipe = recipe.model_copy(update={"frozen": True})
     suspects: list[Suspect] = []
     found = images = 0
@@ -128,7 +133,8 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
 
 
 def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
-    """A small PNG file of the image file ``name`` of the source; None if it is missing, unreadable or broken."""
+    """A small PNG version of the source's image file ``name``, or None if the file is
+    missing, unreadable or broken."""
     try:
         data = read(name)
         if data is None:

@@ -1,4 +1,4 @@
-"""Small pictures of images to review."""
+"""Thumbnails of images to review."""
 
 from io import BytesIO
 
@@ -10,10 +10,10 @@ SIDE_PX = 192
 
 
 def thumbnail(image: bytes) -> bytes:
-    """A PNG file of at most `SIDE_PX` x `SIDE_PX` pixels of an image file.
+    """Convert an image file to a PNG file of at most `SIDE_PX` x `SIDE_PX` pixels.
 
     Raises:
-        DataError: it is broken.
+        DataError: the image file is broken.
     """
     file = inspect(image, MAX_PIXELS)
     picture = decode_inspected(file, bit_depth_of(file) or 16).image
