@@ -1,4 +1,5 @@
-"""Who may use the console, and protection against other sites: a token or a trusted proxy, CSRF, response headers."""
+"""Access control for the console, and protection against other sites: a token or a
+trusted proxy, CSRF, response headers."""
 
 import hmac
 import secrets
@@ -21,7 +22,7 @@ CSRF_HEADER = "x-evernear-csrf"
 _TOKEN_COOKIE = "evernear-token"  # noqa: S105 - its name
 _CSRF_COOKIE = "evernear-csrf"
 _OPEN_PATHS = ("/health",)
-"""Paths that need no identity: probes of an orchestrator."""
+"""Paths that need no identity, for the probes of an orchestrator."""
 _SAFE_METHODS = ("GET", "HEAD")
 _NAME_MAX_CHARACTERS = 200
 CONTENT_SECURITY_POLICY = (
@@ -31,7 +32,7 @@ CONTENT_SECURITY_POLICY = (
 REPORT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
 )
-"""Of run pages, which are self-contained and have no scripts."""
+"""The policy for run pages, which are self-contained and contain no scripts."""
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Referrer-Policy": "no-referrer",
@@ -43,14 +44,15 @@ _HEADERS = {
 
 
 class Person(Frozen):
-    """Who makes a request, and what they may do."""
+    """The user who makes a request, and the user's permissions."""
 
     name: str
     may: frozenset[Right]
 
 
 class Access:
-    """Identifies people: by the token, as ``owner``, or by the header of a trusted proxy."""
+    """Identifies users by the token, as ``owner``,
+    or by the header of a trusted proxy."""
 
     def __init__(self, settings: ConsoleSettings, token: str, owner: str) -> None:
         self._settings = settings
@@ -60,11 +62,11 @@ class Access:
 
     @property
     def by_token(self) -> bool:
-        """Whether people need the token."""
+        """Whether users need the token."""
         return not self._settings.identity_header
 
     def identify(self, request: Request) -> Person | None:
-        """The person; None if the request has no valid identity."""
+        """The user, or None if the request has no valid identity."""
         if self.by_token:
             return self._owner if self._is_token(request.cookies.get(_TOKEN_COOKIE, "")) else None
         names = request.headers.getlist(self._settings.identity_header)
@@ -78,7 +80,8 @@ class Access:
         return Person(name=names[0], may=frozenset(right for right, may in lists.items() if _is_in(names[0], may)))
 
     def sign_in(self, request: Request) -> Response | None:
-        """The response to the URL that `evernear console` printed: a cookie, and the URL without the token."""
+        """The response to the URL that `evernear console` printed: a cookie, and a
+        redirect to the URL without the token."""
         if not self.by_token or not self._is_token(request.query_params.get("token", "")):
             return None
         rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
@@ -101,9 +104,11 @@ class Access:
 class Guard:
     """ASGI middleware in front of every page.
 
-    It identifies the person, as ``request.state.person``. A request that changes something must come from a page of
-    the console: it repeats, in `CSRF_HEADER`, the random value of a cookie that no other site can read, and browsers
-    send a header of that name to another site only with its permission, which is never given.
+    The middleware identifies the user and stores the result in
+    ``request.state.person``. A request that makes a change must come from a page of the
+    console. It therefore repeats, in `CSRF_HEADER`, the random value of a cookie that
+    no other site can read. Browsers send a header with this name to a different site
+    only with the site's permission, which the console never grants.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -152,10 +157,10 @@ class Guard:
 
 
 def require(request: Request, right: Right) -> Person:
-    """The person of ``request``, who must have the ``right``.
+    """The user of ``request``, who must have the ``right``.
 
     Raises:
-        HTTPException: they have not.
+        HTTPException: the user does not have the right.
     """
     person: Person = request.state.person
     if right not in person.may:

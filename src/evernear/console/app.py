@@ -30,7 +30,8 @@ PAGES = (HomePage, TryPage, ReviewPage, LivePart, DataPage, ReleasesPage)
 
 
 def create_console_app(services: Services, access: Access) -> Starlette:
-    """The console as an ASGI application. Images are recognized with the preprocessing server's `PrepService`."""
+    """Create the console as an ASGI application. It recognizes images with the
+    preprocessing server's `PrepService`."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

@@ -1,4 +1,5 @@
-"""The classes that people named since the live release, and what holds them back."""
+"""The classes that users named after the live release,
+and the rules that hold these classes back."""
 
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ _MORE_IMAGES_HELP = ("class_recall_floor", "class_recall_drop", "false_rejects",
 
 
 class Hold(NamedTuple):
-    """The last run, which was held or failed, with the rules of its gate that did not pass."""
+    """The last run, which was held or failed, with the gate rules that did not pass."""
 
     outcome: RunOutcome
     begun: datetime
@@ -26,19 +27,21 @@ class Hold(NamedTuple):
 
 
 class NamedClass(NamedTuple):
-    """A class that people gave to images, with the failed rules that name it."""
+    """A class that users gave to images, with the failed rules that name the class."""
 
     label: str
     images: int
     is_new: bool
     """Whether the live release does not know the class."""
     is_held: bool
-    """Whether the last run began after all answers and was held or failed."""
+    """Whether the last run began after all answers about the class,
+    and was held or failed."""
     rules: tuple[Rule, ...]
 
 
 class Named(NamedTuple):
-    """What waits for a release. ``hold`` is None if no class is held; ``rules`` name none of the ``classes``."""
+    """The named classes that wait for a release. ``hold`` is None if no class is held.
+    ``rules`` are failed rules that name none of the ``classes``."""
 
     classes: tuple[NamedClass, ...]
     hold: Hold | None
@@ -55,7 +58,8 @@ def last_hold(store: Store, records: RunRecords) -> Hold | None:
 
 
 def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | None) -> Named:
-    """The classes of ``answers``, which people gave since a release with the classes ``known`` became live."""
+    """The classes in ``answers``, which users gave after a release with the classes
+    ``known`` became live."""
     labeled = [answer for answer in answers if answer.action == "label"]
     newest = {answer.label: answer.at for answer in sorted(labeled, key=lambda answer: answer.at)}
     classes = [
@@ -69,7 +73,7 @@ def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | No
 
 
 def remedy(rule: Rule, label: str = "") -> str:
-    """What would satisfy a rule that failed."""
+    """The actions that would satisfy a failed rule."""
     ways: list[str] = []
     if rule.name in _MORE_IMAGES_HELP:
         ways.append(f"name more images of {label}" if label else "name more images")
@@ -86,7 +90,8 @@ def _named_class(label: str, images: int, is_new: bool, hold: Hold | None) -> Na
 
 
 def _names(rule: Rule, label: str) -> bool:
-    """Whether the reason of ``rule`` names the class, which is no part of a longer name or of a number."""
+    """Whether the reason of ``rule`` names the class,
+    and not just as part of a longer name or a number."""
     return (
         rule.name in _CLASS_RULES
         and re.search(rf"(?<![\w.%]){re.escape(label)}(?![\w%]|\.\d)", rule.reason) is not None

@@ -1,4 +1,4 @@
-"""Recognizes images with the predictor, whenever it runs."""
+"""Recognize images with the predictor while it is running."""
 
 import asyncio
 
@@ -9,9 +9,10 @@ from evernear.settings import Settings
 
 
 class Predictor:
-    """A `PrepService` that is created when it is needed, because the console starts before any server.
+    """Creates a `PrepService` on demand, because the console starts before any server.
 
-    A service whose server is gone is replaced, since a server that is started again may have other ports.
+    If the server of a service is gone, the service is replaced, because a restarted
+    server may use different ports.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -20,7 +21,8 @@ class Predictor:
         self._lock = asyncio.Lock()
 
     async def predict(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises as `PrepService.predict_image`."""
+        """Recognize an image file. Raises the same errors as
+        `PrepService.predict_image`."""
         async with self._lock:
             if self._service is None:
                 self._service = PrepService(self._settings, embeddings=True)  # bound to this event loop

@@ -1,4 +1,5 @@
-"""Reads of many objects at the same time: a store in a cluster answers each after some 20 ms."""
+"""Read many objects concurrently, because a store in a cluster needs about 20 ms per
+read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,8 @@ _Value = TypeVar("_Value")
 
 
 def read_all(read: Callable[[_Key], _Value], keys: Sequence[_Key]) -> Iterator[_Value]:
-    """The results of ``read``, in the order of ``keys``. Raises what it raises."""
+    """Yield the results of ``read``, in the order of ``keys``.
+    Raises the errors of ``read``."""
     if len(keys) < 2:
         yield from map(read, keys)
         return

@@ -1,4 +1,5 @@
-"""The releases and their history, as the console lists them: what never changes is read once."""
+"""The releases and their history, as the console lists them.
+Immutable objects are read once."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,7 +13,7 @@ from evernear.release.records import Record
 from evernear.release.registry import Registry
 
 PAGE_RELEASES = 25
-"""Releases, and promotions, that a page shows."""
+"""Number of releases, and of promotions, on a page."""
 _RECORDS = 64
 _PROMOTIONS = 10_000
 
@@ -27,18 +28,20 @@ class Releases:
         self._promotion = lru_cache(_PROMOTIONS)(self._registry.pointer.find_in_history)
 
     def newest(self) -> tuple[list[Record], list[str]]:
-        """The newest releases, newest first, and the faults of those whose records are damaged."""
+        """The newest releases, newest first,
+        and the faults of releases whose records are damaged."""
         versions = islice(reversed([*self._registry.list()]), PAGE_RELEASES)
         found = list(read_all(self._record_or_fault, list(versions)))
         return [each for each in found if isinstance(each, Record)], [each for each in found if isinstance(each, str)]
 
     def history(self, champion: Champion) -> Sequence[Promotion]:
-        """All promotions and rollbacks that can be read, newest first."""
+        """All readable promotions and rollbacks, newest first."""
         earlier = read_all(self._promotion, range(champion.promotion.number - 1, 0, -1))
         return [champion.promotion, *(promotion for promotion in earlier if promotion is not None)]
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, also of a pruned one; None if the store has neither.
+        """The record of a release, including a pruned release,
+        or None if the store has no record.
 
         Raises:
             IntegrityError: the record is damaged.

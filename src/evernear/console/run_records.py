@@ -1,4 +1,4 @@
-"""The records of runs in the store, as the console lists them."""
+"""The run records in the store, as the console lists them."""
 
 import threading
 import time
@@ -22,11 +22,12 @@ from evernear.errors import IntegrityError
 from evernear.reporting.notify import RunOutcome
 
 LISTING_S = 2.0
-"""Time for which a listing of the runs is reused."""
+"""Seconds for which a listing of the runs is reused."""
 SETTLED_AFTER = timedelta(minutes=10)
-"""Time after which nothing more is written to the record of a run that has ended."""
+"""Time after which the record of a run that has ended no longer changes."""
 _LISTED_ALONE = 20
-"""Runs whose records are listed one by one. Above, one listing of all runs has fewer requests."""
+"""Maximum number of runs whose records are listed individually. For more runs, one
+listing of all runs needs fewer requests."""
 
 
 class RunEntry(NamedTuple):
@@ -34,11 +35,13 @@ class RunEntry(NamedTuple):
 
     run: str
     begun: datetime
-    """When the first of its objects was written: after its start, by the clock of the store."""
+    """When the run's first object was written, by the store's clock.
+    It is later than the run's start."""
     changed: datetime
-    """When the last one was, by the same clock."""
+    """When the run's last object was written, by the store's clock."""
     heard: datetime | None
-    """When a step last wrote to the store, by the same clock; None before the first step."""
+    """When a step last wrote to the store, by the store's clock,
+    or None before the first step."""
     ended: bool
 
 
@@ -51,10 +54,10 @@ class RunView(NamedTuple):
 
 
 class RunRecords:
-    """The records of runs in one store.
+    """The run records in one store.
 
-    Outcomes never change, so each is read once. The record of a run that ended some time ago does not change either, so
-    only its name is listed again.
+    Outcomes never change, so each outcome is read once. The record of a run that ended
+    some time ago does not change either, so only the run's name is listed again.
     """
 
     def __init__(self, store: Store) -> None:
@@ -66,7 +69,8 @@ class RunRecords:
         self._running: tuple[float, list[RunInProgress]] = (-LISTING_S, [])
 
     def entries(self) -> list[RunEntry]:
-        """All runs, the one that was changed last first. One listing of the store serves all pages for `LISTING_S`.
+        """All runs, most recently changed first.
+        One listing of the store serves all pages for `LISTING_S`.
 
         Raises:
             StoreError: the store is unavailable.
@@ -75,7 +79,8 @@ class RunRecords:
             return self._entries()
 
     def outcome(self, run: str) -> RunOutcome | None:
-        """The outcome of a run; None before its end, or if it is damaged."""
+        """The outcome of a run, or None if the run has not ended or its outcome is
+        damaged."""
         if run not in self._outcomes:
             try:
                 outcome = RunRecord(self._store, run).find(OUTCOME, RunOutcome)
@@ -87,11 +92,13 @@ class RunRecords:
         return self._outcomes[run]
 
     def outcomes(self, entries: Iterable[RunEntry]) -> Iterator[RunOutcome | None]:
-        """As `outcome`, of many runs at the same time, in their order."""
+        """Like `outcome`, but read the outcomes of many runs concurrently,
+        and yield them in order."""
         return read_all(self.outcome, [entry.run for entry in entries])
 
     def in_progress(self) -> list[RunView]:
-        """The runs in progress, the one heard of last first; read again after `LISTING_S`.
+        """The runs in progress, most recently active first.
+        They are read again after `LISTING_S`.
 
         Raises:
             StoreError: the store is unavailable.

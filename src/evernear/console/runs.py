@@ -1,4 +1,5 @@
-"""How the console starts runs and moves the champion: local commands, or Kubeflow Pipelines."""
+"""Start runs and move the champion from the console,
+with local commands or Kubeflow Pipelines."""
 
 import os
 import subprocess
@@ -28,7 +29,8 @@ _LAST_BYTES = 4096
 
 
 class Done(NamedTuple):
-    """What was done for a person: a sentence about it, and the run on Kubeflow Pipelines that does it, if any."""
+    """A sentence about an action that was taken for a user, and the run on Kubeflow
+    Pipelines that performs it, if any."""
 
     sentence: str
     run: str = ""
@@ -38,10 +40,10 @@ class Runner(Protocol):
     """Starts runs and moves the champion."""
 
     def start(self, pipeline: Pipeline, by: str) -> Done:
-        """Start a run, which goes on if the console ends.
+        """Start a run, which continues if the console ends.
 
         Raises:
-            BusyError: another run is in progress.
+            BusyError: a different run is in progress.
         """
         ...
 
@@ -58,12 +60,14 @@ class Runner(Protocol):
         ...
 
     def failure(self) -> str:
-        """Why the last run that was started from here ended before it recorded anything; empty otherwise."""
+        """Why the last run that the console started ended before it recorded anything.
+        Empty otherwise."""
         ...
 
 
 class LocalRuns:
-    """Runs on this machine, as the commands ``evernear run`` and ``evernear reindex`` with ``words`` as options."""
+    """Runs on this machine, started with the ``evernear run`` and ``evernear reindex``
+    commands and the options ``words``."""
 
     def __init__(self, settings: Settings, words: Sequence[str]) -> None:
         self._settings = settings
@@ -72,7 +76,7 @@ class LocalRuns:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, pipeline: Pipeline, by: str) -> Done:
-        """As `Runner.start`."""
+        """Like `Runner.start`."""
         with self._lock:
             if self._is_running() or progress(self._settings.workdir):
                 raise BusyError("A run is already in progress; wait for it to end.")
@@ -89,17 +93,17 @@ class LocalRuns:
         return Done("The run has started.")
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """As `Runner.promote`."""
+        """Like `Runner.promote`."""
         deployed = promote_release(version, self._settings, force=force, cause=Cause(by=by, why=why))
         return Done(f"Release {deployed.version} {deployed.state()}.")
 
     def roll_back(self, expected: str, why: str, by: str) -> Done:
-        """As `Runner.roll_back`."""
+        """Like `Runner.roll_back`."""
         deployed = roll_back(self._settings, cause=Cause(by=by, why=why), expected=expected)
         return Done(f"Release {deployed.version} {deployed.state()}.")
 
     def current(self, records: RunRecords) -> RunView | None:
-        """As `Runner.current`."""
+        """Like `Runner.current`."""
         state = progress(self._settings.workdir)
         if state is None:
             return RunView("", (), "starting") if self._is_running() else None
@@ -108,7 +112,7 @@ class LocalRuns:
         return view._replace(message=state.message or view.message)
 
     def failure(self) -> str:
-        """As `Runner.failure`."""
+        """Like `Runner.failure`."""
         if self._process is None or not self._process.poll():
             return ""
         output = _tail(self._settings.workdir / _LOG)
@@ -130,7 +134,8 @@ class PipelineRuns:
         self._runs = KfpRuns(settings.pipeline)
 
     def start(self, pipeline: Pipeline, by: str) -> Done:
-        """As `Runner.start`. Two clicks at the same time start one run: both follow the same newest run."""
+        """Like `Runner.start`. Two simultaneous clicks start one run, because the key
+        of both contains the same newest run."""
         runs = self._runs.list(pipeline, limit=10)
         if any(not run.state.is_final for run in runs):
             raise BusyError(f"A run of {pipeline} is already in progress; wait for it to end.")
@@ -138,7 +143,8 @@ class PipelineRuns:
         return Done("The run has started.", self._start(pipeline, by, request_id("run", pipeline, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """As `Runner.promote`. The pipeline promotes against a verdict too, so ``force`` is checked here."""
+        """Like `Runner.promote`. The pipeline also promotes against a verdict,
+        so ``force`` is checked here."""
         registry = Registry(self._store)
         if not registry.get(version).verdict.promote and not force:
             raise SettingsError("The verdict on this release is hold; confirm that it is to be promoted anyway.")
@@ -148,18 +154,19 @@ class PipelineRuns:
         return Done(f"A run promotes release {version}.", run)
 
     def roll_back(self, expected: str, why: str, by: str) -> Done:
-        """As `Runner.roll_back`."""
+        """Like `Runner.roll_back`."""
         champion = Registry(self._store).champion()
         number = champion.promotion.number if champion else 0
         run = self._start("rollback", by, request_id("roll_back", number), {"release": expected, "reason": why})
         return Done(f"A run rolls back from release {expected}.", run)
 
     def current(self, records: RunRecords) -> RunView | None:
-        """As `Runner.current`."""
+        """Like `Runner.current`."""
         return next(iter(records.in_progress()), None)
 
     def failure(self) -> str:
-        """As `Runner.failure`: Kubeflow Pipelines reports it at once."""
+        """Like `Runner.failure`. Always empty, because Kubeflow Pipelines reports a
+        failure to start immediately."""
         return ""
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:

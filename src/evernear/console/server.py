@@ -16,10 +16,11 @@ SHUTDOWN_TIMEOUT_S = 5
 
 
 def require_private(settings: ConsoleSettings) -> None:
-    """Require that the token does not cross a network in the clear.
+    """Require that the token never crosses a network in clear text.
 
     Raises:
-        SettingsError: the address is not loopback, and there is neither TLS nor a trusted proxy.
+        SettingsError: the address is not loopback,
+            and neither TLS nor a trusted proxy is configured.
     """
     try:
         is_loopback = settings.host == "localhost" or ip_address(settings.host).is_loopback
@@ -33,10 +34,11 @@ def require_private(settings: ConsoleSettings) -> None:
 
 
 def _require_usable(certificate: Path | None, key: Path | None) -> None:
-    """Require that both files can be read, and that OpenSSL asks no one for the password of the key.
+    """Require that both files are readable,
+    and that OpenSSL does not prompt for the key's password.
 
     Raises:
-        SettingsError: one is unusable.
+        SettingsError: a file is unusable.
     """
     for name, path in (("certificate", certificate), ("private_key", key)):
         try:
@@ -55,7 +57,7 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
 
     Raises:
         PortInUseError, ServingError: ``console.host`` and ``console.port`` cannot be bound.
-        SettingsError: as `require_private`, or the certificate is unusable.
+            SettingsError: as for `require_private`, or the certificate is unusable.
     """
     require_private(settings)
     _require_usable(settings.certificate, settings.private_key)
@@ -73,7 +75,7 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     )
     try:
         config.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is an OSError
         raise SettingsError(
             f"console.certificate and console.private_key cannot be used ({error}); they are PEM files of a "
             "certificate and of the key to it."

@@ -32,7 +32,8 @@ QUEUE_ITEMS = 240
 
 @dataclass
 class Services:
-    """What the pages read and change. ``answers`` is None, with a ``fault``, if the source cannot be written."""
+    """The objects that the pages read and change. ``answers`` is None, with a
+    ``fault``, if the source is not writable."""
 
     settings: Settings
     store: Store
@@ -41,7 +42,7 @@ class Services:
     target: LabelTarget | None
     fault: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Answers change the source one at a time."""
+    """Serializes answers, which change the source."""
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.store)
@@ -53,7 +54,8 @@ class Services:
 
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Services":
-        """The services of a store and a source. A source that cannot be written leaves the pages that only read.
+        """Open the services of a store and a source. If the source is not writable,
+        only the pages that read are available.
 
         Raises:
             StoreError: the store is unavailable.
@@ -67,30 +69,32 @@ class Services:
         return Services(settings, store, runner, answers, target)
 
     def require_answers(self) -> tuple[Answers, LabelTarget]:
-        """The answers and the source that they change.
+        """The answers, and the source that they change.
 
         Raises:
-            SettingsError: the source cannot be written.
+            SettingsError: the source is not writable.
         """
         if self.answers is None or self.target is None:
             raise SettingsError(self.fault)
         return self.answers, self.target
 
     def pending(self, answered: Collection[str]) -> list[Item]:
-        """Images to review: those that people sent, then logged queries, each newest first."""
+        """Images to review: images that users submitted, followed by logged queries.
+        Both are sorted newest first."""
         sent = self.submissions.pending(answered, QUEUE_ITEMS)
         known = {*answered, *(item.id for item in sent)}
         return [*sent, *self.queue.pending(known, QUEUE_ITEMS - len(sent))]
 
     def find(self, image: str) -> Item | None:
-        """An image to review, or one that was; None if it is gone."""
+        """An image that is or was to be reviewed, or None if it no longer exists."""
         return self.submissions.find(image) or self.queue.find(image)
 
     def original(self, image: str) -> bytes:
-        """The file of an image to review: as a person sent it, or the network's input of a logged query.
+        """The file of an image to review: the submitted file,
+        or the network's input for a logged query.
 
         Raises:
-            ServingError: it is gone.
+            ServingError: the file no longer exists.
         """
         sent = self.submissions.original(image)
         item = None if sent else self.queue.find(image)
@@ -101,10 +105,11 @@ class Services:
     def perform(
         self, request: Request, right: Right, what: str, act: Callable[[Person], Done], release: str = ""
     ) -> Done:
-        """Let the person of ``request`` ``act`` if they have the ``right``, and write the audit log.
+        """Let the user of ``request`` ``act`` if the user has the ``right``,
+        and write the audit log.
 
         Raises:
-            HTTPException: they lack the right.
+            HTTPException: the user does not have the right.
         """
         person: Person = request.state.person
         event = AuditEvent(
@@ -129,14 +134,14 @@ class Services:
         return done
 
     def _audit_failure(self, event: AuditEvent) -> None:
-        with suppress(StoreError):  # the failure itself is shown
+        with suppress(StoreError):  # the failure itself is displayed
             audit.write(self.store, event)
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """The images of the source whose label looks wrong."""
+        """The source images whose label looks wrong."""
         return load_suspects(self.store, self.settings.data.source)
 
     @staticmethod
     def now() -> datetime:
-        """The time in UTC."""
+        """The current time in UTC."""
         return datetime.now(UTC)

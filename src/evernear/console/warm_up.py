@@ -1,4 +1,5 @@
-"""The first read of the store, in the background: a page waits for it, and shows its progress."""
+"""The first read of the store, in the background.
+Pages wait for it and show its progress."""
 
 import logging
 import threading
@@ -9,27 +10,28 @@ from evernear.errors import EvernearError
 from evernear.review.groups import group_items
 
 PATIENCE_S = 0.1
-"""Time that a page waits before it shows the progress instead."""
+"""Seconds for which a page waits before it shows the progress instead."""
 _log = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Reads what never changes, so that pages find it in memory. Pages read what it has not."""
+    """Reads immutable objects in advance, so that pages find them in memory.
+    Pages read missing objects on demand."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._ended = threading.Event()
         self._ended.set()
         self.progress = ""
-        """What is being read, as in "runs: 200 of 1,000"."""
+        """The objects that are being read, for example "runs: 200 of 1,000"."""
 
     def start(self) -> None:
-        """Start in a thread, which ends with the process."""
+        """Start in a thread that ends with the process."""
         self._ended.clear()
         threading.Thread(target=self._run, name="console-warm-up", daemon=True).start()
 
     def wait(self) -> bool:
-        """Whether it has ended, or ends within `PATIENCE_S`."""
+        """Whether the read has ended or ends within `PATIENCE_S`."""
         return self._ended.wait(PATIENCE_S)
 
     def _run(self) -> None:
@@ -38,7 +40,7 @@ class WarmUp:
             for step in steps:
                 for self.progress in step():
                     pass
-        except EvernearError as error:  # pages say it themselves
+        except EvernearError as error:  # pages report the error themselves
             _log.warning("The console reads the store at the first visit of each page: %s", error)
         finally:
             self._ended.set()

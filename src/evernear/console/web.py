@@ -24,17 +24,17 @@ Form = Mapping[str, list[str]]
 
 
 def page(request: Request, template: str, **values: Any) -> HTMLResponse:
-    """A page or a part of one. Templates escape every value."""
+    """Render a page or a part of a page. Templates escape every value."""
     return HTMLResponse(render(template, request=request, **values))
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of a template."""
+    """Render a template as text."""
     return _environment().get_template(template).render(**values)
 
 
 def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint for a form, which ``handle`` gets in a thread."""
+    """Create an endpoint for a form. ``handle`` receives the form in a thread."""
 
     async def endpoint(request: Request) -> Response:
         body = bytearray()
@@ -49,7 +49,8 @@ def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], A
 
 
 def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """A page that shows the progress of the application's `WarmUp` until that has ended."""
+    """Create a page that shows the progress of the application's `WarmUp` until the
+    warm-up has ended."""
 
     def endpoint(request: Request) -> Response:
         warm_up: WarmUp = request.app.state.warm_up
@@ -63,17 +64,19 @@ def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Re
 
 
 def field(form: Form, name: str) -> str:
-    """The last value of a field, without spaces around it; empty if it is missing."""
+    """The last value of a field, without surrounding whitespace.
+    Empty if the field is missing."""
     return (form.get(name) or [""])[-1].strip()
 
 
 def png(image: bytes) -> Response:
-    """An image whose URL names its content, so that browsers may keep it."""
+    """An image response whose URL identifies its content,
+    so that browsers may cache it."""
     return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """One sentence: for a script as text, for a person as a page."""
+    """An error as one sentence, as text for a script and as a page for a browser."""
     match error:
         case HTTPException():
             status, sentence = error.status_code, str(error.detail)
@@ -96,7 +99,7 @@ async def error_response(request: Request, error: Exception) -> Response:
 
 
 _printable = lru_cache(10_000)(printable)
-"""A page has thousands of values, most of them those of the last page."""
+"""A page contains thousands of values, most of which were also on the previous page."""
 
 
 @cache

@@ -1,1 +1,2 @@
-"""The pages. Each module has a class whose methods are the endpoints of one page."""
+"""The pages. Each module contains a class whose methods are the endpoints of one
+page."""

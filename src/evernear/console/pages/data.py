@@ -1,4 +1,5 @@
-"""Data: classes with counts and sample images, news since the release, and images that ingest left out."""
+"""The Data page: classes with counts and sample images, changes since the release, and
+images that ingest left out."""
 
 from functools import lru_cache
 from io import BytesIO
@@ -27,7 +28,7 @@ _SIDE_PX = 96
 
 
 class DataPage:
-    """Data."""
+    """The Data page."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -50,11 +51,11 @@ class DataPage:
         manifest = Snapshots(self._services.store, name).head() if name else None
         if manifest is not None:
             return manifest
-        trained = self._trained()  # a console in a cluster may not see the source
+        trained = self._trained()  # a console in a cluster may have no access to the source
         return Snapshots(self._services.store, trained.dataset_name).head() if trained else None
 
     def _trained(self) -> ReleaseManifest | None:
-        """The manifest of the live release; None before the first."""
+        """The manifest of the live release, or None before the first release."""
         champion = self._services.releases.champion()
         record = self._services.releases.find(champion.version) if champion else None
         return record.manifest if record else None
@@ -109,7 +110,7 @@ class DataPage:
 
 
 def _counts(manifest: Manifest) -> dict[str, int]:
-    """The images of each class that has some, by name."""
+    """The number of images per class, keyed by class name, without empty classes."""
     counts = dict.fromkeys(manifest.labels, 0)
     for split in SPLITS:
         for label, count in manifest.label_counts(split).items():

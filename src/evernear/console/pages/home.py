@@ -1,4 +1,5 @@
-"""Home: the live release, the watcher, runs in progress and the next action; moves without a reload."""
+"""The Home page: the live release, the watcher, runs in progress and the next action.
+It updates without a reload."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ EVENTS_S = 1.0
 
 
 class HomePage:
-    """Home."""
+    """The Home page."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -34,7 +35,7 @@ class HomePage:
         ]
 
     def _state(self) -> dict[str, Any]:
-        """The run in progress, or the last one that ended."""
+        """The run in progress, or the last run that ended."""
         run = self._services.runner.current(self._services.records)
         last = None
         if run is None:

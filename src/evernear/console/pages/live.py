@@ -1,4 +1,5 @@
-"""Labels of live queries, which measure accuracy: of random ones from people, and by id from systems."""
+"""Labels of live queries, which measure accuracy. Users label random queries, and other
+systems send labels by query ID."""
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -18,7 +19,8 @@ _LABELS = TypeAdapter(Labels)
 
 
 class LivePart:
-    """The part of the page Review about random live queries, and the interface for systems."""
+    """The part of the Review page about random live queries,
+    and the interface for other systems."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -33,7 +35,8 @@ class LivePart:
         ]
 
     def _week(self) -> tuple[Week, tuple[str, ...]] | None:
-        """The queries of this week and the classes of the live release; None before the first release."""
+        """The queries of this week and the classes of the live release,
+        or None before the first release."""
         champion = self._services.releases.champion()
         if champion is None:
             return None
@@ -71,7 +74,8 @@ class LivePart:
         return self._content(request, note)
 
     async def _store_labels(self, request: Request) -> Response:
-        """Store a JSON object with the label of each id, and answer with the ids that are not in the log."""
+        """Store a JSON object that maps IDs to labels,
+        and respond with the IDs that are not in the log."""
         require(request, "label")
         body = bytearray()
         async for chunk in request.stream():

@@ -1,4 +1,4 @@
-"""Try: recognize an image, and send it to review."""
+"""The Try page: recognize an image, and send it to review."""
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -15,11 +15,12 @@ SHOWN_NEIGHBORS = 6
 FORGOTTEN = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 96 96" role="img" aria-label="forgotten">
 <rect width="96" height="96" fill="#8884"/>
 <text x="48" y="52" text-anchor="middle" font-family="sans-serif" font-size="14" fill="#888">forgotten</text></svg>"""
-"""In place of an image that the store no longer has."""
+"""Placeholder for an image that the store no longer has."""
 
 
 class TryPage:
-    """Try. The application's state has the `Predictor` that recognizes."""
+    """The Try page. The application's state contains the `Predictor` that recognizes
+    images."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -59,11 +60,12 @@ class TryPage:
         found = self._services.gallery.find(request.path_params["version"], request.path_params["row"])
         if found is None:
             return Response(FORGOTTEN, 404, media_type="image/svg+xml")
-        return Response(found.png(), media_type="image/png")  # no browser keeps it: it may be forgotten
+        return Response(found.png(), media_type="image/png")  # not cacheable: the image may be forgotten
 
 
 async def _image(request: Request) -> bytes:
-    """The body: an image file. `Request.body` would keep it in memory until the response."""
+    """Read the request body, which is an image file.
+    `Request.body` would hold it in memory until the response."""
     return b"".join([part async for part in request.stream()])
 
 

@@ -1,4 +1,5 @@
-"""Runs and releases: list, filter, run page, compare, promote and roll back with a reason."""
+"""The Runs and releases page: list, filter, show and compare runs,
+and promote and roll back with a reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +22,7 @@ PAGE_RUNS = 25
 
 
 class ReleasesPage:
-    """Runs and releases."""
+    """The Runs and releases page."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -54,7 +55,8 @@ class ReleasesPage:
         )
 
     def _runs(self, request: Request) -> dict[str, object]:
-        """One page of the runs. Only this page's outcomes are read, unless a filter needs more of them."""
+        """The runs on one page of the listing. Only their outcomes are read, unless a
+        filter needs more outcomes."""
         wanted = request.query_params.get("state", "")
         number = request.query_params.get("page", "1")
         first = PAGE_RUNS * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
@@ -115,10 +117,10 @@ def _state(outcome: RunOutcome | None) -> str:
 
 
 def _why(form: Form) -> str:
-    """The reason for the history.
+    """The reason to record in the history.
 
     Raises:
-        SettingsError: it is missing.
+        SettingsError: the reason is missing.
     """
     why = field(form, "why")
     if not why:

@@ -1,4 +1,5 @@
-"""Review: name groups of images, correct suspect labels, undo, reindex, and ask the named images again."""
+"""The Review page: name groups of images, correct suspect labels, undo, reindex, and
+recognize the named images again."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,14 +24,16 @@ from evernear.review.suspects import Suspect, picture
 from evernear.review.thumbnails import thumbnail
 
 RECENT_ANSWERS = 12
-"""Answers below the groups, each for one or more images."""
+"""Number of recent answers below the groups. One answer may be about several images."""
 SHOWN_SUSPECTS = 24
 ASKED_AGAIN = 100
-"""Named images, the newest first, that are asked again after a reindex."""
+"""Maximum number of named images, newest first,
+that are recognized again after a reindex."""
 
 
 class ReviewPage:
-    """Review. The application's state has the `Predictor` that asks images again."""
+    """The Review page. The application's state contains the `Predictor` that recognizes
+    images again."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -71,7 +74,7 @@ class ReviewPage:
         )
 
     def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
-        """Values for the template of what waits for a release."""
+        """Template values for the named classes that wait for a release."""
         champion = self._services.releases.champion()
         record = self._services.releases.find(champion.version) if champion else None
         answers = [each for each in latest.values() if champion is None or each.at > champion.promotion.since]
@@ -164,7 +167,7 @@ def _answer(image: str, kind: str, label: str, who: str, at: datetime, suspect: 
 
 
 def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
-    """Answers that a person gave with one click, newest first."""
+    """Groups of answers that a user gave with one click, newest first."""
     for _, each in groupby(
         reversed(list(answers)), lambda answer: (answer.at, answer.who, answer.action, answer.label)
     ):
@@ -172,7 +175,7 @@ def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
 
 
 def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
-    """The images with a name, newest answer first, as far as their files are still there."""
+    """The named images whose files still exist, newest answer first."""
     named: list[tuple[Answer, bytes]] = []
     latest = services.answers.latest() if services.answers else {}
     for answer in reversed(latest.values()):
