@@ -1,1 +1,2 @@
-"""The command line: a module for each group of commands. `evernear.cli.app` puts them together."""
+"""The command line, with one module for each group of commands.
+`evernear.cli.app` combines the modules."""

@@ -1,4 +1,5 @@
-"""The ``evernear`` command. Each command imports heavy libraries itself, so that the others start quickly."""
+"""The ``evernear`` command. Each command imports heavy libraries itself,
+so that other commands start quickly."""
 
 import sys
 from pathlib import Path
@@ -94,12 +95,13 @@ def _options(  # pyright: ignore[reportUnusedFunction] - typer calls it
 
 
 def main() -> None:
-    """Run the command line; report expected errors in one sentence, without a traceback."""
+    """Run the command line. Report expected errors in one sentence,
+    without a traceback."""
     mask_streams()
     try:
         app()
     except SystemExit as exited:
-        if exited.code == UserInterruptError.exit_code:  # typer turns Ctrl-C into this
+        if exited.code == UserInterruptError.exit_code:  # typer converts Ctrl-C to this
             sentence = "Interrupted. Nothing is half-written; run the command again to continue."
             _fail(sentence, UserInterruptError.exit_code)
         raise

@@ -1,4 +1,5 @@
-"""``evernear batch-predict``: the images of a whole source through a release, without a server, into Parquet."""
+"""``evernear batch-predict``: recognize all images of a source with a release, without
+a server, and write Parquet files."""
 
 import sys
 from pathlib import Path
@@ -86,7 +87,8 @@ def batch_predict(
 
 
 def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
-    """Processes on this machine, or with ``nodes`` an Indexed Job whose pods can read all ``uris``."""
+    """Processes on this machine or, with ``nodes``,
+    an Indexed Job whose pods can read all ``uris``."""
     if nodes is None:
         from evernear.common.parts import Processes
         from evernear.common.threads import available_cpus
@@ -110,7 +112,8 @@ def _champion(registry: "Registry") -> str:
 
 
 def _absolute(source: str) -> str:
-    """A source with an absolute path, so that the command continues from any directory."""
+    """Make a source's path absolute,
+    so that the command can continue from any directory."""
     kind, _, path = source.partition(":")
     if kind == "folder" and path:
         return f"folder:{Path(path).expanduser().resolve()}"

@@ -1,4 +1,5 @@
-"""``evernear console`` and ``evernear review``: the page where people see, try, name and decide."""
+"""``evernear console`` and ``evernear review``:
+the page on which users try and name images and make decisions."""
 
 import os
 import secrets

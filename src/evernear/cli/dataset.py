@@ -1,4 +1,5 @@
-"""``evernear dataset``: take a dataset out of the store, as files that other tools open."""
+"""``evernear dataset``: export a dataset from the store to files that other tools can
+open."""
 
 import sys
 from typing import Annotated

@@ -1,4 +1,5 @@
-"""Ctrl-C: the command ends with exit code 130 and a message that states what remains."""
+"""Ctrl-C handling: the command ends with exit code 130 and a message that states what
+remains."""
 
 import signal
 import threading
@@ -11,10 +12,10 @@ from evernear.errors import UserInterruptError
 
 @contextmanager
 def message_on_interrupt(message: str) -> Generator[None]:
-    """Turn Ctrl-C in the body into an error with ``message``.
+    """Convert Ctrl-C in the body to an error with ``message``.
 
     Raises:
-        UserInterruptError: Ctrl-C.
+        UserInterruptError: on Ctrl-C.
     """
     try:
         yield
@@ -27,7 +28,8 @@ def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
     """Set ``stop`` on SIGTERM and Ctrl-C, so that the body can finish its current work.
 
     Raises:
-        UserInterruptError: Ctrl-C; carries ``message``. SIGTERM raises nothing, so the exit code is 0.
+            UserInterruptError: on Ctrl-C, with ``message``. SIGTERM raises no error,
+                so the exit code is 0.
     """
     received: list[int] = []
 

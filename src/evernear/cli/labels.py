@@ -70,10 +70,11 @@ def check(
 
 
 def import_live_labels(store: "Store", file: Path) -> None:
-    """Import a CSV file with the true labels of live queries, and print the accuracy of each release by week.
+    """Import a CSV file with the true labels of live queries,
+    and print the weekly accuracy of each release.
 
     Raises:
-        DataError: the file is unusable; nothing is stored.
+        DataError: the file is unusable. Nothing is stored.
     """
     from evernear.evaluation.live_accuracy import accuracy_by_week
     from evernear.review.live_labels import import_labels, labeled_queries, read_labels

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they are built into.
+"""Options that several commands share, and functions that build settings from them.
 
 A command declares the options and passes them to a function of this module:
 
@@ -66,7 +66,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
-    """Settings from files, environment and options."""
+    """The settings from files, the environment and options."""
     return load(config=config, overrides=assignments(overrides, workdir=workdir))
 
 
@@ -79,7 +79,8 @@ def run_settings(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> Settings:
-    """Settings of a run, with options for its source and preset, and for classes removed or renamed on purpose."""
+    """The settings of a run, with options for its source and preset, and for classes
+    that were removed or renamed on purpose."""
     return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
 
 
@@ -93,7 +94,7 @@ def run_layers(
     rename: RenameOption = None,
     minutes: MinutesOption = None,
 ) -> Layers[Settings]:
-    """As `run_settings`, by source."""
+    """Like `run_settings`, but return the settings separately for each source."""
     classes = {
         "classes.retired": json.dumps(retire) if retire else None,
         "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
@@ -110,5 +111,6 @@ def _old_and_new(rename: str) -> tuple[str, str]:
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
-    """All assignments as ``key=value``: first from ``--set``, then from dedicated options."""
+    """All assignments as ``key=value``.
+    Assignments from ``--set`` precede assignments from dedicated options."""
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

@@ -1,4 +1,5 @@
-"""What the commands share that write the output of many parts: its location, and the progress."""
+"""Helpers for commands whose output consists of many parts:
+the output location and the progress."""
 
 import sys
 from collections.abc import Callable
@@ -11,10 +12,11 @@ INTERRUPTED = "Interrupted. Finished parts stay; run the command again to contin
 
 
 def output_uri(out: str) -> str:
-    """The URI of the store at ``--out``, a directory or ``s3://bucket/prefix``.
+    """The URI of the store for ``--out``,
+    which is a directory or ``s3://bucket/prefix``.
 
     Raises:
-        SettingsError: it is empty.
+        SettingsError: ``out`` is empty.
     """
     if not out:
         raise SettingsError("--out is empty; name a directory or s3://bucket/prefix.")
@@ -22,7 +24,7 @@ def output_uri(out: str) -> str:
 
 
 def parts_progress() -> Callable[[int, int], None]:
-    """Print parts done, and the time left, to stderr."""
+    """Print the number of finished parts and the time left to stderr."""
     from evernear.common.progress import Countdown
 
     countdown = Countdown(lambda text: print_line(text, sys.stderr))

@@ -1,4 +1,5 @@
-"""``evernear pod``: the commands, probes and hooks of a serving pod's containers; see `evernear.serving.pod`."""
+"""``evernear pod``: the commands, probes and hooks of a serving pod's containers.
+See `evernear.serving.pod`."""
 
 import time
 from typing import Annotated

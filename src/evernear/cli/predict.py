@@ -1,4 +1,5 @@
-"""``evernear predict``: recognize images with a running server. Imports neither torch nor FAISS."""
+"""``evernear predict``: recognize images with a running server.
+Neither torch nor FAISS is imported."""
 
 import re
 import sys
@@ -30,11 +31,13 @@ STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
-"""Table width in characters where the output is not a terminal, so that no row wraps."""
+"""Table width in characters if the output is not a terminal.
+No row wraps at this width."""
 
 
 def _path(text: str) -> Path:
-    """A path that was typed. An empty one, as of an unset variable, would be the current directory."""
+    """Parse a path argument. An empty path, for example from an unset variable, would
+    otherwise be the current directory."""
     if not text:
         raise SettingsError('The path of an image is empty; name a file or a folder, or "." for this directory.')
     return Path(text)
@@ -94,7 +97,7 @@ def predict(
             if not files:
                 raise SettingsError("No image: pass files, or --image-file with a file, a folder or -.")
             answers = _predict_all(client, files, version)
-            # Lines of JSON on the same terminal show the progress themselves.
+            # JSON lines on the same terminal already show the progress.
             if len(files) > 1 and sys.stderr.isatty() and not (as_json and sys.stdout.isatty()):
                 answers = _with_progress(answers, len(files), sys.stderr)
             exit_code = _print_json(answers) if as_json else _print_table(answers, alone=len(files) == 1)
@@ -105,7 +108,8 @@ def predict(
 
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
-    """Return ``error``, or the first step to take if no server can be started yet."""
+    """Return ``error``, or an error with the first step to take if no server can be
+    started yet."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -114,7 +118,7 @@ def _with_champion(error: ServerUnreachableError, settings: Settings) -> Evernea
 
 
 def _host(target: str) -> str:
-    """Check that ``target`` is a host name or address without scheme and port."""
+    """Check that ``target`` is a host name or an address without a scheme and port."""
     try:
         return target if re.fullmatch(r"[\w.-]+", target) else str(IPv6Address(target.strip("[]")))
     except AddressValueError:
@@ -130,7 +134,8 @@ def _with_overrides(target: "Target", port: int | None, timeout_s: float | None,
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files in ``paths``; a folder expands to the images in it, at any depth and through links.
+    """The files in ``paths``. A folder expands to all images in it,
+    at any depth and through links.
 
     Raises:
         DataError: a folder contains no image.
@@ -151,7 +156,8 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The images below ``folder``, by the rule for sources, and what is left out; both sorted."""
+    """The images below ``folder``, by the same rule as for sources, and the files that
+    are left out. Both are sorted."""
     from evernear.data.image_tree import walk_images
 
     images: list[Path] = []
@@ -165,7 +171,8 @@ Answer = tuple[Path, dict[str, Any] | EvernearError]
 
 
 def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
-    """The answer or error for each file. An error that does not concern one file is raised."""
+    """The answer or error for each file.
+    An error that does not concern a single file is raised."""
     for file in files:
         try:
             if file == STDIN:
@@ -177,7 +184,8 @@ def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterato
 
 
 def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> Iterator[Answer]:
-    """Show on ``terminal`` how many of ``total`` answers have arrived, and the time left; erase it at the end."""
+    """Show on ``terminal`` how many of ``total`` answers have arrived, and the time
+    left. Erase the display at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -189,7 +197,8 @@ def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> I
 
 
 def _print_json(answers: Iterator[Answer]) -> int:
-    """Print each answer as a line of JSON as soon as it arrives; return the exit code."""
+    """Print each answer as a JSON line as soon as it arrives,
+    and return the exit code."""
     exit_code = 0
     for file, answer in answers:
         if isinstance(answer, EvernearError):
@@ -199,7 +208,8 @@ def _print_json(answers: Iterator[Answer]) -> int:
 
 
 def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
-    """Print all answers as a table, also those before an error; return the exit code."""
+    """Print all answers as a table, including answers before an error,
+    and return the exit code."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -228,7 +238,8 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
-    """The metadata of a release that the local TorchServe has loaded, from the registry."""
+    """The metadata of a release that the local TorchServe has loaded,
+    read from the registry."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of

@@ -1,4 +1,4 @@
-"""``evernear registry``: the releases of a store and the pointer to the champion."""
+"""``evernear registry``: the releases in a store, and the pointer to the champion."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,7 +36,8 @@ WhyOption = Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason fo
 def registry_settings(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """Settings; ``--store`` also selects target ``registry``, because the local server may use another store."""
+    """The settings. ``--store`` also selects the ``registry`` target, because the local
+    server may use a different store."""
     registry_only = [f"store={store}", "target=registry"] if store else []
     return local_settings(config, [*(overrides or []), *registry_only], workdir)
 
@@ -44,7 +45,7 @@ def registry_settings(
 def registry_of(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "Registry":
-    """The registry of the settings."""
+    """The registry that the settings select."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -322,7 +323,7 @@ def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:
 
 
 def _state(release: dict[str, Any], promoted: set[str]) -> str:
-    """Whether a release is the champion, was one, or was held by the gate."""
+    """Whether a release is the champion, was the champion, or was held by the gate."""
     if release["champion"]:
         return "champion"
     if release["version"] in promoted:

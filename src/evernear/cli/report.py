@@ -1,4 +1,4 @@
-"""``evernear report``: the page of a run, or of two runs side by side."""
+"""``evernear report``: the page of one run, or of two runs side by side."""
 
 import webbrowser
 from pathlib import Path
@@ -43,7 +43,7 @@ def _last(workdir: Path) -> Path:
 
 
 def _write_page(settings: Settings, names: list[str]) -> Path:
-    """Write the page of one run, or of two, below the working directory."""
+    """Write the page of one or two runs to a file below the working directory."""
     from evernear.common.disk import write_atomically
     from evernear.common.store import open_store
     from evernear.reporting.page import compare_page, find_run, run_page

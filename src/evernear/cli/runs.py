@@ -25,7 +25,8 @@ POLL_S = 2.0
 
 
 def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
-    """Print each step as it ends, until the run ends. kfp's own wait function ignores the states CANCELED and FAILED.
+    """Print each step when it ends, until the run ends.
+    kfp's wait function ignores the states CANCELED and FAILED.
 
     Raises:
         EvernearError: the run failed or was stopped.
@@ -69,18 +70,19 @@ def show(run: "Run", outcome: "RunOutcome | None", as_json: bool, steps: bool = 
 
 
 def title(run: "Run") -> str:
-    """The run's id, pipeline and version."""
+    """The run's ID, pipeline and version."""
     return f"Run {run.id} of {run.pipeline} {run.pipeline_version[:12]}".rstrip()
 
 
 def row(run: "Run") -> tuple[str, ...]:
-    """A run as a row of the table of runs."""
+    """A run as a row in the table of runs."""
     version = run.pipeline_version[:12]
     return run.id, run.pipeline, version, run.state, f"{run.created:%Y-%m-%d %H:%M}", _duration(run.created, run.ended)
 
 
 def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
-    """The outcome of a finished run; None if it recorded none or its store is not readable from here."""
+    """The outcome of a finished run, or None if the run recorded no outcome or its
+    store is not readable from here."""
     from evernear.reporting.notify import load_outcome
 
     record = record_of(run, runs) if run.state.is_final else None
@@ -91,7 +93,7 @@ def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
 
 
 def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
-    """The run's record; None if its store is not accessible from here."""
+    """The run's record, or None if its store is not accessible from here."""
     from evernear.common.run_record import RunRecord
 
     try:
@@ -102,13 +104,14 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
-    """The store of a run; None if this process has no access keys for it or its directory does not exist."""
+    """The store of a run, or None if this process has no access keys for it or its
+    directory does not exist."""
     from evernear.common.store import open_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)
     if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-        return None  # anonymous requests could reach someone else's bucket with that name
+        return None  # anonymous requests could reach a foreign bucket with this name
     if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
         return None
     try:
@@ -118,7 +121,7 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
-    """Get the current state of the run. Retries, so that a restart of the server does not end the wait."""
+    """Get the current state of the run. Requests are retried, so that a restart of the server does not end the wait."""
     return retry(
         lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))
     )

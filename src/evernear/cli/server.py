@@ -47,13 +47,14 @@ def status(
 
 
 def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":
-    """The champion's accuracy on labeled live queries, by week, newest first; None where SciPy is not installed."""
+    """The champion's weekly accuracy on labeled live queries, newest week first, or
+    None if SciPy is not installed."""
     from evernear.common.store import open_store
     from evernear.review.live_labels import live_accuracy
 
     try:
         weeks, faults = live_accuracy(open_store(settings.store_uri), champion)
-    except ModuleNotFoundError as error:  # a machine that only serves
+    except ModuleNotFoundError as error:  # as on a machine that only serves
         print_line(f"The accuracy in life needs {error.name}; run `pip install evernear[triggers]`.", sys.stderr)
         return None
     for sentence in faults:

@@ -1,4 +1,5 @@
-"""``evernear watch``: check for new images and drift, and propose or start training or a reindex."""
+"""``evernear watch``: check for new images and drift,
+and propose or start a training run or a reindex."""
 
 import logging
 import os
@@ -40,14 +41,14 @@ app = typer.Typer(
 def watch_settings(
     source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """Settings of the watcher, with an option for the source."""
+    """The watcher's settings, with an option for the source."""
     return run_settings(source, None, config, overrides, workdir)
 
 
 def schedule_store(
     config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "ScheduleStore":
-    """The watcher's schedule in the store of the settings."""
+    """The watcher's schedule in the store that the settings select."""
     from evernear.common.store import open_store
     from evernear.triggers.watch.schedule_state import ScheduleStore
 
@@ -172,7 +173,8 @@ def ship(
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":
-    """The pipeline server of the settings or of this cluster; None if there is none."""
+    """The pipeline server from the settings or in this cluster,
+    or None if neither exists."""
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
@@ -185,7 +187,7 @@ def _runs(settings: Settings) -> "KfpRuns | None":
 
 
 def baker_of(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Baker | None":
-    """The baker of the releases in the cluster; None if nothing is baked."""
+    """The baker of the releases in the cluster, or None if no release is baked."""
     if settings.target != "kubernetes" or not settings.watch.bake_s:
         return None
     from evernear.triggers.watch.baker import Baker

@@ -1,1 +1,1 @@
-"""Reports for people: training curves, the verdict card and the outcome of a run."""
+"""Reports for users: training curves, the verdict card and the outcome of a run."""

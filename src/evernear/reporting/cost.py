@@ -9,10 +9,11 @@ GIB_BYTES = 2**30
 
 
 def cost(step: StepRecord, prices: CostSettings) -> float | None:
-    """The cost of ``step`` in the currency of ``prices``; None if it is unknown.
+    """The cost of ``step`` in the currency of ``prices``, or None if it is unknown.
 
-    A container occupies the CPUs and the memory of its limits for the whole step, used or not. Without a limit, the
-    estimate uses the CPU time, and the peak memory for the whole step.
+    A container occupies the CPUs and the memory of its limits for the whole step,
+    whether it uses them or not. Without a limit, the estimate uses the CPU time, and
+    the peak memory over the whole step.
     """
     if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
         return None
@@ -23,7 +24,8 @@ def cost(step: StepRecord, prices: CostSettings) -> float | None:
 
 
 def cost_of_nodes(ran: PartsRecord, prices: CostSettings) -> float | None:
-    """The cost of the pods that ran parts, for the time of the parts; None if a pod has no limits."""
+    """The cost of the pods that ran parts, for the duration of the parts,
+    or None if a pod has no limits."""
     if ran.cpus is None or ran.memory_bytes is None:
         return None
     per_hour = ran.cpus * prices.cpu_hour + ran.memory_bytes / GIB_BYTES * prices.memory_gib_hour

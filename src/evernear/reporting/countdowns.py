@@ -25,13 +25,14 @@ def training_countdown(running: Step) -> "Callable[[Steps], None]":
 
 
 def draw_countdown(running: Step) -> Callable[[int, int], None]:
-    """A callback that reports the draws of the probe that are done."""
+    """A callback that reports the number of finished draws of the probe."""
     countdown = Countdown(running.report)
     return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
 
 
 def image_countdown(running: Step, total: int) -> Callable[[int], None]:
-    """A callback that is called with the number of images that are done since the last call."""
+    """A callback that receives the number of images finished since its last call,
+    and reports the progress."""
     countdown, done = Countdown(running.report, running.progressed), 0
 
     def report(images: int) -> None:
@@ -43,7 +44,7 @@ def image_countdown(running: Step, total: int) -> Callable[[int], None]:
 
 
 def test_countdown(running: Step, total: int) -> "Observer":
-    """An observer of a measurement that reports its progress."""
+    """An observer that reports the progress of a measurement."""
     on_images = image_countdown(running, total)
 
     def observe(block: "Block", *_: object) -> None:

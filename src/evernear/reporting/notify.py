@@ -1,6 +1,7 @@
 """The outcome of a run: promoted, held, rolled back, stopped or failed.
 
-The exit step derives it from the run's record in the store; see `evernear.common.run_record`.
+The exit step derives the outcome from the run's record in the store (see
+`evernear.common.run_record`).
 """
 
 import shlex
@@ -14,21 +15,23 @@ from evernear.evaluation.verdict import Rule
 from evernear.release.promotions import CHAMPION_ALONE
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
-"""The state of a group whose tasks all succeeded, in kfp's local runner and on the KFP server."""
+"""The state of a group whose tasks all succeeded,
+in kfp's local runner and on the KFP server respectively."""
 EXIT_STEP = "notify"
-"""The exit step. Its own record still says "running" when it derives the outcome."""
+"""The exit step. Its record still says "running" when the step derives the outcome."""
 
 
 CONFUSION_MATRIX = "confusion.png"
-"""The file of a run's record with the candidate's confusion matrix, for Slack."""
+"""The file in a run's record with the candidate's confusion matrix, for Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
-"""Options of a run that its next commands repeat, `_SHARED_SETTINGS` among them as ``--set``."""
+"""Options of a run that the next commands repeat.
+``--set`` is repeated only for `_SHARED_SETTINGS`."""
 _SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubernetes.")
-"""Settings that say where releases and servers are."""
+"""Settings that locate releases and servers."""
 
 
 class NextStep(NamedTuple):
-    """Something to do after a run: its purpose and a command."""
+    """A suggested action after a run: its purpose and a command."""
 
     purpose: str
     command: str
@@ -41,23 +44,28 @@ class RunOutcome(Frozen):
     pipeline: str = ""
     state: Literal["promoted", "held", "rolled back", "stopped", "failed"]
     release: str | None = None
-    """The release that the run deployed; None if it deployed none."""
+    """The release that the run deployed, or None if it deployed no release."""
     url: str | None = None
-    """Where the release is live; None if the run's target is the registry alone."""
+    """Where the release is live, or None if the run's target is only the registry."""
     candidate: str | None = None
-    """The release that the run archived, deployed or held; None if it archived none."""
+    """The release that the run archived, whether deployed or held,
+    or None if it archived no release."""
     step: str = ""
     """The step that failed."""
     reasons: tuple[str, ...] = ()
     caution: str = ""
-    """What the promotion by the gate leaves unknown, as sentences; see `Verdict.caution`."""
+    """What remains unknown after the gate's promotion, in sentences.
+    See `Verdict.caution`."""
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
-    """``key=value`` with which the gate would have promoted a held candidate; empty if settings alone do not."""
+    """``key=value`` settings with which the gate would have promoted a held candidate.
+    Empty if settings alone do not suffice."""
     command: tuple[str, ...] = ()
-    """The arguments of an ``evernear`` command that runs the pipeline on this machine again; empty for a run on KFP."""
+    """The arguments of an ``evernear`` command that repeats the pipeline on this
+    machine. Empty for a run on KFP."""
     served_here: bool = False
-    """Whether the release is live on the TorchServe of the machine and working directory of the run."""
+    """Whether the release is live on the TorchServe of the run's machine and working
+    directory."""
 
     def headline(self) -> str:
         """The outcome on one line, without the reasons of a held run."""
@@ -81,7 +89,8 @@ class RunOutcome(Frozen):
                 return f"failed{where}: {reasons}" + self._live_despite_failure()
 
     def next_steps(self) -> tuple[NextStep, ...]:
-        """Things to do after the run, the most likely first; empty if the run only moved the champion."""
+        """Suggested actions after the run, most likely first.
+        Empty if the run only moved the champion."""
         if self.state == "held" and self.candidate:
             return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:
@@ -111,11 +120,12 @@ class RunOutcome(Frozen):
         return tuple(steps)
 
     def _same_command(self, *options: str) -> str:
-        """The command that started the run, with more options."""
+        """The command that started the run, with additional options."""
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
 
     def _command(self, *words: str) -> str:
-        """A command on the run's store, with the options of the run that say where that is."""
+        """A command on the run's store,
+        with the options of the run that locate the store."""
         shared: list[str] = []
         for word, following in zip(self.command, (*self.command[1:], ""), strict=False):
             option, equals, value = word.partition("=")
@@ -134,12 +144,12 @@ class RunOutcome(Frozen):
 
 
 def load_outcome(store: Store, run: str) -> RunOutcome | None:
-    """The outcome of ``run``; None before `finalize`."""
+    """The outcome of ``run``, or None before `finalize`."""
     return RunRecord(store, run).find(OUTCOME, RunOutcome)
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules of the run's verdict; empty before the gate."""
+    """The rules of the run's verdict. Empty before the gate."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
@@ -148,9 +158,11 @@ def finalize(
 ) -> RunOutcome:
     """Derive the outcome of a run, and record it.
 
-    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...) and ``error_message`` its error,
-    which is usually empty. KFP's server does not count the skipped deployment of a held run and reports RUNNING, or
-    FAILED if a step was retried, so the record of the steps decides whether the run was held.
+    ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...).
+    ``error_message`` is the run's error, which is usually empty. The KFP server does
+    not count the skipped deployment of a held run. It reports RUNNING, or FAILED if a
+    step was retried. The records of the steps therefore decide whether the run was
+    held.
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
@@ -198,7 +210,7 @@ def _reasons(move: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """The settings of the failed rules; empty if one of them has none."""
+    """The settings of the failed rules. Empty if a failed rule has no setting."""
     settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
     return settings if all(settings) else ()
 

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, which follows the light or dark theme of its page, and as PNG."""
+"""Charts as inline SVG, which follows the page's light or dark theme, and as PNG."""
 
 import io
 import re
@@ -19,14 +19,15 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
 from evernear.index.description import MAX_DISTANCE
 
-# Text instead of paths is smaller, searchable and accessible. A fixed salt makes the SVG reproducible.
+# Text is smaller than paths, searchable and accessible.
+# A fixed salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
 # A `$` in a class name must not start a formula.
 mpl.rcParams["text.parse_math"] = False
 
 INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
-"""Placeholders for the colors of the page."""
+"""Placeholders for the page's colors."""
 CSS_VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
 SIZE_IN = (4.4, 2.7)
 LEGEND_ROOM = 1.5
@@ -34,11 +35,13 @@ LEGEND_ROOM = 1.5
 DET_LIMITS = (0.005, 0.995)
 DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
-"""Maximum length of a class name next to the confusion matrix; longer names are shortened."""
+"""Maximum length of a class name next to the confusion matrix.
+Longer names are shortened."""
 
 
 def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
-    """Loss, accuracy and learning rate by epoch. ``history`` are `evernear.embedding.artifact.Epoch` as JSON."""
+    """Loss, accuracy and learning rate by epoch. ``history`` contains
+    `evernear.embedding.artifact.Epoch` objects as JSON."""
     epochs = [point["epoch"] for point in history]
     charts: list[Markup] = []
     quantities = {
@@ -58,13 +61,14 @@ def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
 
 
 def distances(correct: Sequence[int], incorrect: Sequence[int], threshold: float) -> Markup:
-    """Histograms of the candidate's distances, for right and for wrong predictions."""
+    """Histograms of the candidate's distances for correct and incorrect predictions."""
     series = {"right predictions": correct, "wrong predictions": incorrect}
     return _histogram("Test images: distance to the nearest gallery image", series, threshold)
 
 
 def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
-    """Histograms of the open-set probe's distances, from its ROC curve, and the threshold if the probe has one."""
+    """Histograms of the open-set probe's distances, from its ROC curve, with the
+    threshold if the probe has one."""
     edges = np.linspace(0, MAX_DISTANCE, BINS + 1)
     thresholds, known, unknown = (
         np.array(column) for column in (curve.thresholds, curve.true_accepts, curve.false_accepts)
@@ -80,12 +84,13 @@ def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
 
 
 def plot_live_distances(live: LiveDistances) -> Markup:
-    """The histogram of the champion's live queries."""
+    """The histogram of the distances of the champion's live queries."""
     return _histogram("Live queries of the champion", {"live queries": live.histogram}, live.threshold)
 
 
 def trade_off(probe: OpenSet, curve: Roc) -> Markup:
-    """The detection error trade-off, on the scales of Martin et al. (1997, Eurospeech)."""
+    """The detection error trade-off, on the scales of Martin et al.
+    (1997, Eurospeech)."""
     from scipy.special import ndtri
 
     figure, axes = _chart("held-out classes accepted", "known images rejected")
@@ -124,7 +129,7 @@ def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: flo
 
 
 def _largest(series: Mapping[str, Sequence[float]]) -> float:
-    """The upper edge of the last bin in use."""
+    """The upper edge of the last bin that is not empty."""
     used = [index for counts in series.values() for index, count in enumerate(counts) if count]
     return (max(used, default=0) + 1) * MAX_DISTANCE / BINS
 
@@ -147,12 +152,14 @@ def _legend(axes: Axes, loc: Literal["best", "upper right"] = "best") -> None:
 
 
 def svg(figure: Figure, description: str) -> Markup:
-    """``figure`` as an inline ``<svg>`` element in the colors of the page, without fixed size."""
+    """``figure`` as an inline ``<svg>`` element in the page's colors,
+    without a fixed size."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.S)
-    # Names of groups would repeat on a page with several charts; clip paths and markers keep theirs.
+    # Group IDs would repeat on a page with several charts.
+    # Clip paths and markers retain their IDs.
     text = re.sub(r' id="[a-z0-9]+[_-][^"]*"', "", text)
     text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"| height="[0-9.]+pt"| width="[0-9.]+pt"', "", text, count=2)
@@ -166,11 +173,13 @@ def confusion_png(evaluation: Evaluation) -> bytes:
     """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
     labels, rows = evaluation.candidate.confusion_matrix()
     names = [shorten(label) for label in labels]
-    # In inches: 0.5 per cell and 1/12 per character of the labels, limited to the size of a screen.
+    # In inches: 0.5 per cell, and 1/12 per character of the labels,
+    # limited to the size of a screen.
     side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Only mistakes are colored, so that a single one among thousands of correct answers is visible.
+    # Only mistakes are colored, so that a single mistake among thousands of correct
+    # answers is visible.
     mistakes = [[0 if i == j else count for j, count in enumerate(row)] for i, row in enumerate(rows)]
     highest = max(1, *(max(row) for row in mistakes))
     axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=highest)
@@ -190,7 +199,7 @@ def confusion_png(evaluation: Evaluation) -> bytes:
 
 
 def shorten(label: str) -> str:
-    """``label`` with its middle replaced by an ellipsis if it is too long."""
+    """``label``, with its middle replaced by an ellipsis if it is too long."""
     label = printable(label)
     return (
         label
