@@ -1,4 +1,5 @@
-"""evernear keeps an image recognizer up to date: from new labeled images to a gated release that is live."""
+"""evernear keeps an image recognizer up to date,
+from new labeled images to a gated release that is live."""
 
 from evernear.common import masking, threads
 
@@ -7,7 +8,8 @@ masking.configure_masking()  # libraries read secrets from the environment
 
 
 def __getattr__(name: str) -> str:
-    """``__version__``, on demand: reading it takes longer than everything else here."""
+    """Compute ``__version__`` on demand,
+    because reading it takes longer than the rest of this module."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import version

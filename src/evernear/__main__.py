@@ -7,7 +7,8 @@ from evernear.common.endings import shadowed_modules
 
 
 def main() -> None:
-    """Run the command line. Failures during imports also end with a message where their cause is known."""
+    """Run the command line. If the cause of a failed import is known,
+    the command also ends with a message."""
     try:
         from evernear.cli.app import main as run_command
     except KeyboardInterrupt:
@@ -26,5 +27,5 @@ def _fail(sentence: str, exit_code: int) -> NoReturn:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # the current directory, where a user's random.py or torch.py may be
+        del sys.path[0]  # the current directory, which may contain a user's random.py or torch.py
     main()

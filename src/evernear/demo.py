@@ -26,7 +26,8 @@ from evernear.settings.layers import command_for
 SHOWN_NEIGHBORS = 3
 SHOWN_UNSEEN = 3
 NEW_CLASS = "new class"
-"""The label of images of a class that the source does not have: the right answer is unknown."""
+"""The label of images whose class is not in the source.
+The correct answer is unknown."""
 
 
 def run_demo(
@@ -40,7 +41,7 @@ def run_demo(
 ) -> None:
     """Run the pipeline, deploy the release on TorchServe, and recognize images that it was not trained on.
 
-    ``unseen`` is a folder with images of a class that the source does not have.
+    ``unseen`` is a folder with images of a class that is not in the source.
     """
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
@@ -81,7 +82,8 @@ def _recognize(settings: Settings, result: RunResult, console: Console, unseen: 
 
 
 def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Write one test image of each class to ``directory`` as PNG; yield (label, path)."""
+    """Write one test image of each class to ``directory`` as PNG,
+    and yield (label, path)."""
     directory.mkdir(parents=True, exist_ok=True)
     remaining = set(range(len(dataset.labels)))
     for block in dataset.blocks("test"):
@@ -105,7 +107,7 @@ def _print_next_steps(
         f"\n[bold]4. Duration[/]: {result.wall_s:.1f} s for the pipeline; the steps took {steps_s:.1f} s of it"
     )
 
-    def print_unwrapped(line: str) -> None:  # people copy paths and commands
+    def print_unwrapped(line: str) -> None:  # users copy paths and commands
         console.print(Text(printable(line)), soft_wrap=True)
 
     print_unwrapped(f"   artifacts and log  {Path(result.paths['log']).parent}")

@@ -1,7 +1,7 @@
 """Check the services that evernear depends on, and report problems and their remedies.
 
-Each check sends real requests with the settings and the identity of this process. The only change that it makes is
-one small object in the store, ``doctor.json``.
+Each check sends real requests with the settings and the identity of this process. The
+only change is one small object in the store, ``doctor.json``.
 """
 
 import os
@@ -33,7 +33,7 @@ class CheckResult(Frozen):
 
 
 def configured(settings: Settings) -> list[Part]:
-    """The parts that ``settings`` or the environment configure."""
+    """The parts that are configured by ``settings`` or the environment."""
     parts: list[Part] = ["store"]
     if settings.target == "kubernetes":
         parts.append("cluster")
@@ -78,7 +78,8 @@ def _store(settings: Settings) -> str:
 
 
 def _cluster(settings: Settings) -> str:
-    """Check the deployer's rights and whether the API server accepts the objects of a release (dry run)."""
+    """Check the deployer's permissions,
+    and whether the API server accepts the objects of a release (dry run)."""
     from evernear.deployment.kubernetes import KubernetesTarget
 
     target = KubernetesTarget(settings)
@@ -91,7 +92,7 @@ def _cluster(settings: Settings) -> str:
 
 
 def _pipelines(settings: Settings) -> str:
-    """Get the newest version of the pipeline and its last run."""
+    """Get the newest version of the pipeline, and its last run."""
     from evernear.kubeflow.client import KfpRuns
 
     runs = KfpRuns(settings.pipeline)

@@ -30,7 +30,8 @@ from pathlib import Path
 
 
 class EvernearError(Exception):
-    """Base class of all errors that evernear raises deliberately; ``exit_code`` is the exit status of the process."""
+    """Base class of all errors that evernear raises deliberately. ``exit_code`` is the
+    exit status of the process."""
 
     exit_code = 1
 
@@ -58,7 +59,8 @@ class StoreError(EvernearError):
 
 
 class ConflictError(StoreError):
-    """A conditional write failed: the object changed since the writer read it."""
+    """A conditional write failed because the object changed after the writer read
+    it."""
 
 
 class MissingObjectError(StoreError):
@@ -92,25 +94,26 @@ class PortInUseError(ServingError):
 
 
 class ServerUnreachableError(ServingError):
-    """No server answers."""
+    """No server responds."""
 
     exit_code = 8
 
 
 class PredictionRejectedError(ServingError):
-    """The server answered 4xx: the image or the request is invalid."""
+    """The server returned a 4xx status because the image or the request is invalid."""
 
     exit_code = 9
 
 
 class ServerTimeoutError(ServingError):
-    """The server did not answer within the client's timeout."""
+    """The server did not respond within the client's timeout."""
 
     exit_code = 11
 
 
 class BusyError(EvernearError):
-    """Another run uses the working directory, or another deployment holds the cluster's Lease."""
+    """A different run uses the working directory,
+    or a different deployment holds the cluster's Lease."""
 
     exit_code = 10
 
@@ -140,18 +143,21 @@ class PartError(EvernearError):
 
 
 class UserInterruptError(EvernearError):
-    """Ctrl-C ended the command. The message says what was stopped, what remains and how to continue."""
+    """Ctrl-C ended the command. The message states what was stopped,
+    what remains and how to continue."""
 
     exit_code = 130
 
 
 def disk_full_message(error: OSError, path: Path | str) -> str | None:
-    """The message for a full disk, an exceeded quota or a file size limit at ``path``; None for any other error."""
+    """The message for a full disk, an exceeded quota or a file size limit at ``path``,
+    or None for any other error."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"The disk that holds {path} is full; free some space and run again."
     if error.errno == errno.EFBIG:
         return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
-    # `tempfile` probes its candidate directories by writing a file; its error does not include the cause.
+    # `tempfile` probes its candidate directories by writing a file.
+    # Its error does not include the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

@@ -1,4 +1,5 @@
-"""Run a pipeline on this machine: start the process, follow its events, read its outcome."""
+"""Run a pipeline on this machine: start the process, follow its events,
+and read its outcome."""
 
 import json
 import os
@@ -37,13 +38,16 @@ PAGE_FILE = "run.html"
 """The run page in a run's directory."""
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
-"""Time after the end of all steps until the log is complete, unless a process that they left holds it open."""
+"""Seconds to wait for the complete log after all steps have ended, in case a process
+that they left holds it open."""
 CLEAN_UP_S = 10.0
-"""Time that interrupted steps have to clean up before they are killed."""
+"""Seconds for which interrupted steps can clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
-"""With less free space, a step may fail without being able to write its error to the event file."""
+"""Minimum free disk space. Below it,
+a failed step may be unable to write its error to the event file."""
 STARTED_BY_VARIABLE = "_EVERNEAR_STARTED_BY"
-"""The person for whom another process, such as the console, starts a run; else it is the user of this process."""
+"""The user for whom a different process, such as the console, starts a run. The default
+is the user of this process."""
 Pipeline = Literal["continuous_training", "reindex"]
 
 
@@ -70,7 +74,7 @@ class RunResult(Frozen):
 
 
 class RunFailedError(EvernearError):
-    """A step failed; carries the step's error message and exit code."""
+    """A step failed. The error has the step's message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -83,16 +87,18 @@ def run_pipeline(
     pipeline: Pipeline = "continuous_training",
     command: RunCommand | None = None,
 ) -> RunResult:
-    """Run ``pipeline`` with ``settings`` and call ``show`` with each event as it happens.
+    """Run ``pipeline`` with ``settings``,
+    and call ``show`` with each event as it happens.
 
-    ``command`` is the ``evernear`` command, for the next steps on the run page.
+    ``command`` is the ``evernear`` command. The run page uses it for its next steps.
 
     Raises:
-        BusyError: another run uses the working directory.
+        BusyError: a different run uses the working directory.
         RunFailedError: a step failed.
-        SettingsError: a path is not UTF-8, so that it cannot be passed to the steps.
+        SettingsError: a path is not UTF-8, so it cannot be passed to the steps.
         StoreError: the temporary directory cannot be created.
-        UserInterruptError: Ctrl-C; the next run resumes from the checkpoints of this one.
+        UserInterruptError: Ctrl-C was pressed.
+            The next run resumes from the checkpoints of this run.
     """
     require_utf8(settings)
     with _lock(settings.workdir), scratch(_temporary_directory(settings.workdir)) as temporary:
@@ -112,10 +118,10 @@ def run_pipeline(
 
 
 def require_utf8(settings: Settings) -> None:
-    """Require that all settings can be passed to the steps, as JSON.
+    """Require that all settings can be passed to the steps as JSON.
 
     Raises:
-        SettingsError: one of them, such as the name of a folder, is not UTF-8.
+        SettingsError: a setting, such as the name of a folder, is not UTF-8.
     """
     values = {"workdir": str(settings.workdir.resolve()), **flat(pipeline_arguments(settings))}
     for name, value in values.items():
@@ -129,7 +135,8 @@ def require_utf8(settings: Settings) -> None:
 
 
 def _temporary_directory(workdir: Path) -> Path:
-    """The TMPDIR of the steps. Deleted after the run, because kfp and killed steps leave files there."""
+    """The TMPDIR of the steps. It is deleted after the run,
+    because kfp and killed steps leave files there."""
     return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
@@ -163,10 +170,11 @@ def _follow(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> tuple[list[Event], dict[str, float]]:
-    """Run the pipeline process to its end; return the events of failed steps and the duration of each step.
+    """Run the pipeline process to its end. Return the events of failed steps,
+    and the duration of each step.
 
     Raises:
-        UserInterruptError: Ctrl-C. All processes of the run have ended by then.
+        UserInterruptError: Ctrl-C was pressed. All processes of the run have ended.
     """
     events_path = directory / "events.jsonl"
     failures: list[Event] = []
@@ -230,7 +238,8 @@ def _pipeline_process(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> Generator[subprocess.Popen[bytes]]:
-    # The process runs in an empty directory, so that no step depends on files that the image does not have.
+    # The process runs in an empty directory,
+    # so that no step depends on files that are missing from the image.
     empty = temporary / "empty"
     with disk_errors(empty):
         empty.mkdir()
@@ -272,7 +281,8 @@ def _pipeline_process(
 
 
 def _interrupt(process: "subprocess.Popen[bytes]") -> None:
-    """Interrupt the steps, so that a deployment is undone and temporary files are removed."""
+    """Interrupt the steps, so that they undo a deployment and remove temporary
+    files."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
@@ -281,7 +291,8 @@ def _interrupt(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill all processes that still run after the run ended or was interrupted."""
+    """Kill all processes that are still running after the run ended or was
+    interrupted."""
     steps = _descendants(process)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -292,7 +303,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _descendants(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """All steps and their child processes, in whatever session they run."""
+    """All steps and their child processes, in any session."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -306,7 +317,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def pipeline_arguments(settings: Settings) -> dict[str, object]:
-    """``settings`` as the arguments of a pipeline."""
+    """Convert ``settings`` to the arguments of a pipeline."""
     sections = set(RunSettings.model_fields) - {"store", "target"}
     return {
         "store": settings.store_uri,

@@ -1,7 +1,9 @@
-"""Run parts of a step in a separate process: ``python -m evernear.part STORE FOLDER``, the command of an Indexed Job.
+"""Run a part of a step in a separate process: ``python -m evernear.part STORE FOLDER``,
+the command of an Indexed Job.
 
-The number of the part is the index that Kubernetes sets in ``JOB_COMPLETION_INDEX``. An error that would only occur
-again ends the process with `FINAL_EXIT_CODE`, so that the Job does not repeat the part.
+The part number is the index in ``JOB_COMPLETION_INDEX``, which Kubernetes sets. An
+error that would only occur again ends the process with `FINAL_EXIT_CODE`, so that the
+Job does not repeat the part.
 """
 
 import os
@@ -17,10 +19,10 @@ INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
 def worker_of(kind: str) -> OpenWorker:
-    """What runs the parts of a kind of plan.
+    """A function that opens the worker for a kind of plan.
 
     Raises:
-        SettingsError: another version of evernear made the plan.
+        SettingsError: a different version of evernear made the plan.
     """
     if kind == "embed":
         from evernear.embedding.embed import open_worker
@@ -42,7 +44,7 @@ def worker_of(kind: str) -> OpenWorker:
 
 
 def main(uri: str, folder: str, number: int) -> int:
-    """Run the part ``number`` and return the exit code."""
+    """Run the part ``number``, and return the exit code."""
     mask_streams()
     try:
         parts = Parts.find(open_store(uri), folder)

@@ -1,8 +1,11 @@
-"""Optional integrations: what each may offer, and how the core finds and calls them.
+"""Optional integrations: the features that each may offer,
+and how the core discovers and calls them.
 
-An integration is a `Plugin`: ``PLUGIN`` of ``evernear/integrations/NAME/plugin.py``, or of another package that names
-it as an entry point of the group `GROUP`. Every command imports that module, so it imports heavy libraries, and those
-that it needs itself, inside of functions. The core never imports an integration by name.
+An integration is a `Plugin`. It is the ``PLUGIN`` of
+``evernear/integrations/NAME/plugin.py``, or of an external package that names it as an
+entry point in the group `GROUP`. Every command imports this module, so it imports heavy
+libraries and its dependencies inside functions. The core never imports an integration
+by name.
 """
 
 import logging
@@ -35,22 +38,25 @@ if TYPE_CHECKING:
 GROUP = "evernear.plugins"
 PACKAGE = "evernear.integrations"
 FAISS = "faiss"
-"""The backend of an index whose vectors are in the archive of the release. It is no plug-in."""
+"""The backend of an index whose vectors are in the archive of the release.
+It is not a plugin."""
 REASON_MAX_CHARACTERS = 300
 _log = logging.getLogger(__name__)
 
 
 class IndexBackend(Protocol):
-    """Where the vectors of a gallery are, other than in the archive of the release."""
+    """A backend that stores the vectors of a gallery outside the archive of the
+    release."""
 
     def check(self, settings: "IndexSettings") -> None:
-        """Check before a run starts that its gallery could be written."""
+        """Check, before a run starts, that its gallery can be written."""
         ...
 
     def create(
         self, gallery: "GalleryVectors", settings: "IndexSettings", queries: "EmbeddingBlock", exact: "ExactNeighbors"
     ) -> "Choice":
-        """Fill a collection with ``gallery``; choose its type on ``queries`` if ``settings.type`` is ``auto``."""
+        """Fill a collection with ``gallery``. If ``settings.type`` is ``auto``,
+        choose its type on ``queries``."""
         ...
 
     def open(self, collection: "Collection", shape: tuple[int, int], search: str) -> "VectorIndex":
@@ -58,40 +64,45 @@ class IndexBackend(Protocol):
         ...
 
     def drop(self, collection: "Collection") -> None:
-        """Delete a collection, if it exists."""
+        """Delete a collection if it exists."""
         ...
 
 
 @dataclass(frozen=True)
 class Command:
-    """A function with options of typer, which becomes ``evernear GROUP NAME``."""
+    """A function with typer options that becomes ``evernear GROUP NAME``."""
 
     name: str
     run: Callable[..., None]
     group: str = ""
-    """A group of the command line, such as ``registry``; empty for ``evernear NAME``."""
+    """A command group, such as ``registry``. Empty for ``evernear NAME``."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What an integration offers. Everything is optional, except what to install."""
+    """The features of an integration. All fields are optional except ``install``."""
 
     install: str
-    """The requirement with its libraries, such as ``evernear[milvus]``."""
+    """The requirement that includes the integration's libraries,
+    such as ``evernear[milvus]``."""
     backends: Mapping[str, Callable[[], IndexBackend]] = field(default_factory=dict)
-    """Functions that return a backend, by the value of ``index.backend`` that selects it."""
+    """Functions that return a backend,
+    keyed by the value of ``index.backend`` that selects it."""
     champion_moved: "Callable[[Registry, Champion | None], list[str]] | None" = None
-    """Called after each move of the champion with the champion before. It may repeat. Returns warnings."""
+    """Called with the previous champion after each move of the champion. Calls may be
+    repeated. Returns warnings."""
     run_ended: "Callable[[RunRecord, str], list[str]] | None" = None
-    """Called at the end of a run with its record and the HTML of its run page. It may repeat. Returns warnings."""
+    """Called at the end of a run with its record and the HTML of its run page. Calls
+    may be repeated. Returns warnings."""
     commands: Callable[[], list[Command]] | None = None
-    """Returns commands to add."""
+    """Returns additional commands."""
     tracer_provider: "Callable[[str], TracerProvider | None] | None" = None
-    """Returns what exports the traces of the server of that name; None if the environment does not configure it."""
+    """Returns the provider that exports the traces of the named server, or None if the
+    environment does not configure it."""
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """Say what to install if a library is missing.
+        """Report which package to install if a library is missing.
 
         Raises:
             SettingsError: a library is missing.
@@ -106,7 +117,8 @@ class Plugin:
 
 @cache
 def plugins() -> tuple[Plugin, ...]:
-    """All integrations: first evernear's in the order of their names, then those of other packages."""
+    """All integrations: evernear's integrations in alphabetical order, followed by the
+    plugins of external packages."""
     own = import_module(PACKAGE)
     names = sorted(module.name for module in pkgutil.iter_modules(own.__path__))
     return (*(import_module(f"{PACKAGE}.{name}.plugin").PLUGIN for name in names), *_of_other_packages())
@@ -116,7 +128,7 @@ def _of_other_packages() -> Iterator[Plugin]:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         try:
             plugin = entry.load()
-        except Exception as error:  # whatever a module of somebody else raises
+        except Exception as error:  # an external module may raise any error
             plugin = error
         if isinstance(plugin, Plugin):
             yield plugin
@@ -132,10 +144,11 @@ def backend_names() -> tuple[str, ...]:
 
 @contextmanager
 def index_backend(name: str) -> Generator[IndexBackend]:
-    """The backend that ``index.backend`` or a release names, for calls within the context.
+    """The backend that ``index.backend`` or a release names,
+    for calls within the context.
 
     Raises:
-        SettingsError: it is unknown, or a library of it is missing.
+        SettingsError: the backend is unknown, or one of its libraries is missing.
     """
     for plugin in plugins():
         if make := plugin.backends.get(name):
@@ -146,9 +159,10 @@ def index_backend(name: str) -> Generator[IndexBackend]:
 
 
 def champion_moved(registry: "Registry", before: "Champion | None") -> None:
-    """Tell the integrations that the champion is another one than ``before``.
+    """Notify the integrations that the champion differs from ``before``.
 
-    The release is live already and does not depend on them, so a failure is a warning.
+    The release is already live and does not depend on the integrations,
+    so a failure is a warning.
     """
     for plugin in plugins():
         if plugin.champion_moved:
@@ -157,9 +171,11 @@ def champion_moved(registry: "Registry", before: "Champion | None") -> None:
 
 
 def run_ended(record: "RunRecord", page: str) -> list[str]:
-    """Tell the integrations that a run has ended; ``page`` is the HTML of its run page. Returns their warnings.
+    """Notify the integrations that a run has ended, and return their warnings.
+    ``page`` is the HTML of its run page.
 
-    The record of the run in the store remains the truth, so a failure is a warning and never fails a run.
+    The run's record in the store remains authoritative,
+    so a failure is a warning and never fails the run.
     """
     return [
         warning
@@ -170,14 +186,16 @@ def run_ended(record: "RunRecord", page: str) -> list[str]:
 
 
 def commands() -> Iterator[Command]:
-    """The commands of all integrations. One whose library is missing says what to install."""
+    """The commands of all integrations. If a library of a command is missing, the
+    command reports which package to install."""
     for plugin in plugins():
         for command in plugin.commands() if plugin.commands else ():
             yield Command(command.name, plugin.installed()(command.run), command.group)
 
 
 def tracer_provider(service: str) -> "TracerProvider | None":
-    """What exports the traces of a server; None if nothing does."""
+    """The provider that exports the traces of a server,
+    or None if no integration exports traces."""
     for plugin in plugins():
         if plugin.tracer_provider:
             try:
@@ -192,15 +210,16 @@ def tracer_provider(service: str) -> "TracerProvider | None":
 
 
 def rejection(system: str, variable: str, error: BaseException, item: str) -> str:
-    """A warning about a system that rejected ``item``, such as ``run``, or could not be reached.
+    """A warning about a system that rejected ``item``, such as ``run``,
+    or that was unreachable.
 
-    ``variable`` is the environment variable with its address.
+    ``variable`` is the environment variable that contains the system's address.
     """
     return f"{system} of {variable} rejected the {item}: {sentence(error)}"
 
 
 def sentence(error: BaseException) -> str:
-    """The reason for ``error`` on one line, without a password."""
+    """The reason for ``error`` on one line, without passwords."""
     while error.__context__:  # the first error is the most specific: connection refused, name not known, timed out
         error = error.__context__
     reason = mask(printable(" ".join(str(error).split())) or type(error).__name__)

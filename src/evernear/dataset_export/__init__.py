@@ -1,4 +1,5 @@
-"""A snapshot of a dataset as files that other tools open: Parquet, WebDataset, or folders of PNG files."""
+"""Export a snapshot of a dataset to files that other tools can open: Parquet,
+WebDataset, or folders of PNG files."""
 
 from typing import Literal
 

@@ -1,4 +1,5 @@
-"""The writers of the formats: each writes the images of one part, and memory holds one block of them."""
+"""The writers of the export formats. Each writer writes the images of one part, and
+holds one block of images in memory."""
 
 import json
 import tarfile
@@ -20,17 +21,19 @@ from evernear.dataset_export.plan import ExportPart
 from evernear.dataset_export.samples import Samples
 
 Write = Callable[[Store, ExportPart, Iterator[Samples], Path], None]
-"""Writes the images of a part to a store; the directory is empty and for files in the making."""
+"""Writes the images of a part to a store.
+The directory is an empty scratch directory."""
 _WRITES_IN_FLIGHT = 16
 
 
 def writer_of(form: Format) -> Write:
-    """The writer of a format."""
+    """The writer for a format."""
     return {"parquet": write_parquet, "webdataset": write_tar, "folder": write_files}[form]
 
 
 def write_parquet(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: Path) -> None:
-    """Write a Parquet file: image (bytes and path), label, split, digest and, if there is one, the embedding."""
+    """Write a Parquet file with the columns image (bytes and path), label, split,
+    digest and, if present, embedding."""
     first, blocks = _peek(blocks)
     schema = _parquet_schema(None if first.embeddings is None else first.embeddings.shape[1])
     path = scratch / "part.parquet"
@@ -41,7 +44,8 @@ def write_parquet(out: Store, part: ExportPart, blocks: Iterator[Samples], scrat
 
 
 def _parquet_schema(dim: int | None) -> Any:
-    """The columns of a Parquet file, with the types of Hugging Face's `datasets` in its metadata."""
+    """The columns of a Parquet file.
+    Its metadata contains the types of Hugging Face's `datasets`."""
     text = {"dtype": "string", "_type": "Value"}
     fields = [
         pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
@@ -70,7 +74,8 @@ def _columns(samples: Samples) -> dict[str, Any]:
 
 
 def write_tar(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: Path) -> None:
-    """Write a tar with the files png, cls (the number of the label), json and npy (the embedding) of each image."""
+    """Write a tar with the files png, cls (the label number),
+    json and npy (the embedding) for each image."""
     path = scratch / "part.tar"
     with disk_errors(path), tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for samples in blocks:
@@ -79,7 +84,7 @@ def write_tar(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: 
                     member = tarfile.TarInfo(f"{stem}.{suffix}")
                     member.size = len(content)
                     tar.addfile(member, BytesIO(content))
-            tar.getmembers().clear()  # it remembers every file
+            tar.getmembers().clear()  # it would remember every file
     out.put(f"{part.name}.tar", path)
 
 
@@ -95,12 +100,13 @@ def _members(samples: Samples, row: int) -> Iterator[tuple[str, bytes]]:
 
 
 def write_files(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: Path) -> None:
-    """Write a PNG file for each image into the folder of its label, unless a killed process has written it."""
+    """Write a PNG file for each image to the folder of its label, unless a killed
+    process has already written the file."""
     first, blocks = _peek(blocks)
     begun = out.find(_key(first, 0)) is not None
     written = set(_written(out, part)) if begun else {_key(first, 0)}
     if not begun:
-        out.put(_key(first, 0), first.images[0])  # before all others, so that it proves that the part was begun
+        out.put(_key(first, 0), first.images[0])  # written first, as proof that the part was begun
     with ThreadPoolExecutor(_WRITES_IN_FLIGHT, "write") as pool:
         for samples in blocks:
             keys = [_key(samples, row) for row in range(len(samples))]
@@ -114,7 +120,8 @@ def _key(samples: Samples, row: int) -> str:
 
 
 def _written(out: Store, part: ExportPart) -> Iterator[str]:
-    """The files of a part that exist. All of the split are listed, and those of the part are in memory."""
+    """The existing files of a part. All files of the split are listed, but only the
+    part's files stay in memory."""
     for info in out.list(f"{part.split}/"):
         position = exported_position(info.key)
         if position is not None and part.first <= position < part.first + part.units:
@@ -122,7 +129,7 @@ def _written(out: Store, part: ExportPart) -> Iterator[str]:
 
 
 def _peek(blocks: Iterable[Samples]) -> tuple[Samples, Iterator[Samples]]:
-    """The first block, and all blocks."""
+    """The first block, and an iterator over all blocks including the first."""
     rest = iter(blocks)
     first = next(rest)
 

@@ -1,9 +1,11 @@
-"""The plan of an export: which shards of a snapshot become which file.
+"""The plan of an export, which assigns the shards of a snapshot to files.
 
-A part (`evernear.common.parts`) is one Parquet file or tar, or the images of some shards as files. Parts are whole
-shards, so they follow from the snapshot alone, and the cached embeddings of a shard serve one part::
+A part (`evernear.common.parts`) is one Parquet file, one tar, or the image files of
+several shards. A part consists of whole shards, so parts depend only on the snapshot,
+and the cached embeddings of a shard serve one part::
 
-    <out>/data/train-00000-of-00012.parquet     as Hugging Face names the files of a split
+    <out>/data/train-00000-of-00012.parquet     as Hugging Face names the files of a
+    split
     <out>/train-000000.tar
     <out>/train/<label>/<position>-<digest>.png
     <out>/_evernear/plan.json, ...
@@ -25,13 +27,15 @@ from evernear.errors import ConflictError, SettingsError
 KIND = "dataset-export"
 PART_BYTES = 2**28
 PART_IMAGES = 100_000
-"""A part ends before its shards are larger than this, or have more images; a larger shard is one part."""
+"""Maximum number of images in a part. A part also has a size limit.
+A shard beyond a limit is a part by itself."""
 _MAX_NAME_BYTES = 255
-"""Longest name of a folder in the usual file systems."""
+"""Maximum length of a folder name in common file systems, in bytes."""
 
 
 class Export(Frozen):
-    """What all parts share: a snapshot of a dataset, and the release whose embeddings are exported, or empty."""
+    """The common properties of all parts: a snapshot of a dataset, and the release
+    whose embeddings are exported, if any."""
 
     format: Format
     store_uri: str
@@ -41,9 +45,11 @@ class Export(Frozen):
 
 
 class ExportPart(Part):
-    """Whole shards of one split, by their numbers in the manifest, and the position of their first image in it.
+    """Whole shards of one split, by their numbers in the manifest, and the position of
+    their first image in the split.
 
-    ``name`` is the key of the file without its suffix; in folders, it is the split.
+    ``name`` is the key of the file without its suffix. In the folder format,
+    it is the split.
     """
 
     split: Split
@@ -53,11 +59,12 @@ class ExportPart(Part):
 
 
 def plan_export(export: Export, manifest: Manifest, out: Store, part_bytes: int = PART_BYTES) -> Parts:
-    """Plan the files of an export in ``out``, or return the parts that were planned there before.
+    """Plan the files of an export in ``out``,
+    or return the parts of an earlier plan in ``out``.
 
     Raises:
-        ConflictError: ``out`` has another export, or other files.
-        SettingsError: a label of ``manifest`` cannot be the name of a folder.
+        ConflictError: ``out`` contains a different export, or other files.
+        SettingsError: a label in ``manifest`` is not usable as a folder name.
     """
     parts = Parts.find(out, OWN_FOLDER)
     if export.format == "folder":
@@ -69,7 +76,7 @@ def plan_export(export: Export, manifest: Manifest, out: Store, part_bytes: int 
     if parts.plan.kind != KIND:
         raise ConflictError(f"{out.uri} has results of another command; choose another --out.")
     planned = Export.model_validate(parts.plan.shared)
-    # Another store may have the same snapshot.
+    # A different store may contain the same snapshot.
     if planned.model_copy(update={"store_uri": export.store_uri}) != export:
         raise ConflictError(f"{out.uri} has an export of {_described(planned)}; choose another --out.")
     return parts
@@ -81,7 +88,8 @@ def _described(export: Export) -> str:
 
 
 def _require_folder_names(manifest: Manifest) -> None:
-    """Require that ingest reads each label back from the folder of this name."""
+    """Require that ingest reads each label back unchanged from the folder with this
+    name."""
     labels = {label for shard in manifest.shards for label in shard.label_counts}
     for label in sorted(labels):
         if is_skipped(label) or {"/", "\\", "\0"} & set(label) or len(label.encode()) > _MAX_NAME_BYTES:
@@ -91,7 +99,8 @@ def _require_folder_names(manifest: Manifest) -> None:
 
 
 class _Group(NamedTuple):
-    """Consecutive shards of a split: their numbers in the manifest, the position of their first image, their images."""
+    """Consecutive shards of a split: their numbers in the manifest, the position of
+    their first image, and their images."""
 
     shards: tuple[int, ...]
     first: int

@@ -1,4 +1,5 @@
-"""Images of a snapshot as an export writes them: as PNG files, without loss, under names that keep their order."""
+"""Images of a snapshot in the form in which they are exported: lossless PNG files, with
+names that preserve their order."""
 
 from dataclasses import dataclass
 from io import BytesIO
@@ -15,7 +16,8 @@ from evernear.data.sources.names import exported_stem
 
 @dataclass(frozen=True)
 class Samples:
-    """Consecutive images of a split. ``stems`` are unique in the split; ``embeddings`` is float32 (N, D)."""
+    """Consecutive images of a split. ``stems`` are unique in the split.
+    ``embeddings`` is float32 (N, D)."""
 
     split: Split
     stems: list[str]
@@ -34,7 +36,8 @@ class Samples:
 def samples_of(
     block: Block, embeddings: NDArray[np.float32] | None, split: Split, first: int, labels: tuple[str, ...]
 ) -> Samples:
-    """The images of a block whose first one has the position ``first`` in its split."""
+    """Convert a block to samples. The block's first image has the position ``first`` in
+    its split."""
     digests = [digest.tobytes() for digest in block.digests]
     numbers = block.labels.tolist()
     return Samples(
@@ -49,7 +52,8 @@ def samples_of(
 
 
 def _png(pixels: Pixels, digest: bytes) -> bytes:
-    """The PNG file of an image (H, W, C), gray if the original with this ``digest`` was, so that it has that digest."""
+    """Encode an image (H, W, C) as a PNG file. The file is gray if the original with
+    this ``digest`` was, so that both have the same digest."""
     height_px, width_px, channels = pixels.shape
     gray = pixels[..., 0]
     if channels > 1 and not (

@@ -14,13 +14,15 @@ _SHOWN = 5
 
 
 def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: str | None) -> Manifest:
-    """The snapshot that begins with ``snapshot``, else the one of ``release``, else the newest one of ``dataset``.
+    """The snapshot whose digest begins with ``snapshot``, otherwise the snapshot of
+    ``release``, otherwise the newest snapshot of ``dataset``.
 
-    An empty ``dataset`` is the only one in the store.
+    An empty ``dataset`` means the only dataset in the store.
 
     Raises:
-        DataError: the store has no such snapshot, or several.
-        SettingsError: ``snapshot`` is not the beginning of a digest, or no dataset was named and there are several.
+        DataError: the store has no matching snapshot, or several.
+        SettingsError: ``snapshot`` is not the beginning of a digest, or no dataset was
+            named and the store has several.
         StoreError: the release does not exist.
     """
     released = Registry(store).get(release).manifest if release else None

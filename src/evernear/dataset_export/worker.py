@@ -1,4 +1,5 @@
-"""Runs the parts of an export: reads shards, embeds their images if a release was named, and writes files."""
+"""Run the parts of an export: read shards,
+embed their images if a release was named, and write files."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from evernear.dataset_export.samples import Samples, samples_of
 from evernear.errors import DataError, MissingObjectError
 
 _BLOCK_BYTES = 2**23
-"""Pixels that are read at a time: one row group of a Parquet file."""
+"""Maximum size of the pixels that are read at a time.
+They form one row group of a Parquet file."""
 _MAX_BLOCK_IMAGES = 1000
 Embedded = Iterator[tuple[Block, NDArray[np.float32] | None]]
 ReadShards = Callable[[ExportPart], Embedded]
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the snapshot and the network of the release, and return what writes the files of a part."""
+    """Open the snapshot and the release's network,
+    and return a function that writes the files of a part."""
     export = Export.model_validate(parts.plan.shared)
     store = open_store(export.store_uri)
     dataset = open_snapshot(store, export.dataset, export.digest)
@@ -43,7 +46,7 @@ def open_snapshot(store: Store, name: str, digest: str) -> Dataset:
     """The snapshot ``digest`` of the dataset ``name``.
 
     Raises:
-        MissingObjectError: the store does not have it.
+        MissingObjectError: the store does not contain the snapshot.
     """
     dataset = Dataset.find(store, name, digest)
     if dataset is None:
@@ -74,7 +77,8 @@ def _plain(dataset: Dataset) -> ReadShards:
 
 
 def _embedded(dataset: Dataset, store: Store, version: str) -> ReadShards:
-    """Read shards with the embeddings by the network of a release, from the cache as far as it has them."""
+    """Read shards with embeddings by a release's network.
+    Cached embeddings are used as far as available."""
     from evernear.embedding.embed import ExportedEmbedder
     from evernear.serving.release_source import ReleaseSource
 

@@ -1,4 +1,5 @@
-"""Optional integrations, one folder each: what it offers is in its ``plugin.py`` (`evernear.plugins`).
+"""Optional integrations, one folder each. The ``plugin.py`` of a folder defines its
+features (`evernear.plugins`).
 
-The core never imports them, and they do not import each other.
+The core never imports an integration, and integrations do not import each other.
 """

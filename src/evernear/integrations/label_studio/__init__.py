@@ -1,1 +1,1 @@
-"""The review queue and suspect labels as tasks of Label Studio."""
+"""The review queue and suspect labels as Label Studio tasks."""

@@ -1,4 +1,5 @@
-"""What Label Studio offers: two commands that exchange tasks and annotations with it."""
+"""The Label Studio plugin: two commands that exchange tasks and annotations with Label
+Studio."""
 
 from evernear.plugins import Command, Plugin
 

@@ -1,4 +1,5 @@
-"""Exchange with Label Studio: tasks in its JSON format, and the annotations that come back in it.
+"""Exchange with Label Studio: tasks in its JSON format,
+and annotations in the same format.
 
 https://labelstud.io/guide/task_format
 """
@@ -20,14 +21,15 @@ from evernear.review.random_queries import RandomQuery
 from evernear.review.suspects import Suspect
 
 FROM_NAME, TO_NAME = "label", "image"
-"""Names of the tags of `labeling_config`."""
+"""Names of the tags in `labeling_config`."""
 
 
 OUTCOMES = ("answered", "before", "open", "disagreeing", "unknown", "refused")
 
 
 class Imported(NamedTuple):
-    """The number of tasks by each of `OUTCOMES`, and a sentence for each refused one."""
+    """The number of tasks by outcome (`OUTCOMES`),
+    and a sentence for each refused task."""
 
     outcomes: dict[str, int]
     refusals: list[str]
@@ -50,7 +52,7 @@ class _Annotation(BaseModel):
 
 
 class _Data(BaseModel):
-    """The image's sha256 or, for a random query, the id of the request."""
+    """The image's sha256 or, for a random query, the ID of the request."""
 
     evernear: str = Field(default="", pattern=r"^[0-9a-f]{64}$")
     query: str = ""
@@ -68,7 +70,8 @@ class _Task(BaseModel):
 
 
 def labeling_config(labels: Sequence[str]) -> str:
-    """The labeling interface of a project: the image and its class. Paste it into the project's settings."""
+    """The labeling interface of a project, which shows the image and its class. Paste
+    it into the project's settings."""
     choices = "".join(f"    <Choice value={quoteattr(label)}/>\n" for label in labels)
     return (
         f'<View>\n  <Image name="{TO_NAME}" value="$image"/>\n'
@@ -79,9 +82,11 @@ def labeling_config(labels: Sequence[str]) -> str:
 def to_tasks(
     items: Iterable[Item], suspects: Iterable[tuple[Suspect, bytes]], random_queries: Iterable[RandomQuery] = ()
 ) -> list[dict[str, Any]]:
-    """Tasks with the image as a data URI and the suggested class as a prediction; a suspect comes with its picture.
+    """Create tasks with the image as a data URI and the suggested class as a
+    prediction. A suspect is paired with its picture.
 
-    A random query has no prediction, which would suggest a label: it measures accuracy.
+    A random query has no prediction,
+    which would suggest a label and thereby distort the measured accuracy.
     """
     tasks = [_task(item.id, item.image, "query", "", item.candidates[0] if item.candidates else "") for item in items]
     return [
@@ -97,16 +102,23 @@ def to_tasks(
 def import_tasks(
     data: bytes, answers: Answers, queue: Queue, suspects: Sequence[Suspect], now: AwareDatetime, store: Store
 ) -> Imported:
-    """Record the annotations of a JSON export; return the number of tasks by outcome. Labels of random queries are
-    stored in ``store`` alone.
+    """Record the annotations in a JSON export, and return the number of tasks by
+    outcome. Labels of random queries are stored only in ``store``.
 
-    ``answered``: recorded. ``before``: the image already had an answer. ``open``: not annotated. ``disagreeing``:
-    annotators chose different classes. ``unknown``: the image is no longer in the query log or among the suspects.
-    ``refused``: the source does not take the label, or it is not a usable folder name. Import the same file again to
-    continue after an error.
+    The outcomes are:
+
+    - ``answered``: the annotation was recorded.
+    - ``before``: the image already had an answer.
+    - ``open``: the task has no annotation.
+    - ``disagreeing``: annotators chose different classes.
+    - ``unknown``: the image is no longer in the query log or among the suspects.
+    - ``refused``: the source rejects the label,
+      or the label is not usable as a folder name.
+
+    Import the same file again to continue after an error.
 
     Raises:
-        DataError: the file is not an export of tasks that evernear exported.
+        DataError: the file is not an export of tasks that evernear created.
     """
     by_image = {suspect.image: suspect for suspect in suspects}
     outcomes: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
@@ -128,7 +140,8 @@ def import_tasks(
 
 
 def _tasks(data: bytes) -> list[_Task]:
-    """Parse an export in UTF-8, UTF-16 or UTF-32, with or without a byte order mark: editors and shells convert it."""
+    """Parse an export in UTF-8, UTF-16 or UTF-32, with or without a byte order mark,
+    because editors and shells convert it."""
     try:
         return TypeAdapter(list[_Task]).validate_json(data.decode(json.detect_encoding(data)))
     except UnicodeDecodeError as error:
@@ -182,7 +195,8 @@ def _import(task: _Task, answers: Answers, queue: Queue, suspect: Suspect | None
 
 
 def _label(annotation: _Annotation, is_query: bool) -> str | None:
-    """The chosen class; empty if the annotator skipped a query, None if nothing was decided."""
+    """The chosen class. Empty if the annotator skipped a query,
+    and None if nothing was decided."""
     if annotation.was_cancelled:
         return "" if is_query else None
     choices = [choice for result in annotation.result if result.type == "choices" for choice in result.value.choices]
@@ -190,7 +204,8 @@ def _label(annotation: _Annotation, is_query: bool) -> str | None:
 
 
 def _who(completed_by: int | dict[str, Any] | None) -> str:
-    """The e-mail address of an annotator if the export has it, or the number."""
+    """The e-mail address of an annotator if the export contains it,
+    otherwise the annotator's number."""
     if isinstance(completed_by, dict):
         return str(completed_by.get("email") or completed_by.get("id") or "unknown")
     return str(completed_by or "unknown")

@@ -1,1 +1,1 @@
-"""Galleries in Milvus, and an alias there that follows the champion."""
+"""Galleries in Milvus, and a Milvus alias that follows the champion."""

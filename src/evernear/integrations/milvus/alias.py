@@ -1,4 +1,4 @@
-"""The alias in Milvus that follows the champion, for readers other than evernear."""
+"""The Milvus alias that follows the champion, for readers other than evernear."""
 
 from evernear.errors import EvernearError, IntegrityError, StoreError, TransientStoreError
 from evernear.index.description import Collection
@@ -10,7 +10,8 @@ from evernear.release.registry import Registry
 def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
     """Point the alias at the champion's collection, after the champion moved from ``before``.
 
-    The release does not use the alias, so a failure is a warning. Repeating it changes nothing.
+    The release does not use the alias, so a failure is reported as a warning.
+    Repeating the call changes nothing.
     """
     try:
         point_alias(registry, before, take_over=False)
@@ -20,15 +21,17 @@ def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
 
 
 def point_alias(registry: Registry, before: Champion | None = None, *, take_over: bool = True) -> Collection | None:
-    """Point the alias at the champion's collection, and return that; None if its vectors are in its archive.
+    """Point the alias at the champion's collection, and return the collection. Return
+    None if the champion's vectors are in its archive.
 
-    The alias of ``before`` is removed if it is another one. Without ``take_over``, an alias that points at the
-    collection of another store stays, because this one may be a copy.
+    The alias of ``before`` is removed if it is a different alias. Without
+    ``take_over``, an alias that points at a collection of a different store stays,
+    because this store may be a copy.
 
     Raises:
-        StoreError: the alias belongs to another store, or the registry or Milvus cannot be reached or rejects the
-            request.
-        SettingsError: pymilvus is not installed, or the token cannot be used.
+        StoreError: the alias belongs to a different store, or the registry or Milvus is
+            unreachable or rejects the request.
+        SettingsError: pymilvus is not installed, or the token is unusable.
     """
     while True:
         champion = registry.champion()
@@ -59,7 +62,8 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
 
 
 def _collection(registry: Registry, champion: Champion | None) -> Collection | None:
-    """The collection of a champion; None without one, or if the record that would name it is lost."""
+    """The collection of a champion,
+    or None if the champion has no collection or its record is lost."""
     if champion is None:
         return None
     try:

@@ -22,23 +22,24 @@ TIMEOUT_S = 60.0
 GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
 """Milvus Lite closes idle connections on which pymilvus sends a ping every 10 s."""
 UNCONNECTED = 2
-"""The code of pymilvus for a server to which it cannot connect."""
+"""pymilvus's error code for a server to which it cannot connect."""
 MAX_MESSAGE = 300
 
 
 def connect(uri: str) -> Client:
-    """A client of the Milvus at ``uri``, or at the address that the environment sets instead."""
+    """A client of the Milvus at ``uri``,
+    or at the address that the environment sets instead."""
     os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # pymilvus would read .env files into the environment
     from pymilvus import MilvusClient
 
-    for logger in ("pymilvus", "milvus_lite", "grpc._server"):  # they log the traceback of each error that is raised
+    for logger in ("pymilvus", "milvus_lite", "grpc._server"):  # they log the traceback of each raised error
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     with milvus_errors(uri):
         return MilvusClient(address(uri), token=_token(), timeout=CONNECT_TIMEOUT_S, grpc_options=GRPC_OPTIONS)
 
 
 def uri_of(settings: IndexSettings) -> str:
-    """The URI of Milvus for a new collection; a path is absolute."""
+    """The Milvus URI for a new collection. A path is made absolute."""
     uri = address(settings.uri)
     if not uri:
         raise SettingsError(
@@ -49,25 +50,26 @@ def uri_of(settings: IndexSettings) -> str:
 
 
 def require_reachable(settings: IndexSettings) -> None:
-    """Check before a run starts that its gallery could be written.
+    """Check, before a run starts, that its gallery can be written.
 
     Raises:
-        SettingsError: ``index.uri`` is missing, or the token cannot be used.
-        TransientStoreError: Milvus cannot be reached.
+        SettingsError: ``index.uri`` is missing, or the token is unusable.
+        TransientStoreError: Milvus is unreachable.
         StoreError: Milvus rejects the connection.
     """
     connect(uri_of(settings))
 
 
 def address(uri: str) -> str:
-    """The address that the environment sets instead of ``uri``, otherwise ``uri``."""
+    """The address that the environment sets, or ``uri`` if it sets none."""
     return os.environ.get(MILVUS_URI_VARIABLE) or uri
 
 
 def _token() -> str:
-    """The token of the environment; empty without one.
+    """The token from the environment, or an empty string.
 
-    It is sent to the address of the environment only, because a release could name someone else's server.
+    The token is sent only to the address that the environment sets,
+    because a release could name a foreign server.
     """
     token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:
@@ -85,7 +87,7 @@ def _token() -> str:
 
 @contextmanager
 def milvus_errors(uri: str) -> Generator[None]:
-    """Turn the errors of pymilvus into one sentence."""
+    """Convert pymilvus errors to one sentence."""
     import grpc
     from pymilvus import MilvusException
 
@@ -98,7 +100,8 @@ def milvus_errors(uri: str) -> Generator[None]:
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether pymilvus raised ``error`` because the server cannot be reached or is overloaded."""
+    """Whether pymilvus raised ``error`` because the server is unreachable or
+    overloaded."""
     import grpc
     from pymilvus.exceptions import ErrorCode, MilvusException
 
@@ -116,10 +119,11 @@ def sentence(error: Exception) -> str:
 
 
 def point_alias(collection: Collection) -> None:
-    """Point the alias of ``collection`` at it. Repeating it changes nothing.
+    """Point the alias of ``collection`` at ``collection``.
+    Repeating the call changes nothing.
 
     Raises:
-        TransientStoreError: Milvus cannot be reached.
+        TransientStoreError: Milvus is unreachable.
         StoreError: Milvus rejects the request, or the collection does not exist.
     """
     client = connect(collection.uri)
@@ -134,7 +138,7 @@ def drop_alias(collection: Collection) -> None:
     """Remove the alias of ``collection``, if it exists.
 
     Raises:
-        TransientStoreError, StoreError: as `point_alias`.
+            TransientStoreError, StoreError: as for `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
@@ -146,7 +150,7 @@ def drop(collection: Collection) -> None:
     """Delete a collection with its vectors, if it exists.
 
     Raises:
-        TransientStoreError, StoreError: as `point_alias`.
+            TransientStoreError, StoreError: as for `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
@@ -154,7 +158,8 @@ def drop(collection: Collection) -> None:
 
 
 def alias_target(client: Client, collection: Collection) -> str | None:
-    """The name of the collection at which the alias of ``collection`` points; None without an alias."""
+    """The name of the collection at which the alias of ``collection`` points, or None
+    if the alias does not exist."""
     for name in client.list_collections(timeout=TIMEOUT_S):
         is_ours = name.startswith(f"{collection.alias}_")
         if is_ours and collection.alias in client.list_aliases(name, timeout=TIMEOUT_S)["aliases"]:

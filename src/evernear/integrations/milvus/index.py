@@ -1,8 +1,10 @@
-"""Galleries in Milvus: one collection per index, and an alias for the champion's.
+"""Galleries in Milvus: one collection per index,
+and an alias for the champion's collection.
 
-The same code works with a cluster, a standalone server and Milvus Lite, which is a file on this machine. A collection
-is named by its store and the hash of its content and never changed after it is filled, so a release that names it names
-its vectors.
+The same code works with a cluster, a standalone server and Milvus Lite, which is a file
+on this machine. The name of a collection contains its store and its content hash. A
+collection is never changed after it is filled, so a release that names a collection
+also identifies its vectors.
 """
 
 import json
@@ -38,9 +40,11 @@ from evernear.integrations.milvus.client import (
 from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"
-"""Fields of a collection. ``label`` and ``image`` (the sha256 of the image) are for other readers of the alias."""
+"""The fields of a collection. ``label`` and ``image`` (the sha256 of the image) are for
+other readers of the alias."""
 ROW_BLOCK_SIZE = 1000
-"""Rows of an insert: 16 MB at 4096 dimensions. A server accepts messages of 64 MB."""
+"""Number of rows per insert: 16 MB at 4096 dimensions.
+A server accepts messages of up to 64 MB."""
 QUERY_BLOCK_SIZE = 1024
 SEARCH_TIMEOUT_S = 10.0
 INDEX_TIMEOUT_S = 4 * 3600.0
@@ -48,7 +52,7 @@ POLL_S = 0.2
 MAX_LABEL_BYTES = 65_535
 INDEX_TYPES = ("FLAT", "IVF_FLAT", "IVF_SQ8", "IVF_PQ", "HNSW", "SCANN", "DISKANN", "AUTOINDEX")
 EXACT, GRAPH = "FLAT", "HNSW,M=32,efConstruction=360"
-"""The index types of ``index.type = auto``."""
+"""The index types for ``index.type = auto``."""
 BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 """Search parameters of `GRAPH`, from the fastest to the most exact."""
 
@@ -57,23 +61,23 @@ class MilvusBackend:
     """The backend of ``index.backend = milvus``. It implements `evernear.plugins.IndexBackend`."""
 
     def check(self, settings: IndexSettings) -> None:
-        """Connect to Milvus; see `require_reachable`."""
+        """Connect to Milvus. See `require_reachable`."""
         require_reachable(settings)
 
     def create(
         self, gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors
     ) -> Choice:
-        """Fill a collection; see `choose` and `fill`."""
+        """Fill a collection. See `choose` and `fill`."""
         if settings.type == AUTO:
             return choose(gallery, settings, queries, exact)
         return Choice(fill(gallery, settings, settings.type), settings.type, settings.search, "")
 
     def open(self, collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open a collection; see `MilvusIndex.open`."""
+        """Open a collection. See `MilvusIndex.open`."""
         return MilvusIndex.open(collection, shape, search)
 
     def drop(self, collection: Collection) -> None:
-        """Delete a collection; see `evernear.integrations.milvus.client.drop`."""
+        """Delete a collection. See `evernear.integrations.milvus.client.drop`."""
         drop(collection)
 
 
@@ -95,13 +99,14 @@ class MilvusIndex:
 
     @staticmethod
     def open(collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open the collection of a release for search; ``shape`` is the number of vectors and of dimensions.
+        """Open the collection of a release for search. ``shape`` is the number of
+        vectors and the number of dimensions.
 
         Raises:
-            IntegrityError: it is missing, or has another shape.
-            TransientStoreError: Milvus cannot be reached.
+            IntegrityError: the collection is missing, or has a different shape.
+            TransientStoreError: Milvus is unreachable.
             StoreError: Milvus rejects the request.
-            SettingsError: pymilvus is not installed, or the token cannot be used.
+            SettingsError: pymilvus is not installed, or the token is unusable.
         """
         index = MilvusIndex(collection, shape, search)
         with milvus_errors(collection.uri):
@@ -116,10 +121,11 @@ class MilvusIndex:
         return index
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and rows of the nearest vectors, both (N, k); see `VectorIndex`.
+        """L2 distances and rows of the nearest vectors, both (N, k). See `VectorIndex`.
 
         Raises:
-            TransientStoreError: Milvus cannot be reached, or does not answer within `SEARCH_TIMEOUT_S`.
+            TransientStoreError: Milvus is unreachable,
+                or does not respond within `SEARCH_TIMEOUT_S`.
             StoreError: Milvus rejects the request.
         """
         scores = np.full((len(vectors), k), -np.inf, np.float32)
@@ -135,12 +141,12 @@ class MilvusIndex:
         """Set the parameters of later searches, such as ``ef=64``.
 
         Raises:
-            RuntimeError: they are not of the form name=number.
+                RuntimeError: the parameters do not have the form name=number.
         """
         self._parameters = _numbers(parameters.split(",") if parameters else [])
 
     def save(self, directory: Path) -> Collection:
-        """The collection, which has the vectors already."""
+        """Return the collection, which already contains the vectors."""
         return self.collection
 
     def _hits(self, vectors: NDArray[np.float32], k: int) -> Any:
@@ -164,19 +170,22 @@ class MilvusIndex:
             except Exception as error:
                 if is_transient(error):
                     raise
-            # Milvus Lite forgets at a restart which collections are loaded.
+            # After a restart, Milvus Lite no longer knows which collections are loaded.
             self._client.load_collection(self.collection.name, timeout=SEARCH_TIMEOUT_S)
             return search()
 
 
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:
-    """Fill a collection with ``gallery``, with an index of the type ``factory``, such as ``HNSW,M=32``.
+    """Fill a collection with ``gallery``. Its index has the type ``factory``,
+    such as ``HNSW,M=32``.
 
-    A collection of the same store and content is reused, and one that a killed run left unfinished is completed.
+    A collection with the same store and content is reused. A collection that a killed
+    run left unfinished is completed.
 
     Raises:
-        SettingsError: ``index.uri`` is missing, the index type does not work, or pymilvus is not installed.
-        TransientStoreError: Milvus cannot be reached.
+        SettingsError: ``index.uri`` is missing, the index type does not work,
+            or pymilvus is not installed.
+        TransientStoreError: Milvus is unreachable.
         StoreError: Milvus rejects the request.
     """
     owner = f"_s{gallery.owner}" if gallery.owner else ""
@@ -202,7 +211,7 @@ def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingB
     """Fill a collection for ``index.type = auto``, and choose its search parameters on ``queries``.
 
     Raises:
-        SettingsError, TransientStoreError, StoreError: as `fill`.
+            SettingsError, TransientStoreError, StoreError: as for `fill`.
     """
     size_bytes = gallery.size * gallery.embeddings.dim * 4
     if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):
@@ -251,7 +260,7 @@ def _create_collection(client: Client, collection: Collection, gallery: GalleryV
 
 
 def _rows(gallery: GalleryVectors) -> Iterator[list[dict[str, Any]]]:
-    """The rows of the collection, `ROW_BLOCK_SIZE` at a time."""
+    """Yield the rows of the collection, `ROW_BLOCK_SIZE` at a time."""
     first = 0
     for block in gallery.blocks():
         for start in range(0, len(block.labels), ROW_BLOCK_SIZE):
@@ -265,7 +274,7 @@ def _rows(gallery: GalleryVectors) -> Iterator[list[dict[str, Any]]]:
 
 
 def _digest(gallery: GalleryVectors, factory: str) -> str:
-    """The hash of the content of a collection, and of its index type."""
+    """A hash of the collection's content and of its index type."""
     description = gallery.embeddings.description
     content = {
         "network": description.network_sha256,
@@ -288,7 +297,8 @@ def _dim(client: Client, name: str) -> int:
 
 
 def _await_index(client: Client, name: str) -> None:
-    """Wait until Milvus has indexed every vector: it searches the others exactly, so recall would seem higher."""
+    """Wait until Milvus has indexed every vector. It searches other vectors exactly, so
+    the recall would appear too high."""
     deadline_s = time.monotonic() + INDEX_TIMEOUT_S
     while client.describe_index(name, EMBEDDING, timeout=TIMEOUT_S)["pending_index_rows"]:
         if time.monotonic() > deadline_s:
@@ -297,7 +307,7 @@ def _await_index(client: Client, name: str) -> None:
 
 
 def _numbers(assignments: list[str]) -> dict[str, int]:
-    """Parse name=number pairs. Raises `RuntimeError`, as FAISS does."""
+    """Parse name=number pairs. Raises `RuntimeError`, like FAISS."""
     parsed: dict[str, int] = {}
     for assignment in assignments:
         name, _, number = assignment.partition("=")

@@ -1,4 +1,5 @@
-"""What Milvus offers: an index backend, an alias for the champion's collection, and a command that repeats it."""
+"""The Milvus plugin: an index backend, an alias for the champion's collection, and a
+command that sets the alias again."""
 
 from typing import TYPE_CHECKING
 

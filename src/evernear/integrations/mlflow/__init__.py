@@ -1,1 +1,1 @@
-"""Runs in MLflow, for teams that compare them there."""
+"""Runs in MLflow, for teams that compare their runs there."""

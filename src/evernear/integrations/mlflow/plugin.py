@@ -1,4 +1,5 @@
-"""What MLflow offers: it logs runs, if ``MLFLOW_TRACKING_URI`` has its address."""
+"""The MLflow plugin: it logs runs if ``MLFLOW_TRACKING_URI`` contains the server's
+address."""
 
 import os
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""Runs in MLflow. The run's record in the store remains the truth: a failure here is a warning."""
+"""Runs in MLflow. The run's record in the store remains authoritative,
+so a failure here is a warning."""
 
 import os
 import re
@@ -15,7 +16,7 @@ TIMEOUT_S = 10
 EXPERIMENT = "evernear"
 """The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
 STATES = {"failed": "FAILED", "stopped": "KILLED"}
-"""The MLflow status of a run's state; FINISHED for all others."""
+"""The MLflow status for a run's state. All other states become FINISHED."""
 PARAMETERS_MAX, METRICS_MAX = 100, 1000
 """Maximum number of entries in one request to MLflow."""
 PARAMETER_MAX_CHARACTERS = 6000
@@ -28,7 +29,8 @@ _MLFLOW_DEFAULTS = {
 
 
 def track(record: RunRecord, page: str) -> list[str]:
-    """Log a run that has ended, unless it has no settings; return a warning if that failed.
+    """Log a run that has ended, unless it has no settings. If logging fails,
+    return a warning.
 
     ``page`` is the HTML of the run page.
     """
@@ -39,13 +41,13 @@ def track(record: RunRecord, page: str) -> list[str]:
         _log_to_mlflow(report, page)
     except ImportError:
         return [f"{ADDRESS} is set, but the client is missing: install evernear[mlflow]."]
-    except Exception as error:  # whatever the client raises
+    except Exception as error:  # any error that the client raises
         return [rejection("MLflow", ADDRESS, error, "run")]
     return []
 
 
 def _log_to_mlflow(report: RunReport, page: str) -> None:
-    """Log parameters, metrics and the run page. A step that is retried logs to the same run."""
+    """Log parameters, metrics and the run page. A retried step logs to the same run."""
     for variable, value in _MLFLOW_DEFAULTS.items():
         os.environ.setdefault(variable, value)
     from mlflow import MlflowClient
@@ -72,9 +74,10 @@ def _log_to_mlflow(report: RunReport, page: str) -> None:
 
 
 def _artifact_location() -> str | None:
-    """The directory ``mlruns`` beside a SQLite database.
+    """The ``mlruns`` directory next to a SQLite database.
 
-    MLflow's default is ``mlruns`` in the current directory, which is temporary in a step.
+    MLflow's default is ``mlruns`` in the current directory,
+    which is a temporary directory in a step.
     """
     database = re.fullmatch(r"sqlite(?:\+\w+)?:///([^:?][^?]*).*", os.environ[ADDRESS])
     return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None

@@ -1,1 +1,1 @@
-"""Releases in Kubeflow's model registry, for teams that look for them there."""
+"""Releases in Kubeflow's model registry, for teams that look up their models there."""

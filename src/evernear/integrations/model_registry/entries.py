@@ -1,6 +1,8 @@
-"""Releases in Kubeflow's model registry: an entry for each, and which one is the champion.
+"""Releases in Kubeflow's model registry: an entry for each release,
+and a mark on the champion's entry.
 
-The store remains the truth: a failure here is a warning, and the next entry or promotion repairs it.
+The store remains authoritative, so a failure here is a warning.
+The next entry or promotion repairs it.
 """
 
 import os
@@ -27,15 +29,16 @@ TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"  # noqa: S105 - the variable of Kubefl
 TIMEOUT_S = 10
 PAGE_SIZE = 100
 PROMOTED = "promoted"
-"""The property of an entry: whether the release is the champion."""
+"""The entry property that states whether the release is the champion."""
 _ERRORS = (EvernearError, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, LookupError)
 
 
 def register(record: RunRecord) -> list[str]:
-    """Register the release of a run and mark the champion; return a warning if that failed.
+    """Register the release of a run and mark the champion. If this fails,
+    return a warning.
 
-    A release that was not published, because its deployment failed, gets no entry. A run without a release may have
-    been a rollback, or the promotion of an earlier release.
+    A release that was not published because its deployment failed gets no entry. A run
+    without a release may have been a rollback or the promotion of an earlier release.
     """
     report = RunReport.load(record)
     if version := report.outcome.candidate:
@@ -47,7 +50,7 @@ def register(record: RunRecord) -> list[str]:
 
 
 def follow_champion(registry: Registry) -> list[str]:
-    """Mark the champion as promoted; return a warning if that failed."""
+    """Mark the champion as promoted. If this fails, return a warning."""
     try:
         _mark_champion(registry)
     except _ERRORS as error:
@@ -58,7 +61,7 @@ def follow_champion(registry: Registry) -> list[str]:
 def _register(store: Store, version: str, description: str, facts: dict[str, str]) -> None:
     try:
         release = Registry(store).get(version)
-    except StoreError:  # its deployment failed before it was published
+    except StoreError:  # the deployment failed before the release was published
         return
     with _model_registry() as client:
         manifest = release.manifest
@@ -79,10 +82,12 @@ def _model_registry() -> httpx.Client:
 
 
 def _mark_champion(registry: Registry) -> None:
-    """Set the property `PROMOTED` of the champion's entry, and clear it where it was set before.
+    """Set the `PROMOTED` property of the champion's entry,
+    and clear it on other entries.
 
-    The entries are for the datasets of the champion and its predecessor. They are compared with the champion, not
-    with the last promotion, so that a later call repairs a missed one.
+    The entries belong to the datasets of the champion and its predecessor. They are
+    compared with the champion and not with the last promotion, so that a later call
+    repairs a missed call.
     """
     promotions = deque(registry.history(), maxlen=2)
     releases = [registry.get(promotion.version, include_pruned=True) for promotion in promotions]
@@ -99,7 +104,8 @@ def _mark_champion(registry: Registry) -> None:
 
 
 def _versions(client: httpx.Client, name: str) -> list[dict[str, Any]]:
-    """All versions of the registered model ``name``; none if it does not exist."""
+    """All versions of the registered model ``name``.
+    Empty if the model does not exist."""
     response = client.get("/registered_model", params={"name": name})
     if response.status_code == HTTPStatus.NOT_FOUND.value:
         return []
@@ -126,7 +132,7 @@ def _artifact(store: Store, release: Record) -> dict[str, Any]:
 
 
 def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Custom properties in the format of the model registry."""
+    """Convert properties to the custom properties of the model registry."""
     properties: dict[str, dict[str, Any]] = {
         key: {"metadataType": "MetadataStringValue", "string_value": value} for key, value in texts.items()
     }
@@ -136,7 +142,8 @@ def _properties(texts: dict[str, str], numbers: dict[str, float]) -> dict[str, d
 
 
 def _find_or_create(client: httpx.Client, kind: str, body: dict[str, Any], **parent: str) -> dict[str, Any]:
-    """The resource of that name below ``parent``, created if it is missing, so that a retried step changes nothing."""
+    """Find the resource with this name below ``parent``, or create it.
+    A retried step therefore changes nothing."""
     response = client.get(f"/{kind}", params={"name": body["name"], **parent})
     if response.status_code != HTTPStatus.NOT_FOUND.value:
         return response.raise_for_status().json()

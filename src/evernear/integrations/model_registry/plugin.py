@@ -1,6 +1,8 @@
-"""What Kubeflow's model registry offers: an entry for each release, and a mark on the champion's.
+"""The plugin for Kubeflow's model registry: an entry for each release,
+and a mark on the champion's entry.
 
-It is used if ``MODEL_REGISTRY_BASE_URL`` is set, as for KServe's storage initializer of the model registry.
+It is active if ``MODEL_REGISTRY_BASE_URL`` is set,
+as for KServe's storage initializer of the model registry.
 """
 
 import os

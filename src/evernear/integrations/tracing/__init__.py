@@ -1,1 +1,2 @@
-"""The exporter of OpenTelemetry traces. What is traced is in `evernear.serving.tracing`."""
+"""The exporter of OpenTelemetry traces.
+`evernear.serving.tracing` creates the spans."""

@@ -1,6 +1,7 @@
-"""A provider whose spans are exported over OTLP by a thread.
+"""A tracer provider with a thread that exports its spans over OTLP.
 
-The other variables of OpenTelemetry's SDK apply as well: ``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` ... If
+The other variables of OpenTelemetry's SDK apply as well: ``OTEL_TRACES_SAMPLER``,
+``OTEL_EXPORTER_OTLP_HEADERS`` ... If
 the collector is down, spans are dropped, and predictions continue.
 """
 
@@ -15,7 +16,8 @@ from evernear import __version__
 
 
 def exporting_provider(service: str) -> TracerProvider:
-    """The provider of a server, named ``service`` unless ``OTEL_SERVICE_NAME`` is set."""
+    """The tracer provider of a server. Its service name is ``service``, unless
+    ``OTEL_SERVICE_NAME`` is set."""
     name = os.environ.get("OTEL_SERVICE_NAME", service)
     provider = TracerProvider(resource=Resource.create({"service.name": name, "service.version": __version__}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -1,1 +1,2 @@
-"""Tuning: trials of other settings, on a laptop with Optuna or in a cluster with Katib (``pipelines/tune.py``)."""
+"""Tuning: trials with different settings, on a laptop with Optuna or in a cluster with
+Katib (``pipelines/tune.py``)."""

@@ -90,7 +90,8 @@ def trial(
 
 
 def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
-    """The dataset of the source, with its manifest in ``directory``."""
+    """Ingest the source, and return the dataset.
+    Its manifest is written to ``directory``."""
     from evernear.data.ingest import ingest_source
     from evernear.data.manifest import save_manifest
     from evernear.data.shards import Dataset

@@ -1,4 +1,4 @@
-"""What tuning offers: two commands."""
+"""The tuning plugin: two commands."""
 
 from evernear.plugins import Command, Plugin
 

@@ -1,4 +1,4 @@
-"""The search space of a study: which settings to try, and which values."""
+"""The search space of a study: the settings to vary, and their values."""
 
 import tomllib
 from collections.abc import Iterator
@@ -12,12 +12,14 @@ from evernear.errors import SettingsError
 from evernear.settings import load
 
 SECTIONS = ("train", "index")
-"""Sections that may be tuned. Others decide what is measured, or how it is judged."""
+"""Sections that may be tuned. Other sections decide what is measured,
+or how it is judged."""
 BUILT_IN = Path(__file__).parent / "space.toml"
 
 
 class Range(Frozen):
-    """Numbers between ``low`` and ``high``; whole numbers if both bounds are."""
+    """Numbers between ``low`` and ``high``.
+    They are integers if both bounds are integers."""
 
     low: int | float
     high: int | float
@@ -34,12 +36,12 @@ class Range(Frozen):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the values are whole numbers."""
+        """Whether the values are integers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
 
 class Choices(Frozen):
-    """One of several values."""
+    """A choice between several values."""
 
     choices: tuple[int | float | str, ...] = Field(min_length=2)
 
@@ -56,10 +58,12 @@ class SearchSpace(Frozen):
 def load_space(path: Path = BUILT_IN) -> SearchSpace:
     """Read a TOML file with one table per setting.
 
-    ``[train.learning_rate]`` has ``low``, ``high`` and optionally ``log = true``; or ``choices``, a list.
+    A table such as ``[train.learning_rate]`` contains either ``low``, ``high`` and
+    optionally ``log = true``, or a list named ``choices``.
 
     Raises:
-        SettingsError: the file cannot be read, a setting is unknown or may not be tuned, or a value is not valid.
+        SettingsError: the file is unreadable,
+            a setting is unknown or may not be tuned, or a value is invalid.
     """
     try:
         tree = tomllib.loads(path.read_text())

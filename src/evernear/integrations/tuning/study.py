@@ -1,6 +1,8 @@
-"""A study on one machine: Optuna chooses the settings of each trial from the results of the earlier ones.
+"""A study on one machine, in which Optuna chooses the settings of each trial from the
+results of earlier trials.
 
-The study is a journal file in its directory. A killed study continues with the next trial.
+The study is a journal file in the study's directory.
+A killed study continues with the next trial.
 """
 
 from collections.abc import Callable
@@ -31,25 +33,28 @@ class StudyResult(Frozen):
     """The best trial of a study, compared with the unchanged settings."""
 
     trials: int
-    """Trials with a result, except the one of the unchanged settings."""
+    """Number of trials with a result, without the trial of the unchanged settings."""
     failed: int
-    """Trials that failed to train."""
+    """Number of trials that failed to train."""
     baseline: Proportion
     """Accuracy of the unchanged settings on the query split."""
     best: Proportion
     settings: dict[str, int | float | str]
-    """The best trial's settings, by name; empty if no trial was better than the unchanged settings."""
+    """The best trial's settings, by name.
+    Empty if no trial was better than the unchanged settings."""
 
 
 def run_study(
     dataset: Dataset, settings: RunSettings, space: SearchSpace, trials: int, directory: Path, report: Report
 ) -> StudyResult:
-    """Run trials until ``directory`` contains ``trials`` of them; write the best settings to `BEST_FILE`.
+    """Run trials until ``directory`` contains ``trials`` trials,
+    and write the best settings to `BEST_FILE`.
 
     The unchanged settings are measured first, as trial 0.
 
     Raises:
-        SettingsError: ``directory`` contains a study of other images, settings or parameters.
+        SettingsError: ``directory`` contains a study with different images,
+            settings or parameters.
         TrainingError: training fails with the unchanged settings.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -59,7 +64,7 @@ def run_study(
     _require_same(study, identity(dataset, settings, space), directory)
 
     while _baseline(study) is None or len(_finished(study)) <= trials:
-        # A continued study would repeat its random choices with the same seed.
+        # With the same seed, a continued study would repeat its random choices.
         study.sampler = optuna.samplers.TPESampler(seed=settings.train.seed + len(study.trials))
         _run_trial(study, dataset, settings, space, directory, report)
     return _conclude(study, directory)
@@ -101,7 +106,8 @@ def _suggest(trial: Trial, name: str, parameter: Parameter) -> int | float | str
 
 
 def with_changes(settings: RunSettings, changes: dict[str, int | float | str]) -> RunSettings:
-    """``settings`` with the values of ``changes``, such as ``{"train.margin": 0.2}``."""
+    """A copy of ``settings`` with the values in ``changes``,
+    such as ``{"train.margin": 0.2}``."""
     tree: dict[str, Any] = settings.model_dump(mode="json", include=set(RunSettings.model_fields))
     for name, value in changes.items():
         section, key = name.split(".")
@@ -110,7 +116,7 @@ def with_changes(settings: RunSettings, changes: dict[str, int | float | str]) -
 
 
 def identity(dataset: Dataset, settings: RunSettings, space: SearchSpace) -> str:
-    """A hash of everything that trials of one study have in common."""
+    """A hash of everything that the trials of a study have in common."""
     parts = [
         dataset.digest,
         settings.train.model_dump_json(),

@@ -1,4 +1,5 @@
-"""One trial: train with some settings, and measure the recognizer as it would be served."""
+"""One trial: train with given settings,
+and measure the recognizer as it would be served."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,11 @@ from evernear.settings import RunSettings
 def measure_trial(
     dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None]
 ) -> Proportion:
-    """Accuracy on the query split, which neither the network nor the index was built from; artifacts go to
-    ``directory``.
+    """Measure the accuracy on the query split,
+    which neither the network nor the index was built from.
 
-    The test split is not read: the gate judges the chosen settings on images that were not used to choose them.
+    Artifacts are written to ``directory``. The test split is not read, because the gate
+    judges the chosen settings on images that were not used to choose them.
 
     Raises:
         TrainingError: training fails with these settings.
