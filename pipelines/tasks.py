@@ -55,6 +55,7 @@ POLICIES = {
     "deploy": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
     "rollback": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
     "promote": TaskPolicy(2 * HOUR_S, retries=0, queries_release=True, searches_gallery=True),
+    "predict": TaskPolicy(PARTS_S, searches_gallery=True),
     "notify": TaskPolicy(HOUR_S // 6),
 }
 

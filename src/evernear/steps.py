@@ -15,6 +15,7 @@ from evernear.common.output import printable, quantity
 from evernear.common.progress import RunCommand, Step, step
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
+from evernear.errors import SettingsError
 from evernear.plugins import FAISS, index_backend, run_ended
 from evernear.reporting.countdowns import draw_countdown, image_countdown, test_countdown, training_countdown
 from evernear.settings import RunSettings, of_run, parse
@@ -486,6 +487,30 @@ def promote(
             promoted = apply_settings(chosen, cause=cause)
         RunRecord(open_store(store), run).save(promotion=promoted.model_dump(mode="json") | {"why": reason})
         running.summary = f"release {promoted.version} {promoted.state()}"
+
+
+def predict(run: str, store: str, settings: Tree, images: str, out: str, release: str, nodes: str) -> None:
+    """Recognize all ``images`` with a release, the champion if ``release`` is empty, and write Parquet files."""
+    with step("predict", run, store) as running:
+        from evernear.kubeflow.nodes import nodes_for_uris
+        from evernear.release.registry import Registry
+        from evernear.serving.batch import PART_IMAGES, Shared, open_worker, plan_predictions, summarize
+
+        chosen, registry = of_run(settings, store=store), Registry(open_store(store))
+        for name, value in {"images": images, "out": out}.items():
+            if not value:
+                raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
+        pods = nodes_for_uris(nodes, images, out)
+        version = registry.get(release).manifest.version if release else registry.require_champion().version
+        shared = Shared(source=images, store_uri=store, version=version, part_images=PART_IMAGES)
+        output = open_store(out)
+        parts = plan_predictions(shared, output)
+        ran = _nodes(pods, running, chosen).run(parts, open_worker)
+        summary = summarize(parts)
+        summary.require_predictions(images)
+        headline = f"{summary.predicted()} by release {version} in {output.uri}"
+        RunRecord(open_store(store), run).save(predictions={"version": version, "summary": headline})
+        running.summary = headline + _on_nodes(ran) + (f"; {summary.left_out()}" if summary.errors else "")
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:

@@ -8,12 +8,15 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from evernear import steps
 from evernear.common.disk import sha256_file
 from evernear.common.parts import Parts, Processes, run_part, run_parts
+from evernear.common.run_record import RunRecord
 from evernear.common.store import FileStore, open_store
 from evernear.data.image_tree import FolderTree
 from evernear.errors import ConflictError, DataError, StoreError
 from evernear.release.registry import Registry
+from evernear.reporting.notify import load_outcome
 from evernear.serving import batch
 from evernear.serving.batch import FOLDER, Shared, open_worker, plan_predictions, summarize
 from evernear.serving.core import Predictor
@@ -175,3 +178,53 @@ def test_command_names_what_has_no_prediction(shared: Shared, photos: Path, tmp_
     assert "1 image has no prediction; see the column error: a/broken.png." in done.stderr
     assert len(files(tmp_path / "out")) == 3
     assert (tmp_path / "out" / FOLDER / "plan.json").exists()
+
+
+def test_step_of_the_pipeline_predicts_with_the_champion_and_its_run_ends_as_predicted(
+    shared: Shared, photos: Path, tmp_path: Path
+) -> None:
+    out = (tmp_path / "out").as_uri()
+    steps.predict("run-1", shared.store_uri, {}, f"folder:{photos}", out, "", "auto")
+    assert pq.read_table(tmp_path / "out").num_rows == IMAGES + 1
+    steps.notify(
+        "run-1", shared.store_uri, "predict", "SUCCEEDED", "", str(tmp_path / "outcome"), str(tmp_path / "page.html")
+    )
+    outcome = load_outcome(open_store(shared.store_uri), "run-1")
+    assert outcome is not None
+    assert outcome.summary() == f"predicted: {IMAGES} predictions by release {shared.version} in {out}"
+    assert outcome.release is None
+    (record,) = [each for each in RunRecord(open_store(shared.store_uri), "run-1").steps() if each.step == "predict"]
+    assert record.message.endswith("; 1 image has no prediction; see the column error: a/broken.png")
+    assert "Predicted" in (tmp_path / "page.html").read_text()
+
+
+def test_step_continues_where_another_run_stopped(shared: Shared, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    predict(shared, out)
+    before = files(out)
+    steps.predict("run-2", shared.store_uri, {}, f"folder:{photos}", out.as_uri(), shared.version, "1")
+    assert files(out) == before
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ("0", "nodes is '0'; set a number above 0, or auto."),
+        ("1.5", "nodes is '1.5'; set a number above 0, or auto."),
+        ("", "nodes is ''; set a number above 0, or auto."),
+        ("2", "Other nodes cannot reach the images and predictions"),
+    ],
+)
+def test_step_refuses_nodes_before_it_writes(
+    shared: Shared, photos: Path, tmp_path: Path, nodes: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        steps.predict("run-3", shared.store_uri, {}, f"folder:{photos}", (tmp_path / "out").as_uri(), "", nodes)
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_step_names_the_parameter_that_is_missing(shared: Shared, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        steps.predict("run-4", shared.store_uri, {}, "s3://bucket/images", "", "", "auto")
+    assert "The parameter out is empty; set it to s3://bucket/prefix." in capfd.readouterr().err

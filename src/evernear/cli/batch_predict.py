@@ -12,12 +12,11 @@ from evernear.cli.options import ConfigOption, JsonOption, ReleaseOption, SetOpt
 from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
-from evernear.errors import DataError, SettingsError, StoreError
+from evernear.errors import SettingsError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
     from evernear.common.parts import Executor
-    from evernear.release.registry import Registry
 
 MAX_PROCESSES = 8
 CPUS_PER_PROCESS = 4
@@ -61,7 +60,7 @@ def batch_predict(
     shared = Shared(
         source=_absolute(source),
         store_uri=settings.store_uri,
-        version=registry.get(release).manifest.version if release else _champion(registry),
+        version=registry.get(release).manifest.version if release else registry.require_champion().version,
         part_images=part_images or PART_IMAGES,
     )
     output = open_store(output_uri(out))
@@ -77,13 +76,10 @@ def batch_predict(
     if as_json:
         print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
     else:
-        print_line(f"{quantity(summary.images - summary.errors, 'prediction')} by {shared.version} in {output.uri}.")
+        print_line(f"{summary.predicted()} by {shared.version} in {output.uri}.")
     if summary.errors:
-        more = " and more" if summary.errors > len(summary.failed) else ""
-        count_text = quantity(summary.errors, "image has no prediction", "images have no prediction")
-        print_line(f"{count_text}; see the column error: {', '.join(summary.failed)}{more}.", sys.stderr)
-        if summary.errors == summary.images:
-            raise DataError(f"No image of {shared.source} has a prediction; the column error says why.")
+        print_line(f"{summary.left_out()}.", sys.stderr)
+    summary.require_predictions(shared.source)
 
 
 def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
@@ -102,13 +98,6 @@ def _executor(settings: Settings, processes: int | None, nodes: int | None, *uri
     for uri, what in zip(uris, ("the source", "the store of the release", "the output"), strict=True):
         require_shared(uri, what)
     return IndexedJob(nodes, settings.parts_job, settings.kubernetes, lambda text: print_line(text, sys.stderr))
-
-
-def _champion(registry: "Registry") -> str:
-    champion = registry.champion()
-    if champion is None:
-        raise StoreError(registry.explain_no_champion())
-    return champion.version
 
 
 def _absolute(source: str) -> str:

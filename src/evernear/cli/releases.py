@@ -7,7 +7,7 @@ import typer
 
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.common.output import print_json, print_line, print_table
-from evernear.errors import IntegrityError, SettingsError, StoreError
+from evernear.errors import IntegrityError, SettingsError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -143,9 +143,7 @@ def champion(
 ) -> None:
     """Print the version of the champion; with --json, its promotion."""
     registry = registry_of(store, config, overrides, workdir)
-    current = registry.champion()
-    if current is None:
-        raise StoreError(registry.explain_no_champion())
+    current = registry.require_champion()
     if as_json:
         print_json(current.promotion)
     else:
@@ -168,9 +166,7 @@ def anchor(
     from evernear.release.promotions import Cause
 
     registry = registry_of(store, config, overrides, workdir)
-    current = registry.champion()
-    if current is None:
-        raise StoreError(registry.explain_no_champion())
+    current = registry.require_champion()
     if version is not None:
         if not why.strip():
             raise SettingsError("Moving the anchor needs a reason; add --why 'the reason'.")

@@ -10,7 +10,7 @@ _PACKAGED, _CHECKOUT = Path(__file__).parent / "golden", Path(__file__).parents[
 GOLDEN = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
 """The directory of the compiled pipelines. ``pipelines/`` is not installed, because a
 user may have a package with this name."""
-PIPELINES = ("continuous_training", "reindex", "rollback", "promote")
+PIPELINES = ("continuous_training", "reindex", "rollback", "promote", "predict")
 """Names of the pipeline functions, and of their files in ``pipelines/golden``."""
 NAMES = tuple(pipeline.replace("_", "-") for pipeline in PIPELINES)
 """The pipeline names in Kubeflow."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from pydantic import TypeAdapter, ValidationError
+
 from evernear.common.parts import Executor, OpenWorker, Parts, PartsRecord, PodUsage, Processes, run_part, run_parts
 from evernear.common.progress import Countdown
 from evernear.errors import SettingsError
@@ -106,6 +108,31 @@ def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
     """The number of nodes for ``left_s`` seconds of work in ``parts``,
     one for each `WORTH_A_NODE_S`."""
     return min(max_nodes, parts, math.ceil(left_s / WORTH_A_NODE_S))
+
+
+def nodes_for_uris(nodes: str, *uris: str) -> Nodes:
+    """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``.
+
+    With ``auto``, the step's process runs all parts if other nodes cannot reach one of the ``uris``.
+
+    Raises:
+        SettingsError: ``nodes`` is neither a number above 0 nor ``auto``, or is above 1 and other nodes cannot reach
+            one of the ``uris``.
+    """
+    from evernear.kubeflow.indexed_job import require_shared
+
+    try:
+        chosen = TypeAdapter[Nodes](Nodes).validate_python(nodes)
+    except ValidationError:
+        raise SettingsError(f"nodes is {nodes!r}; set a number above 0, or auto.") from None
+    try:
+        for uri in uris if chosen != 1 else ():
+            require_shared(uri, "the images and predictions")
+    except SettingsError:
+        if chosen == AUTO:
+            return 1
+        raise
+    return chosen
 
 
 def require_nodes(chosen: RunSettings) -> None:

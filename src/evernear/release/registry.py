@@ -173,6 +173,18 @@ class Registry:
             "promotes it."
         )
 
+    def require_champion(self) -> Champion:
+        """The champion.
+
+        Raises:
+            StoreError: no release has been promoted yet.
+            IntegrityError: the pointer is damaged or lost.
+        """
+        champion = self.champion()
+        if champion is None:
+            raise StoreError(self.explain_no_champion())
+        return champion
+
     def champion(self) -> Champion | None:
         """The champion, or None before the first promotion.
 

@@ -1,4 +1,4 @@
-"""The outcome of a run: promoted, held, rolled back, stopped or failed.
+"""The outcome of a run: promoted, held, rolled back, predicted, stopped or failed.
 
 The exit step derives the outcome from the run's record in the store (see
 `evernear.common.run_record`).
@@ -42,7 +42,7 @@ class RunOutcome(Frozen):
 
     run: str
     pipeline: str = ""
-    state: Literal["promoted", "held", "rolled back", "stopped", "failed"]
+    state: Literal["promoted", "held", "rolled back", "predicted", "stopped", "failed"]
     release: str | None = None
     """The release that the run deployed, or None if it deployed no release."""
     url: str | None = None
@@ -82,6 +82,8 @@ class RunOutcome(Frozen):
                 return f"held: {reasons}"
             case "rolled back":
                 return f"rolled back: release {self.release} {self.release_state(' again')}. {reasons}".strip()
+            case "predicted":
+                return f"predicted: {reasons}"
             case "stopped":
                 return f"stopped {reasons}" + self._live_despite_failure()
             case "failed":
@@ -183,6 +185,8 @@ def finalize(
         fields = {"state": "rolled back", "release": rollback["version"], "reasons": _reasons(rollback)}
     elif promotion:
         fields = {"state": "promoted", "release": promotion["version"], "reasons": _reasons(promotion)}
+    elif predictions := record.load("predictions"):
+        fields = {"state": "predicted", "reasons": (predictions["summary"],)}
     elif verdict.get("promote") and deployment:
         fields = {
             "state": "promoted",

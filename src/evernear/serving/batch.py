@@ -92,6 +92,25 @@ class BatchSummary(Frozen):
     failed: tuple[str, ...]
     """The first images without a prediction."""
 
+    def predicted(self) -> str:
+        """The number of predictions, as in "4,998 predictions"."""
+        return quantity(self.images - self.errors, "prediction")
+
+    def left_out(self) -> str:
+        """The number of images without a prediction, and the first of them."""
+        more = " and more" if self.errors > len(self.failed) else ""
+        count = quantity(self.errors, "image has no prediction", "images have no prediction")
+        return f"{count}; see the column error: {', '.join(self.failed)}{more}"
+
+    def require_predictions(self, source: str) -> None:
+        """Check that at least one image of ``source`` has a prediction.
+
+        Raises:
+            DataError: none has.
+        """
+        if self.errors == self.images:
+            raise DataError(f"No image of {source} has a prediction; the column error says why.")
+
 
 def plan_predictions(shared: Shared, out: Store) -> Parts:
     """List the source and plan its parts in ``out``, or return the parts that were planned there before.

@@ -43,6 +43,7 @@ _OUTCOME_EMOJI = {
     "promoted": ":tada:",
     "held": ":no_entry:",
     "rolled back": ":rewind:",
+    "predicted": ":page_facing_up:",
     "stopped": ":octagonal_sign:",
     "failed": ":x:",
 }

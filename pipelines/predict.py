@@ -1,0 +1,47 @@
+"""Predict: the images of a whole source through a release, without a server, into Parquet files."""
+
+from typing import Any
+
+from kfp import dsl
+
+from components.notify import notify
+from components.predict import predict as predict_images
+from pipelines.tasks import CONFIG, RUN, configure_tasks
+
+
+@dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
+    name="predict",
+    display_name="Predict",
+    description="Recognizes all images of a source with a release, and writes the predictions as Parquet files.",
+    pipeline_config=CONFIG,
+)
+def predict(
+    images: str = "",
+    out: str = "",
+    release: str = "",
+    nodes: str = "auto",
+    settings: dict[str, Any] = {},
+    store: str = "s3://evernear",
+    task_cpu: str = "2",
+    task_memory: str = "4G",
+    task_s3_secret: str = "evernear-s3",
+):
+    """Recognize all images of a source with a release, then notify. A second run with the same arguments continues.
+
+    Args:
+        images: Images to recognize, at any depth and without classes: s3://bucket/prefix; required.
+        out: Folder of the Parquet files: s3://bucket/prefix; required.
+        release: Version of the release; empty: the champion.
+        nodes: Pods that share the work: a number, or auto.
+        settings: Other settings to change, such as {"parts_job": {"max_nodes": 20}}.
+        store: Object store of the releases: s3://bucket/prefix or file:///path.
+        task_cpu: CPU limit of each step.
+        task_memory: Memory limit of each step.
+        task_s3_secret: Secret with the keys of the store, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...
+    """
+    notified = notify(run=RUN, store=store, pipeline="predict")
+    with dsl.ExitHandler(notified, name="recognize images"):
+        predicted = predict_images(
+            run=RUN, store=store, settings=settings, images=images, out=out, release=release, nodes=nodes
+        )
+    configure_tasks((notified, predicted), task_s3_secret, task_cpu, task_memory)
