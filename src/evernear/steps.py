@@ -17,18 +17,18 @@ from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.errors import SettingsError
 from evernear.plugins import FAISS, index_backend, run_ended
-from evernear.reporting.countdowns import draw_countdown, image_countdown, test_countdown, training_countdown
+from evernear.reporting.countdowns import (
+    draw_countdown,
+    epoch_report,
+    image_countdown,
+    test_countdown,
+    training_countdown,
+)
 from evernear.settings import RunSettings, of_run, parse
 from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
-    from evernear.common.parts import PartsRecord
-    from evernear.common.store import Store
     from evernear.evaluation.evaluate import Evaluation
-    from evernear.evaluation.examples import Examples
-    from evernear.evaluation.replay_examples import ReplayExamples
-    from evernear.kubeflow.nodes import StepNodes
-    from evernear.settings.parts_job import Nodes
 
 Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest` returns them."""
@@ -88,37 +88,29 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
 
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
     """Report problems of the dataset. A problem of severity ``error`` stops the run."""
-    with _step("validate", run, settings) as (running, chosen):
+    with _step("validate", run, settings) as (running, chosen, record):
         from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
         from evernear.data.validate import require_valid, validate_dataset
-        from evernear.release.registry import Registry
+        from evernear.release.champion import champion_labels
 
-        registry, data = Registry(open_store(chosen.store_uri)), Dataset.open(Path(dataset))
-        champion = registry.champion()
-        known: tuple[str, ...] = ()
-        if champion:
-            release = registry.get(champion.version).manifest
-            known = release.labels
-            # The evaluation checks this too, but only after hours of training.
-            data.require_shape(release.preprocessing.shape, champion.version)
-            data.require_bit_depth(release.preprocessing.bit_depth, champion.version)
+        data = Dataset.open(Path(dataset))
+        known = champion_labels(record.store, data)
         running.report("comparing the test images with train and gallery")
         near_duplicates = find_near_duplicates(data, chosen.data.group)
         from_scratch = not chosen.train.weights
         result = validate_dataset(data, chosen.validation, known, chosen.classes, near_duplicates, from_scratch)
         write_atomically(Path(report), result.markdown())
-        RunRecord(open_store(chosen.store_uri), run).save(validation=result.model_dump(mode="json"))
+        record.save(validation=result)
         running.summary = result.summary()
         require_valid(result)
 
 
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
     """Train the network; write its weights and an HTML page with the training curves."""
-    with _step("train", run, settings) as (running, chosen):
+    with _step("train", run, settings) as (running, chosen, record):
         from evernear.data.manifest import SPLITS
         from evernear.data.shards import Dataset
-        from evernear.embedding.artifact import Epoch
         from evernear.embedding.monitor import require_learned
         from evernear.embedding.recipe import with_defaults
         from evernear.embedding.speed import plan_training
@@ -126,58 +118,48 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
-        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        recipe, record = with_defaults(chosen.train, data), RunRecord(opened, run)
+        data = Dataset.open(Path(dataset))
+        recipe = with_defaults(chosen.train, data)
         if chosen.train.minutes:
             running.report("measuring the speed of this machine")
-            plan = plan_training(data, chosen.train, opened)
+            plan = plan_training(data, chosen.train, record.store)
             recipe = with_defaults(plan.train, data)
             running.report(plan.sentence)
-            record.save(plan=plan.model_dump(mode="json"))
+            record.save(plan=plan)
 
-        def report_epoch(point: Epoch) -> None:
-            accuracy = f"gallery accuracy {point.gallery_accuracy:.2%}"
-            running.report(f"epoch {point.epoch}/{recipe.epochs}, loss {point.train_loss:.3f}, {accuracy}")
-
+        on_epoch = epoch_report(running, recipe.epochs)
         if recipe.nodes > 1 and not recipe.keeps_backbone:
             from evernear.kubeflow.train_job import run_train_job
 
-            run_train_job(run, data, recipe, chosen, report_epoch, running.report)
+            run_train_job(run, data, recipe, chosen, on_epoch, running.report)
         images = sum(data.count(split) for split in SPLITS) + recipe.views * data.count("train")
         result = train_network(
             data,
             recipe,
             Path(trained),
-            opened,
-            on_epoch=report_epoch,
+            record.store,
+            on_epoch=on_epoch,
             on_step=training_countdown(running),
             on_images=image_countdown(running, images),
         )
         history = [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in result.epochs]
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
         record.save(training={"epochs": history, "best_epoch": result.best_epoch})
-        warnings = "".join(f"; WARNING: {warning}" for warning in result.warnings)
-        if not result.epochs:
-            running.summary = f"{result.head or 'no training: the backbone is frozen'}{warnings}"
-            return
-        require_learned(result, recipe)
-        best = result.best
-        flips = f"; {result.flips}" if result.flips else ""
-        accuracy = f"gallery accuracy {best.gallery_accuracy:.2%}"
-        early = f", stopped early after epoch {len(result.epochs)}" if recipe.minutes and result.stopped_early else ""
-        running.summary = f"best epoch {best.epoch}{early}, {accuracy}{result.resumption}{flips}{warnings}"
+        if result.epochs:
+            require_learned(result, recipe)
+        running.summary = result.summary(limited=bool(recipe.minutes))
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
     """Export the network to TorchScript; return the metadata of its artifact."""
-    with _step("export", run, settings) as (running, chosen):
+    with _step("export", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import export_network
 
         tolerance = chosen.train.parity_tolerance
         data = Dataset.open(Path(dataset))
         on_images = image_countdown(running, data.count("gallery"))
-        result = export_network(Path(trained), data, Path(network), tolerance, open_store(chosen.store_uri), on_images)
+        result = export_network(Path(trained), data, Path(network), tolerance, record.store, on_images)
         difference = result.parity_max_abs_difference
         running.summary = f"TorchScript within {difference:.1e} of eager on {quantity(result.parity_images, 'image')}"
     return {"sha256": result.sha256, "parity_max_abs_difference": difference}
@@ -185,12 +167,11 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
 
 def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -> Tree:
     """Extract the champion's network and threshold; return the metadata of the network's artifact."""
-    with _step("reuse", run, settings) as (running, chosen):
+    with _step("reuse", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
         from evernear.release.reuse import reuse_network
 
-        store = open_store(chosen.store_uri)
-        release, threshold = reuse_network(store, Dataset.open(Path(dataset)), Path(network))
+        release, threshold = reuse_network(record.store, Dataset.open(Path(dataset)), Path(network))
         threshold.save(Path(open_set))
         running.summary = f"network {release.network_sha256[:12]} of release {release.version}"
     return {"sha256": release.network_sha256, "release": release.version}
@@ -201,50 +182,38 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
     The embeddings are in the store; the artifact describes them.
     """
-    with _step("embed", run, settings) as (running, chosen):
+    with _step("embed", run, settings) as (running, chosen, record):
         from evernear.common.parts import PARTS
-        from evernear.common.store.folder import put_folder
         from evernear.data.shards import Dataset
         from evernear.embedding.embed import combine_embeddings, network_folder, open_here, plan_embedding
-        from evernear.embedding.export import training_dataset
+        from evernear.embedding.export import untrained_classes
+        from evernear.kubeflow.nodes import StepNodes
 
-        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        trained_labels = training_dataset(Path(network), data, opened).manifest.label_counts("train")
-        trained = chosen.classes.current_labels(label for label, count in trained_labels.items() if count)
-        untrained = frozenset(data.labels).difference(trained)
-        parts = plan_embedding(
-            Path(network),
-            data,
-            opened,
-            f"{PARTS}{run}",
-            untrained,
-            part_size_bytes=chosen.parts_job.part_size_bytes,
-        )
-        nodes = _nodes(chosen.index.nodes, running, chosen)
-        if not nodes.is_one:
-            put_folder(opened, network_folder(parts), Path(network))
+        data, network_dir, store = Dataset.open(Path(dataset)), Path(network), record.store
+        untrained = untrained_classes(network_dir, data, store, chosen.classes)
+        part_size_bytes = chosen.parts_job.part_size_bytes
+        parts = plan_embedding(network_dir, data, store, f"{PARTS}{run}", untrained, part_size_bytes=part_size_bytes)
         on_images = image_countdown(running, parts.plan.units)
-        ran = nodes.run(parts, partial(open_here, Path(network), data, opened, on_images))
-        result = combine_embeddings(parts, Path(network), data, Path(embeddings), opened.uri)
-        if ran:
-            RunRecord(opened, run).save(parts_embed=ran.model_dump(mode="json"))
-        computed = result.count - result.reused
-        running.summary = (
-            f"{quantity(computed, 'embedding')} of {result.dim} dimensions computed, {result.reused:,} reused"
+        ran = StepNodes(chosen.index.nodes, chosen, running.report).run(
+            parts, partial(open_here, network_dir, data, store, on_images), {network_folder(parts): network_dir}
         )
-        running.summary += _on_nodes(ran)
+        result = combine_embeddings(parts, network_dir, data, Path(embeddings), store.uri)
+        record.save(parts_embed=ran)
+        running.summary = result.summary() + (ran.summary() if ran else "")
+    computed = result.count - result.reused
     return {"computed": computed, "reused": result.reused, "untrained_classes": sorted(untrained)}
 
 
 def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
     """Build the index of the gallery, with the open-set threshold that belongs to the network."""
-    with _step("index", run, settings) as (running, chosen):
+    with _step("index", run, settings) as (running, chosen, record):
         from evernear.common.store.identity import owner_of
         from evernear.data.groups import group_numbers
         from evernear.data.shards import Dataset
         from evernear.embedding.embeddings import Embeddings
         from evernear.evaluation.open_set import OpenSet
         from evernear.index.build import build_index
+        from evernear.index.calibrate import calibration_gaps
 
         data = Dataset.open(Path(dataset))
         vectors = Embeddings.open(Path(embeddings))
@@ -258,37 +227,29 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
                 Path(index),
                 threshold=probed.threshold,
                 reject_rate=probed.reject_rate,
-                owner=owner_of(open_store(chosen.store_uri)) if chosen.index.backend != FAISS else "",
+                owner=owner_of(record.store) if chosen.index.backend != FAISS else "",
                 groups=groups,
             )
-        queries = data.manifest.label_counts("query")
-        unqueried = sum(not queries[label] for label in result.known_labels)
-        note = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""
-        if seen:
-            note += "; " + _calibrated_without(seen, data.count("query"))
-        running.summary = result.summary(chosen.index.recall) + note
-
-
-def _calibrated_without(seen: int, queries: int) -> str:
-    """The consequence for the threshold of ``seen`` query images whose group is in train or gallery as well."""
-    if seen == queries:
-        return (
-            "every query image is of a group that is in train or gallery as well, so images of new groups will be "
-            "called unknown more often"
-        )
-    return f"calibrated without {quantity(seen, 'query image')} of groups that are in train or gallery as well"
+        gaps = calibration_gaps(data, result.known_labels, seen)
+        running.summary = result.summary(chosen.index.recall) + gaps
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
     """Measure how well images of unseen classes are rejected, and calibrate the open-set threshold on them."""
-    with _step("probe", run, settings) as (running, chosen):
+    with _step("probe", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe_open_set
 
-        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
+        data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
         result = probe_open_set(
-            data, here, chosen.evaluation, chosen.index, training_countdown(running), opened, draw_countdown(running)
+            data,
+            here,
+            chosen.evaluation,
+            chosen.index,
+            training_countdown(running),
+            record.store,
+            draw_countdown(running),
         )
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
@@ -298,16 +259,15 @@ def evaluate(
     run: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
 ) -> "Evaluation":
     """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
-    with _step("evaluate", run, settings) as (running, chosen):
+    with _step("evaluate", run, settings) as (running, chosen, record):
         from evernear.common.parts import PARTS
-        from evernear.common.store.folder import put_folder
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import answered_by_nobody, evaluate_systems
         from evernear.evaluation.examples import ExampleCollector
         from evernear.evaluation.in_parts import (
-            candidate_folder,
+            inputs_of,
             open_here,
             plan_answers,
             stored_answers,
@@ -316,27 +276,27 @@ def evaluate(
         from evernear.evaluation.measure import observe_all
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
+        from evernear.kubeflow.nodes import StepNodes
         from evernear.release.champion import open_anchor, open_champion
+        from evernear.review.live_labels import live_accuracy
+        from evernear.serving.live_queries import live_distances
         from evernear.serving.replay import Replayer
 
-        data, opened = Dataset.open(Path(dataset)), open_store(chosen.store_uri)
-        record, candidate = RunRecord(opened, run), Recognizer.open(Path(network), Path(index), store=opened)
-        probed, described = OpenSet.load(Path(open_set)), describe_network(Path(network))
-        seen, collector = training_dataset(Path(network), data, opened), ExampleCollector(candidate, data)
+        data, store = Dataset.open(Path(dataset)), record.store
+        candidate, probed = Recognizer.open(Path(network), Path(index), store=store), OpenSet.load(Path(open_set))
+        trained_on, described = training_dataset(Path(network), data, store), describe_network(Path(network))
+        collector, answered, ran = ExampleCollector(candidate, data), answered_by_nobody, None
         with ExitStack() as stack:
-            champion = stack.enter_context(open_champion(opened, chosen.classes))
-            anchor = stack.enter_context(open_anchor(opened, chosen.classes))
+            champion = stack.enter_context(open_champion(store, chosen.classes))
+            anchor = stack.enter_context(open_anchor(store, chosen.classes))
             progress = test_countdown(running, data.count("test") * (2 if champion else 1))
             replayer = Replayer(candidate, champion)
-            answered, ran = answered_by_nobody, None
-            nodes = _nodes(chosen.evaluation.nodes, running, chosen)
+            nodes = StepNodes(chosen.evaluation.nodes, chosen, running.report)
             if not nodes.is_one:
                 systems = systems_to_measure(data, candidate, champion, anchor)
                 batch_size, part_size_bytes = chosen.evaluation.batch_size, chosen.parts_job.part_size_bytes
-                parts = plan_answers(data, systems, opened, f"{PARTS}{run}", batch_size, part_size_bytes)
-                for artifact, directory in (("network", network), ("index", index)):
-                    put_folder(opened, candidate_folder(parts, artifact), Path(directory))
-                ran = nodes.run(parts, partial(open_here, systems, data))
+                parts = plan_answers(data, systems, store, f"{PARTS}{run}", batch_size, part_size_bytes)
+                ran = nodes.run(parts, partial(open_here, systems, data), inputs_of(parts, Path(network), Path(index)))
                 answered = stack.enter_context(stored_answers(parts))
             result = evaluate_systems(
                 candidate,
@@ -344,51 +304,31 @@ def evaluate(
                 data,
                 probed,
                 chosen.evaluation,
-                trained_on=seen,
+                trained_on=trained_on,
                 observe=observe_all(progress, collector.add, replayer.candidate_answers.add),
                 observe_champion=observe_all(progress, replayer.champion_answers.add),
                 anchor=anchor,
                 answered=answered,
             )
-            replay, changed = replayer.replay(opened, result, chosen.serving.max_pixels)
+            replay, changed = replayer.replay(store, result, chosen.serving.max_pixels)
             readable = champion and "champion" not in result.unreadable
             examples = collector.finish(champion.dataset if champion and readable else None)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
-        warnings = described.training_warnings
-        changes = {"replay": replay, "near_duplicates": near, "training_warnings": warnings}
+        changes = {"replay": replay, "near_duplicates": near, "training_warnings": described.training_warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
-        _save_evaluation(record, opened, result, examples, changed, ran)
-        running.summary = (
-            f"accuracy {result.candidate.accuracy}; {result.candidate.false_rejects} of known images called unknown"
-        )
-        running.summary += _on_nodes(ran)
+        if result.champion:
+            weeks, _ = live_accuracy(store, result.champion.name)  # the watcher reports damaged files
+            live = live_distances(store, result.champion)
+            examples = examples.model_copy(update={"live": live, "live_accuracy": weeks})
+        record.save(evaluation=result, examples=examples, replay=changed, parts_evaluate=ran)
+        running.summary = result.summary() + (ran.summary() if ran else "")
     return result
-
-
-def _save_evaluation(
-    record: RunRecord,
-    store: "Store",
-    evaluation: "Evaluation",
-    examples: "Examples",
-    replay: "ReplayExamples | None",
-    ran: "PartsRecord | None",
-) -> None:
-    """Store what the run page shows of an evaluation."""
-    from evernear.review.live_labels import live_accuracy
-    from evernear.serving.live_queries import live_distances
-
-    if evaluation.champion:
-        in_life, _ = live_accuracy(store, evaluation.champion.name)  # the watcher reports damaged files
-        live = {"live": live_distances(store, evaluation.champion), "live_accuracy": in_life}
-        examples = examples.model_copy(update=live)
-    shown = {"evaluation": evaluation, "examples": examples, "replay": replay, "parts_evaluate": ran}
-    record.save(**{name: part.model_dump(mode="json") for name, part in shown.items() if part is not None})
 
 
 def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
     """Decide whether the candidate may replace the champion; write the verdict."""
-    with _step("gate", run, settings) as (running, chosen):
+    with _step("gate", run, settings) as (running, chosen, record):
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
         from evernear.reporting.notify import CONFUSION_MATRIX
@@ -397,8 +337,7 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
         measured = Evaluation.open(Path(evaluation))
         decision = decide(measured, chosen.gate)
         decision.save(Path(verdict))
-        record = RunRecord(open_store(chosen.store_uri), run)
-        record.save(verdict=decision.model_dump(mode="json"), metrics=measured.metrics())
+        record.save(verdict=decision, metrics=measured.metrics())
         record.put(CONFUSION_MATRIX, confusion_png(measured))
         running.summary = decision.summary()
     return decision.promote
@@ -409,7 +348,7 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 
     ``parts`` maps ``network``, ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
     """
-    with _step("archive", run, settings) as (running, chosen):
+    with _step("archive", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.verdict import Verdict
@@ -426,21 +365,17 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
             metrics=measured.metrics(),
             parent=measured.champion.name if measured.champion else None,
         )
-        store = open_store(chosen.store_uri)
-        packed = make_archive(candidate, chosen.serving, HANDLER, Path(release), store=store)
+        packed = make_archive(candidate, chosen.serving, HANDLER, Path(release), store=record.store)
         if not Verdict.load(Path(parts["verdict"])).promote:
-            Registry(store).publish(packed.archive)
-        RunRecord(store, run).save(archived={"version": packed.manifest.version})
-        size_mb = packed.archive.stat().st_size / 1e6
-        running.summary = f"release {packed.manifest.version}, {size_mb:.1f} MB"
-        if not packed.smoke_settled:
-            running.summary += "; the smoke test compares distances only, because no query image is clearly recognized"
+            Registry(record.store).publish(packed.archive)
+        record.save(archived={"version": packed.manifest.version})
+        running.summary = packed.summary()
     return packed.manifest.version
 
 
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
     """Publish and roll out the release; do nothing unless the verdict promotes it."""
-    with _step("deploy", run, settings) as (running, chosen):
+    with _step("deploy", run, settings) as (running, chosen, record):
         from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
         from evernear.release.promotions import Cause
@@ -448,7 +383,7 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
         deployed = deploy_release(
             Path(release) / ARCHIVE_FILE, Path(verdict), chosen, Cause(by=started_by or UNKNOWN_CAUSE, run=run)
         )
-        RunRecord(open_store(chosen.store_uri), run).save(deployment=deployed.model_dump(mode="json"))
+        record.save(deployment=deployed)
         running.summary = f"release {deployed.version} {deployed.state()}"
 
 
@@ -533,21 +468,9 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 
 
-def _nodes(nodes: "Nodes", running: Step, chosen: RunSettings) -> "StepNodes":
-    """What runs the parts of a step."""
-    from evernear.kubeflow.nodes import StepNodes
-
-    return StepNodes(nodes, chosen, running.report)
-
-
-def _on_nodes(ran: "PartsRecord | None") -> str:
-    """The end of the summary of a step whose parts ran on several nodes."""
-    return f" on {quantity(ran.nodes, 'node')} in {quantity(ran.parts, 'part')}" if ran else ""
-
-
 @contextmanager
-def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings]]:
-    """Run a step after `ingest` with the settings that `ingest` resolved."""
+def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings, RunRecord]]:
+    """Run a step after `ingest` with the settings that `ingest` resolved, and the record of the run in its store."""
     chosen = parse(RunSettings, settings)
     with step(name, run, chosen.store_uri) as running:
-        yield running, chosen
+        yield running, chosen, RunRecord(open_store(chosen.store_uri), run)

@@ -299,6 +299,23 @@ def epoch_of(epoch: int, accuracy: float, error: float = 0.01) -> Epoch:
     )
 
 
+def test_summary_names_the_best_epoch_and_the_warnings() -> None:
+    result = TrainingResult(
+        key="key",
+        best_epoch=2,
+        stopped_early=True,
+        resumed_after_epoch=1,
+        epochs=(epoch_of(1, 0.5), epoch_of(2, 0.9), epoch_of(3, 0.8)),
+        chance_accuracy=0.1,
+        warnings=("the loss grew",),
+    )
+    best = "gallery accuracy 90.00%, resumed after epoch 1; WARNING: the loss grew"
+    assert result.summary(limited=False) == f"best epoch 2, {best}"
+    assert result.summary(limited=True) == f"best epoch 2, stopped early after epoch 3, {best}"
+    frozen = result.model_copy(update={"epochs": (), "best_epoch": 0, "warnings": ()})
+    assert frozen.summary(limited=True) == "no training: the backbone is frozen"
+
+
 def test_training_stops_early_when_accuracy_drops_beyond_noise(tiny: TrainSettings) -> None:
     settings = tiny.model_copy(update={"epochs": 100, "patience_epochs": 3})
     worse, stable = state(tiny), state(tiny)

@@ -16,6 +16,7 @@ from evernear.data.manifest import Manifest, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.index.build import build_index
+from evernear.index.calibrate import calibration_gaps
 from evernear.settings import DataSettings, IndexSettings
 from tests.gallery_vectors import MakeEmbeddings, unit
 
@@ -95,6 +96,10 @@ def test_only_queries_of_scenes_that_the_gallery_lacks_set_the_threshold(
             made, dataset.labels, IndexSettings(), tmp_path / "groups", reject_rate=0.1, groups=groups
         )
     images_alone = build_index(made, dataset.labels, IndexSettings(), tmp_path / "images", reject_rate=0.1)
+    gaps = calibration_gaps(dataset, ["a", "b", "c"], len(seen))
+    assert f"; calibrated without query images of 1 class; calibrated without {len(seen)} query images" in gaps
+    assert "every query image is of a group" in calibration_gaps(dataset, ["a", "b"], len(digests))
+    assert calibration_gaps(dataset, ["a", "b"], 0) == ""
     assert with_groups.calibration.queries == len(digests) - len(seen)
     assert rejected_of_new_scenes(images_alone.threshold, dataset) > 0.2
     assert rejected_of_new_scenes(with_groups.threshold, dataset) < 0.15

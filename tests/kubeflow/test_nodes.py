@@ -97,7 +97,7 @@ def test_auto_without_a_cluster_is_one_process(store: str, parts: Parts) -> None
     require_nodes(chosen)
     nodes = StepNodes(chosen.index.nodes, chosen, lambda _: None)
     assert nodes.is_one
-    assert nodes.run(parts, lambda _: lambda *_: b"done") is None
+    assert nodes.run(parts, lambda _: lambda *_: b"done", {}) is None
     assert parts.missing() == []
 
 

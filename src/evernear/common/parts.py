@@ -34,6 +34,7 @@ from pydantic import AwareDatetime, Field
 
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask
+from evernear.common.output import quantity
 from evernear.common.store import Store, open_store
 from evernear.common.threads import divide_between
 from evernear.errors import (
@@ -284,6 +285,10 @@ class PartsRecord(Frozen):
     """Time of all parts together, without the starts of pods: about what one node would have taken."""
     elapsed_s: float
     """Time since the parts were planned."""
+
+    def summary(self) -> str:
+        """The end of a sentence."""
+        return f" on {quantity(self.nodes, 'node')} in {quantity(self.parts, 'part')}"
 
 
 class Executor(Protocol):

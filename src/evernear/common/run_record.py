@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import AwareDatetime
+from pydantic import AwareDatetime, BaseModel
 
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask
@@ -186,10 +186,15 @@ class RunRecord:
         """Record a request to stop the run. Call this before stopping it."""
         self.store.put(self._key("stop"), StopRecord(by=by, at=at).to_json())
 
-    def save(self, **documents: Mapping[str, Any]) -> None:
-        """Record JSON documents by name, with secrets masked: whoever may read the store reads them."""
+    def save(self, **documents: Mapping[str, Any] | BaseModel | None) -> None:
+        """Record JSON documents by name, except those that are None.
+
+        Secrets are masked, because whoever may read the store reads them.
+        """
         for name, document in documents.items():
-            self.store.put(self._key(name), mask(json.dumps(document, indent=2)).encode())
+            if document is not None:
+                tree = document.model_dump(mode="json") if isinstance(document, BaseModel) else document
+                self.store.put(self._key(name), mask(json.dumps(tree, indent=2)).encode())
 
     def load(self, name: str) -> dict[str, Any]:
         """The JSON document ``name``; empty if it was not recorded."""

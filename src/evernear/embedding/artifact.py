@@ -97,6 +97,16 @@ class TrainingResult(Frozen):
             return ", nothing trained: an earlier run finished this training with the same images, settings and code"
         return f", resumed after epoch {self.resumed_after_epoch}"
 
+    def summary(self, limited: bool) -> str:
+        """The best epoch and its accuracy, or the head, with warnings. ``limited`` says whether time was."""
+        warnings = "".join(f"; WARNING: {warning}" for warning in self.warnings)
+        if not self.epochs:
+            return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
+        early = f", stopped early after epoch {len(self.epochs)}" if limited and self.stopped_early else ""
+        accuracy = f"gallery accuracy {self.best.gallery_accuracy:.2%}"
+        flips = f"; {self.flips}" if self.flips else ""
+        return f"best epoch {self.best_epoch}{early}, {accuracy}{self.resumption}{flips}{warnings}"
+
     @property
     def flips(self) -> str:
         """A short text on the measured flips and whether they were used; empty if none was measured."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import sha256_file
 from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.common.store import FileStore, open_store
 from evernear.data.manifest import Split
 from evernear.errors import IntegrityError, MissingObjectError
@@ -56,6 +57,11 @@ class EmbeddingsDescription(Frozen):
     def count(self) -> int:
         """Number of embeddings."""
         return sum(shard.count for shard in self.shards)
+
+    def summary(self) -> str:
+        """The numbers of computed and reused embeddings."""
+        computed = quantity(self.count - self.reused, "embedding")
+        return f"{computed} of {self.dim} dimensions computed, {self.reused:,} reused"
 
 
 @dataclass(frozen=True)

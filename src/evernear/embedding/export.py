@@ -29,6 +29,7 @@ from evernear.embedding.torchscript import (
     to_torchscript,
 )
 from evernear.errors import IntegrityError, TrainingError
+from evernear.settings import ClassSettings
 
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"
@@ -232,6 +233,17 @@ def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Datas
             "longer has, so the images that it was trained on are unknown; run the whole pipeline."
         )
     return snapshot
+
+
+def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes: ClassSettings) -> frozenset[str]:
+    """The labels of ``dataset`` without images in the snapshot that the network was trained on.
+
+    Raises:
+        IntegrityError: the store no longer has the snapshot.
+    """
+    counts = training_dataset(network_dir, dataset, store).manifest.label_counts("train")
+    trained = classes.current_labels(label for label, count in counts.items() if count)
+    return frozenset(dataset.labels).difference(trained)
 
 
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:

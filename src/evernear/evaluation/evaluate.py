@@ -114,6 +114,10 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """By the names in `SYSTEMS`; stored in `OUTCOMES_FILE`."""
 
+    def summary(self) -> str:
+        """The candidate's accuracy and how many known images it calls unknown."""
+        return f"accuracy {self.candidate.accuracy}; {self.candidate.false_rejects} of known images called unknown"
+
     def metrics(self) -> dict[str, float]:
         """The metrics to chart, without values that are None or not finite."""
         metrics: dict[str, float | None] = {

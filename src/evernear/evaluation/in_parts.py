@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,9 +122,14 @@ def _parts(dataset: Dataset, size_bytes: int) -> Iterator[EvaluatePart]:
         yield EvaluatePart(units=count, first=first, shards=tuple(group))
 
 
-def candidate_folder(parts: Parts, artifact: str) -> str:
-    """Where workers on other machines find an artifact of the candidate, ``network`` or ``index``."""
+def candidate_folder(parts: Parts, artifact: Literal["network", "index"]) -> str:
+    """Where workers on other machines find an artifact of the candidate."""
     return f"{parts.folder}/candidate/{artifact}"
+
+
+def inputs_of(parts: Parts, network_dir: Path, index_dir: Path) -> dict[str, Path]:
+    """The directories that workers on other machines need, by their folders in the store."""
+    return {candidate_folder(parts, "network"): network_dir, candidate_folder(parts, "index"): index_dir}
 
 
 def open_here(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Parts) -> Worker:

@@ -1,10 +1,13 @@
 """The open-set threshold: the distance beyond which an image is unknown."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.output import quantity
+from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import EmbeddingBlock
 from evernear.errors import DataError
 from evernear.index.description import DISTANCE_TOLERANCE, MAX_DISTANCE, Calibration
@@ -131,3 +134,23 @@ def _beyond_first(ascending: Floats) -> float:
 
 def _root(squared: Floats) -> Floats:
     return np.sqrt(np.maximum(squared, 0)).astype(np.float32)
+
+
+def calibration_gaps(dataset: Dataset, known_labels: Sequence[str], seen_queries: int) -> str:
+    """The end of a sentence on what the query images of ``dataset`` do not calibrate.
+
+    These are classes without a query image, and new groups, if ``seen_queries`` of the images are of a group
+    that is in train or gallery as well.
+    """
+    counts = dataset.manifest.label_counts("query")
+    unqueried = sum(not counts[label] for label in known_labels)
+    gaps = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""
+    if seen_queries == 0:
+        return gaps
+    if seen_queries == dataset.count("query"):
+        return (
+            f"{gaps}; every query image is of a group that is in train or gallery as well, so images of new groups "
+            "will be called unknown more often"
+        )
+    seen = quantity(seen_queries, "query image")
+    return f"{gaps}; calibrated without {seen} of groups that are in train or gallery as well"

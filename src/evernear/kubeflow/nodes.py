@@ -6,14 +6,16 @@ The Kubernetes client is imported only if a step uses other nodes.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from evernear.common.parts import Executor, OpenWorker, Parts, PartsRecord, PodUsage, Processes, run_part, run_parts
 from evernear.common.progress import Countdown
+from evernear.common.store.folder import put_folder
 from evernear.errors import SettingsError
 from evernear.settings import RunSettings
 from evernear.settings.parts_job import Nodes
@@ -37,17 +39,21 @@ class StepNodes:
         """Whether the step's process runs all parts."""
         return self.nodes == 1 or (self.nodes == AUTO and _obstacle(self.chosen) is not None)
 
-    def run(self, parts: Parts, open_here: OpenWorker) -> PartsRecord | None:
+    def run(self, parts: Parts, open_here: OpenWorker, inputs: Mapping[str, Path]) -> PartsRecord | None:
         """Run all parts in ``parts`` that have no result.
         ``open_here`` opens the worker of this process.
 
-        Return a record if pods ran parts, otherwise None.
+        Each directory of ``inputs`` is copied to the folder of the store that is its key,
+        if workers run on other machines. Return a record if pods ran parts, otherwise None.
 
         Raises:
             EvernearError: a part or the Job failed. See
                 `evernear.kubeflow.indexed_job`.
         """
         countdown = Countdown(self.report)
+        if not self.is_one:
+            for folder, directory in inputs.items():
+                put_folder(parts.store, folder, directory)
 
         def on_parts(done: int, total: int) -> None:
             if not self.is_one:

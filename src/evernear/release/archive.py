@@ -89,6 +89,13 @@ class Release:
     archive: Path
     smoke_settled: bool
 
+    def summary(self) -> str:
+        """The version and the size, and whether the smoke test is limited."""
+        summary = f"release {self.manifest.version}, {self.archive.stat().st_size / 1e6:.1f} MB"
+        if self.smoke_settled:
+            return summary
+        return f"{summary}; the smoke test compares distances only, because no query image is clearly recognized"
+
 
 def make_archive(
     candidate: Candidate,

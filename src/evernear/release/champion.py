@@ -43,6 +43,26 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
         yield system
 
 
+def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
+    """The labels that the champion knows; empty without a champion.
+
+    The evaluation checks the images too, but only after hours of training.
+
+    Raises:
+        DataError: the champion takes images of another shape or bit depth than those of ``dataset``.
+        IntegrityError: the champion's manifest is damaged.
+        StoreError: the store cannot be reached.
+    """
+    registry = Registry(store)
+    champion = registry.champion()
+    if champion is None:
+        return ()
+    release = registry.get(champion.version).manifest
+    dataset.require_shape(release.preprocessing.shape, champion.version)
+    dataset.require_bit_depth(release.preprocessing.bit_depth, champion.version)
+    return release.labels
+
+
 @contextmanager
 def open_anchor(
     store: Store, classes: ClassSettings = NO_CHANGES

@@ -8,6 +8,7 @@ from evernear.common.progress import Countdown, Step
 
 if TYPE_CHECKING:
     from evernear.data.shards import Block
+    from evernear.embedding.artifact import Epoch
     from evernear.embedding.train import Steps
     from evernear.evaluation.measure import Observer
 
@@ -20,6 +21,16 @@ def training_countdown(running: Step) -> "Callable[[Steps], None]":
         epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
         epoch = f"epoch {epochs_before + 1}/{steps.total // steps.per_epoch}"
         countdown(steps.done, steps.total, f"{epoch}, step {step_of_epoch + 1:,}/{steps.per_epoch:,}")
+
+    return report
+
+
+def epoch_report(running: Step, epochs: int) -> "Callable[[Epoch], None]":
+    """A training callback that reports the metrics of each of ``epochs`` epochs."""
+
+    def report(epoch: "Epoch") -> None:
+        accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
+        running.report(f"epoch {epoch.epoch}/{epochs}, loss {epoch.train_loss:.3f}, {accuracy}")
 
     return report
 
