@@ -40,7 +40,7 @@ from evernear.reporting.notify import RunOutcome
 from evernear.review.answers import ANSWERS, Answer
 from evernear.review.submissions import Submissions
 from evernear.serving.embedding_codec import encode_embedding
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings, load
 

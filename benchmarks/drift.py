@@ -42,7 +42,7 @@ from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.release.registry import Registry
 from evernear.serving.core import Predictor
 from evernear.serving.endpoints import Endpoints
-from evernear.serving.query_log import QUERIES, LoggedQuery, Period
+from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 from evernear.serving.responses import Prediction
 from evernear.settings import Settings
 from evernear.settings.serving import ServingSettings

@@ -47,7 +47,7 @@ from evernear.evaluation.replay import (
     unexpected_errors,
 )
 from evernear.index.build import build_index
-from evernear.serving.query_log import SampledQuery
+from evernear.serving.query_log_files import SampledQuery
 from evernear.serving.replay import replay_queries
 from evernear.settings import ClassSettings, DataSettings, GateSettings, IndexSettings, TrainSettings
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import Store, open_store
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 
 NOW = datetime.now(UTC)
 

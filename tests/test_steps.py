@@ -31,7 +31,7 @@ from evernear.release.registry import Registry
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import run_page
 from evernear.serving.decoding import encode_png
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.settings import DataSettings, RunSettings, of_run, parse
 from tests.releases import MakeRelease, System
 

@@ -13,7 +13,7 @@ import pytest
 from evernear.common.store import Store, open_store
 from evernear.release.registry import Registry
 from evernear.review.live_labels import LIVE_LABELS, labeled_queries
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.console.test_console import PROXY, open_console, signed_in, with_csrf
 from tests.releases import MakeRelease, System
 from tests.review_queue import png

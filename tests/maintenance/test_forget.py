@@ -37,7 +37,7 @@ from evernear.review.submissions import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
 from evernear.serving import HANDLER
 from evernear.serving.gallery_images import GalleryImages
-from evernear.serving.query_log import LoggedQuery, Period, parse_file
+from evernear.serving.query_log_files import LoggedQuery, Period, parse_file
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
 from tests.command_line import evernear
 from tests.releases import System, decided

@@ -17,14 +17,16 @@ from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
 from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
 from evernear.evaluation.gate import decide
+from evernear.evaluation.image_sheet import TILE_PX, Tiles
 from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import proportion
 from evernear.reporting.notify import finalize
-from evernear.reporting.page import compare_page, find_run, page, run_page
+from evernear.reporting.page import compare_page, page, run_page
 from evernear.reporting.plots import confusion_png, training_curves
+from evernear.reporting.run_report import find_run
 from evernear.settings import EvaluationSettings, GateSettings, IndexSettings, RunSettings, ValidationSettings
 from tests.open_sets import draw_of
 from tests.releases import System
@@ -329,7 +331,7 @@ def test_largest_page_is_small_enough_to_send(
     rng = np.random.default_rng(0)
 
     def noise(count: int, limit_px: int) -> Any:
-        tiles = module.Tiles((224, 224, 3), limit_px)
+        tiles = Tiles((224, 224, 3), limit_px)
         for _ in range(count):
             smooth = rng.integers(0, 256, (28, 28, 3), dtype=np.uint8).repeat(8, axis=0).repeat(8, axis=1)
             tiles.add(smooth)
@@ -337,7 +339,7 @@ def test_largest_page_is_small_enough_to_send(
 
     mistakes = module.MISTAKES * (1 + module.NEIGHBORS)
     count = mistakes + module.SAMPLE_CLASSES * module.SAMPLES_PER_CLASS + module.NEW_IMAGES
-    sheets = {"images": noise(count, module.TILE_PX), "map_images": noise(module.MAP_POINTS, module.MAP_TILE_PX)}
+    sheets = {"images": noise(count, TILE_PX), "map_images": noise(module.MAP_POINTS, module.MAP_TILE_PX)}
     evaluation, examples = thousand_classes(measured)
     save(record, system, (evaluation, examples.model_copy(update=sheets)))
     html = run_page(record)

@@ -15,7 +15,7 @@ from evernear.review.live_labels import (
     labels_of_release,
     read_labels,
 )
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 
 NOW = datetime(2026, 2, 3, tzinfo=UTC)
 

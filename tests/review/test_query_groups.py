@@ -15,7 +15,7 @@ from evernear.release.registry import Registry
 from evernear.review.groups import group_items
 from evernear.review.queue import Item, Queue
 from evernear.serving.embedding_codec import encode_embedding
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.gallery_vectors import blobs
 from tests.releases import MakeRelease
 from tests.review_queue import NOW, png

@@ -10,7 +10,7 @@ import pytest
 from evernear.common.store import Store, open_store
 from evernear.review.live_labels import import_labels
 from evernear.review.random_queries import WEEKLY, RandomQueries
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.review_queue import png
 
 WEDNESDAY = datetime(2026, 2, 4, 12, tzinfo=UTC)

@@ -7,7 +7,7 @@ from typing import Any
 
 from evernear.common.store import Store, open_store
 from evernear.serving.live_queries import LIVE_DAYS, live_distances
-from evernear.serving.query_log import QUERIES, LoggedQuery, Period
+from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 
 VERSION = "20260101.000000.00000000"
 CHAMPION: Any = SimpleNamespace(name=VERSION, threshold=0.5)

@@ -30,18 +30,8 @@ from evernear.serving.configuration import (
 )
 from evernear.serving.core import Predictor
 from evernear.serving.embedding_codec import decode_embedding
-from evernear.serving.query_log import (
-    MAX_FILE_BYTES,
-    SENT_MAX_BYTES,
-    SENT_MAX_FILES,
-    QueryLog,
-    Request,
-    closed_at,
-    parse_file,
-    sampled_queries,
-    ship_query_log,
-    ship_until,
-)
+from evernear.serving.query_log import SENT_MAX_BYTES, SENT_MAX_FILES, QueryLog, Request, ship_query_log, ship_until
+from evernear.serving.query_log_files import MAX_FILE_BYTES, LoggedQuery, Period, closed_at, parse_file, sampled_queries
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import ServingSettings
 from tests.served import Served
@@ -350,7 +340,7 @@ def test_unshipped_files_are_retried(
 def test_server_writes_the_query_log(served: Served) -> None:
     directory = logged_queries(served.home)
 
-    def periods() -> list[query_log.Period]:
+    def periods() -> list[Period]:
         return [_read(path)[0] for path in directory.glob("*.jsonl")]
 
     time.sleep(2.5)  # by then, the queries of earlier tests are written
@@ -368,7 +358,7 @@ def test_server_writes_the_query_log(served: Served) -> None:
     assert directory.stat().st_mode & 0o077 == 0
 
 
-def _read(path: Path) -> tuple[query_log.Period, list[query_log.LoggedQuery]]:
+def _read(path: Path) -> tuple[Period, list[LoggedQuery]]:
     return parse_file(path.read_bytes(), str(path))
 
 

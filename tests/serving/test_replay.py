@@ -21,7 +21,7 @@ from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.replay_examples import ReplayExamples
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, Replayer, stored_queries
 from evernear.settings import EvaluationSettings, GateSettings
 from tests.releases import MakeRelease, PackedRelease, System

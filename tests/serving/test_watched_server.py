@@ -13,7 +13,7 @@ from PIL import Image
 from evernear.common.store import open_store
 from evernear.release.registry import Registry
 from evernear.serving.configuration import logged_queries
-from evernear.serving.query_log import parse_file
+from evernear.serving.query_log_files import parse_file
 from evernear.settings import Settings
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.watcher import Watcher

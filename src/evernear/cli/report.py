@@ -46,7 +46,8 @@ def _write_page(settings: Settings, names: list[str]) -> Path:
     """Write the page of one or two runs to a file below the working directory."""
     from evernear.common.disk import write_atomically
     from evernear.common.store import open_store
-    from evernear.reporting.page import compare_page, find_run, run_page
+    from evernear.reporting.page import compare_page, run_page
+    from evernear.reporting.run_report import find_run
 
     if len(names) > 2:
         raise SettingsError("At most two runs can be compared.")

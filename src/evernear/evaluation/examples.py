@@ -4,8 +4,6 @@
 twice. The result is recorded with the run. The page needs neither the dataset nor the network later.
 """
 
-import base64
-import io
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from evernear.common.frozen import Frozen
 from evernear.data.gallery import image_blocks
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Block, Dataset
+from evernear.evaluation.image_sheet import TILE_PX, Sheet, Tiles
 from evernear.evaluation.live_accuracy import LiveAccuracy
 from evernear.index.description import MAX_DISTANCE
 
@@ -35,24 +33,9 @@ MAP_POINTS = 500
 SAMPLE_CLASSES = 20
 SAMPLES_PER_CLASS = 6
 NEW_IMAGES = 24
-SHEET_COLUMNS = 20
-TILE_PX = 96
-"""Longest side of an image on the page; larger ones are reduced."""
 MAP_TILE_PX = 32
-LOSSLESS_BELOW_PX = 32
-"""WebP's blocks would blur neighboring tiles that are smaller."""
 TIMED_QUERIES = 30
 BINS = 50
-
-
-class Sheet(Frozen):
-    """Images of one size, tiled in rows of `SHEET_COLUMNS`."""
-
-    count: int
-    width_px: int
-    height_px: int
-    webp: str
-    """The tiled image as WebP in base64."""
 
 
 class NeighborImage(Frozen):
@@ -333,39 +316,6 @@ def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
     positions = model.fit_transform(embeddings)
     low, high = positions.min(axis=0), positions.max(axis=0)
     return (positions - low) / np.maximum(high - low, 1e-9)
-
-
-class Tiles:
-    """Collects images of the dataset's shape, reduced so that the longer side is at most ``limit_px``."""
-
-    def __init__(self, shape: tuple[int, int, int], limit_px: int) -> None:
-        height, width, _ = shape
-        scale = min(1.0, limit_px / max(height, width))
-        self._width, self._height = max(1, round(width * scale)), max(1, round(height * scale))
-        self._images: list[Image.Image] = []
-
-    def add(self, image: Pixels) -> int:
-        """Add an image (H, W, C) and return its number."""
-        picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("RGB")
-        self._images.append(picture.resize((self._width, self._height), Image.Resampling.LANCZOS))
-        return len(self._images) - 1
-
-    def sheet(self) -> Sheet:
-        """The sheet with all images."""
-        rows = -(-len(self._images) // SHEET_COLUMNS) or 1
-        whole = Image.new("RGB", (SHEET_COLUMNS * self._width, rows * self._height))
-        for number, image in enumerate(self._images):
-            row, column = divmod(number, SHEET_COLUMNS)
-            whole.paste(image, (column * self._width, row * self._height))
-        buffer = io.BytesIO()
-        lossless = min(self._width, self._height) < LOSSLESS_BELOW_PX
-        whole.save(buffer, "WEBP", quality=80, lossless=lossless, method=4)
-        return Sheet(
-            count=len(self._images),
-            width_px=self._width,
-            height_px=self._height,
-            webp=base64.b64encode(buffer.getvalue()).decode(),
-        )
 
 
 def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:

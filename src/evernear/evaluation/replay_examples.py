@@ -4,7 +4,7 @@ import numpy as np
 
 from evernear.common.frozen import Frozen
 from evernear.data.preprocess import Pixels
-from evernear.evaluation.examples import TILE_PX, Sheet, Tiles
+from evernear.evaluation.image_sheet import TILE_PX, Sheet, Tiles
 from evernear.evaluation.replay import PairedAnswers
 
 SHOWN = 24

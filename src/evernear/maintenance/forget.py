@@ -49,7 +49,7 @@ from evernear.release.registry import Registry
 from evernear.review.answers import ANSWERS, labels_given
 from evernear.review.submissions import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspects
-from evernear.serving.query_log import QUERIES, LoggedQuery, closed_at, parse_file
+from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
 
 CHECKPOINTS = "checkpoints/"
 PAGES = ("examples.json", "replay.json", "run.html")

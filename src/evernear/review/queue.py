@@ -16,7 +16,7 @@ from evernear.data.image_file import inspect
 from evernear.errors import DataError, IntegrityError
 from evernear.review.listing import Listing
 from evernear.serving.embedding_codec import decode_embedding
-from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
+from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuery, closed_at, parse_file
 
 MAX_FILES = 200
 """Maximum number of log files to read, newest first.

@@ -16,7 +16,7 @@ from evernear.common.store import Store
 from evernear.errors import IntegrityError
 from evernear.review.live_labels import labeled_queries
 from evernear.review.suspects import picture
-from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file, sampled_queries
+from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file, sampled_queries
 
 WEEKLY = 12
 MAX_FILES = 50

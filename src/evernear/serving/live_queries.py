@@ -11,7 +11,7 @@ from evernear.errors import IntegrityError
 from evernear.evaluation.examples import LiveDistances, histogram
 from evernear.evaluation.measure import Measurement
 from evernear.release.drift_baseline import DriftBaseline
-from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
+from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
 
 LIVE_DAYS = 30
 MAX_FILES = 200

@@ -24,31 +24,27 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AwareDatetime, Field
 
 from evernear.common.disk import disk_errors, write_atomically
-from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.data.preprocess import Pixels
-from evernear.errors import EvernearError, IntegrityError
+from evernear.errors import EvernearError
 from evernear.release.archive_reader import ReleaseParts
-from evernear.release.drift_baseline import PROJECTED_DIM, DriftBaseline
+from evernear.release.drift_baseline import DriftBaseline
 from evernear.release.manifest import DRIFT_BASELINE_FILE
 from evernear.serving.configuration import QUERY_LOG_VARIABLE, QueryLogConfiguration
 from evernear.serving.decoding import encode_png
-from evernear.serving.embedding_codec import MAX_CHARACTERS, encode_embedding
+from evernear.serving.embedding_codec import encode_embedding
+from evernear.serving.query_log_files import QUERIES, TIME_FORMAT, LoggedQuery, Period
 from evernear.serving.responses import Prediction
 
-QUERIES = "queries/"
-MAX_FILE_BYTES = 8 * 2**20
 SHIP_EVERY_S = 60.0
-_TIME = "%Y%m%dT%H%M%SZ"
 _IMAGE_BYTES = 3 * 2**20  # images in a file; base64 makes them a third larger
 _SENT_BYTES = 3 * 2**19  # files of clients, likewise
 SENT_MAX_BYTES = 2**19
@@ -58,58 +54,11 @@ UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
 
 
-class Period(Frozen, allow_inf_nan=False):
-    """The first line of a file: all queries of one worker in one period."""
-
-    format: Literal[1] = 1
-    version: str
-    since: AwareDatetime
-    until: AwareDatetime
-    queries: int = Field(ge=1)
-    unknown: int = Field(ge=0)
-
-
-class LoggedQuery(Frozen, allow_inf_nan=False):
-    """A sampled query."""
-
-    at: AwareDatetime
-    pred: str
-    dist: float
-    unknown: bool
-    coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
-    """The projected embedding, see `evernear.release.drift_baseline`; empty if it is unknown."""
-    image: str = ""
-    """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
-    embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding beside an image (`evernear.serving.embedding_codec`); empty in logs of earlier versions."""
-    candidates: tuple[str, ...] = ()
-    """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
-    id: str = Field(default="", max_length=128)
-    """The request's id, which its response has as ``id``; empty in logs of earlier versions."""
-    file: str = ""
-    """The file that the client sent, in base64, if the query is in the uniform sample of files."""
-    preprocessed: bool = False
-    """Whether ``file`` is the preprocessed image instead, because the client's file exceeds `SENT_MAX_BYTES`."""
-
-
 class Request(NamedTuple):
     """A request that was answered: its id, and the file that the client sent."""
 
     id: str
     file: bytes
-
-
-class SampledQuery(NamedTuple):
-    """A query of the uniform sample of files, and the answer of the release ``version``."""
-
-    id: str
-    at: datetime
-    version: str
-    pred: str
-    dist: float
-    unknown: bool
-    file: bytes
-    preprocessed: bool
 
 
 class _Sample(NamedTuple):
@@ -232,7 +181,7 @@ class QueryLog:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_oldest(directory, self._configuration.size_bytes)
         host = "".join(c if c.isalnum() or c == "-" else "-" for c in socket.gethostname())[:63]
-        path = directory / f"{until:{_TIME}}-{self._version}-{host}-{os.getpid()}-{uuid4().hex[:8]}.jsonl"
+        path = directory / f"{until:{TIME_FORMAT}}-{self._version}-{host}-{os.getpid()}-{uuid4().hex[:8]}.jsonl"
         write_atomically(path, "".join(f"{line}\n" for line in _lines(period, samples, files)))
         return path
 
@@ -273,45 +222,6 @@ def is_uncertain(prediction: Prediction, threshold: float) -> bool:
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
-def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
-    """Parse a file of the log, which is untrusted.
-
-    Raises:
-        IntegrityError: ``data``, which came from ``source``, is invalid.
-    """
-    try:
-        first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
-        return Period.model_validate_json(first), [LoggedQuery.model_validate_json(line) for line in rest]
-    except ValueError:  # pydantic's ValidationError is one
-        raise IntegrityError(f"{source} is not a file of the query log.") from None
-
-
-def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
-    """The queries of the uniform sample of files in a file of the log, which is untrusted.
-
-    Raises:
-        IntegrityError: ``data``, which came from ``source``, is invalid.
-    """
-    period, rows = parse_file(data, source)
-    try:
-        return [
-            SampledQuery(
-                id=row.id,
-                at=row.at,
-                version=period.version,
-                pred=row.pred,
-                dist=row.dist,
-                unknown=row.unknown,
-                file=base64.b64decode(row.file, validate=True),
-                preprocessed=row.preprocessed,
-            )
-            for row in rows
-            if row.file
-        ]
-    except ValueError:  # binascii.Error is one
-        raise IntegrityError(f"{source} is not a file of the query log.") from None
-
-
 def ship_query_log(directory: Path, store: Store) -> int:
     """Move the files in ``directory`` to the store; returns their number. Safe to repeat after a kill.
 
@@ -340,14 +250,6 @@ def ship_until(ended: threading.Event, directory: Path, store: Store) -> None:
             _log.warning("Logged queries wait until they can be shipped: %s", error)
         if at_end:
             return
-
-
-def closed_at(key: str) -> datetime | None:
-    """The end of the period of the file ``key``; None if it is not a file of the log."""
-    try:
-        return datetime.strptime(PurePosixPath(key).name[:16], _TIME).replace(tzinfo=UTC)
-    except ValueError:
-        return None
 
 
 def _projection(release: ReleaseParts) -> NDArray[np.float32]:
@@ -393,7 +295,7 @@ def _remove_oldest(directory: Path, size_bytes: int) -> None:
     A file that is dated in the future was written before the clock was set back, so it is older than the others.
     """
     files: list[tuple[bool, str, Path, int]] = []
-    now = f"{datetime.now(UTC):{_TIME}}"
+    now = f"{datetime.now(UTC):{TIME_FORMAT}}"
     for path in directory.glob("*.jsonl"):
         with suppress(FileNotFoundError):  # already shipped
             files.append((path.name[: len(now)] <= now, path.name, path, path.stat().st_size))

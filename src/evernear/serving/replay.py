@@ -1,8 +1,9 @@
 """Replay stored live queries: the candidate answers them as it would live, away from the servers.
 
-The candidate's files are the ones that the archive step packs: the exported network with its preprocessing, the index
-and its labels. The queries are a uniform sample (`evernear.serving.query_log.sampled_queries`), whose files are decoded
-as by a server. The champion's answer is the logged one, or computed in the same way if another release answered.
+The candidate's files are the ones that the archive step packs: the exported network with its
+preprocessing, the index and its labels. The queries are a uniform sample
+(`evernear.serving.query_log_files.sampled_queries`), whose files are decoded as by a server. The
+champion's answer is the logged one, or computed in the same way if another release answered.
 """
 
 from collections import Counter
@@ -32,7 +33,7 @@ from evernear.evaluation.replay import (
 from evernear.evaluation.replay_examples import ReplayExamples, changed_answers
 from evernear.release.registry import Registry
 from evernear.serving.decoding import decode_image, inspect_image
-from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, SampledQuery, closed_at, sampled_queries
+from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, SampledQuery, closed_at, sampled_queries
 
 QUERIES_MAX = 500
 MAX_FILES = 400

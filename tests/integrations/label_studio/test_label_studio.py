@@ -18,7 +18,7 @@ from evernear.review.answers import Answers
 from evernear.review.label_target import open_label_target
 from evernear.review.live_labels import labeled_queries
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.releases import MakeRelease
 from tests.review_queue import NOW, log_queries, png
 

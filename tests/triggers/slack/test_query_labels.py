@@ -8,7 +8,7 @@ import pytest
 from evernear.release.registry import Registry
 from evernear.review.live_labels import labeled_queries
 from evernear.review.random_queries import RandomQuery, Week
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.triggers.slack.random_queries import labels_message
 from tests.loopback.slack import Click, Person, SlackServer
 from tests.loopback.slack.server import PostedMessage

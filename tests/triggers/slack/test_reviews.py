@@ -8,7 +8,7 @@ import pytest
 
 from evernear.review.answers import Answers
 from evernear.review.label_target import open_label_target
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from tests.loopback.slack import Click, Person, SlackServer
 from tests.loopback.slack.server import PostedMessage
 from tests.triggers.slack.bot import ADA, BOB, CHANNEL, Bot, MemoryRuns

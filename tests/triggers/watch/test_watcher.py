@@ -27,7 +27,7 @@ from evernear.review.live_labels import import_labels
 from evernear.review.submissions import SUBMITTED
 from evernear.serving.configuration import logged_queries
 from evernear.serving.endpoints import home_of
-from evernear.serving.query_log import LoggedQuery, Period
+from evernear.serving.query_log_files import LoggedQuery, Period
 from evernear.settings import DataSettings, IndexSettings, Settings, of_run
 from evernear.triggers.requests import Person, Request, RequestStore
 from evernear.triggers.watch.watcher import Watcher

@@ -10,7 +10,7 @@ from pathlib import Path
 from evernear.common.run_record import RunRecord
 from evernear.integrations.mlflow.plugin import ADDRESS
 from evernear.plugins import rejection
-from evernear.reporting.page import RunReport
+from evernear.reporting.run_report import RunReport
 
 TIMEOUT_S = 10
 EXPERIMENT = "evernear"

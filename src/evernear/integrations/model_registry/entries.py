@@ -21,7 +21,7 @@ from evernear.integrations.model_registry.plugin import ADDRESS
 from evernear.plugins import rejection
 from evernear.release.records import Record
 from evernear.release.registry import Registry
-from evernear.reporting.page import RunReport
+from evernear.reporting.run_report import RunReport
 
 REGISTRY_API = "/api/model_registry/v1alpha3"
 SYSTEM = "The model registry"

@@ -1,0 +1,277 @@
+"""Everything that a run recorded, for the run page (`evernear.reporting.page`) and for integrations."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from evernear.common.parts import STEPS_IN_PARTS, PartsRecord
+from evernear.common.progress import duration
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import Store
+from evernear.data.validate import Report
+from evernear.errors import StoreError
+from evernear.evaluation.evaluate import Evaluation
+from evernear.evaluation.examples import Examples
+from evernear.evaluation.replay_examples import ReplayExamples
+from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.verdict import Verdict
+from evernear.release.manifest import is_version
+from evernear.release.records import Record
+from evernear.release.registry import Registry
+from evernear.reporting.cost import cost, cost_of_nodes
+from evernear.reporting.notify import EXIT_STEP, RunOutcome
+from evernear.settings import CostSettings, RunSettings
+from evernear.settings.sources import flat
+
+CONFUSION_LABELS_MAX = 30
+KEY_RULES = ("no_worse", "beats_baselines", "anchor_budget", "accuracy_floor")
+"""The most informative rules for a promoted candidate."""
+
+
+class Figure(NamedTuple):
+    """A proportion of candidate, champion and anchor, or of the candidates of two runs."""
+
+    name: str
+    candidate: Proportion | None
+    champion: Proportion | None
+    anchor: Proportion | None = None
+
+    def position(self, value: float) -> float:
+        """Where ``value`` is between the ends of all intervals, in percent."""
+        shares = [share for share in (self.candidate, self.champion, self.anchor) if share]
+        low, high = min(share.low for share in shares), max(share.high for share in shares)
+        return 100 * (value - low) / max(high - low, 1e-9)
+
+
+class ClassRow(NamedTuple):
+    """One class; counts are images of all splits."""
+
+    label: str
+    images: int
+    before: int | None
+    recall: Proportion | None
+    unknown: Proportion | None
+    champion: Proportion | None
+    regressions: int
+    improvements: int
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """All records of a run; None for a step that it did not reach."""
+
+    outcome: RunOutcome
+    steps: tuple[StepRecord, ...]
+    verdict: Verdict | None
+    evaluation: Evaluation | None
+    examples: Examples | None
+    replayed: ReplayExamples | None
+    validation: Report | None
+    training: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    lineage: Mapping[str, str]
+    nodes: Mapping[str, PartsRecord]
+    """How the parts of the steps ran that used several nodes, by step."""
+
+    @staticmethod
+    def load(record: RunRecord) -> "RunReport":
+        """Read the record of a run that has ended.
+
+        Raises:
+            StoreError: the run is unknown or has no outcome yet, or the store fails.
+            IntegrityError: the record is damaged.
+        """
+        outcome = record.find("outcome", RunOutcome)
+        if outcome is None:
+            raise StoreError(f"{record.store.uri} has no outcome of a run {record.run}; it may not have ended.")
+        evaluation = record.find("evaluation", Evaluation)
+        return RunReport(
+            outcome=outcome,
+            steps=tuple(step for step in record.steps() if step.step != EXIT_STEP or step.ended),
+            verdict=record.find("verdict", Verdict),
+            evaluation=evaluation,
+            examples=record.find("examples", Examples),
+            replayed=record.find("replay", ReplayExamples),
+            validation=record.find("validation", Report),
+            training=record.load("training"),
+            settings=flat(record.load("settings")),
+            lineage=_lineage(record.store, outcome, evaluation),
+            nodes={name: ran for name in STEPS_IN_PARTS if (ran := record.find(f"parts_{name}", PartsRecord))},
+        )
+
+    def facts(self) -> dict[str, str]:
+        """The outcome and the lineage, by names without spaces."""
+        facts = {"state": self.outcome.state, "summary": self.outcome.summary()} | dict(self.lineage)
+        return {key.replace(" (sha256)", "_sha256").replace(" ", "_"): value for key, value in facts.items()}
+
+    @property
+    def title(self) -> str:
+        """The state and what it means, in a few words."""
+        outcome = self.outcome
+        match outcome.state:
+            case "promoted" | "rolled back":
+                return f"Release {outcome.release} {outcome.release_state()}"
+            case "held":
+                return f"Release {outcome.candidate} is not promoted"
+            case _:
+                return f"{outcome.state.capitalize()}{f' at {outcome.step}' if outcome.step else ''}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reasons to read first: from failed rules, or from the most informative ones."""
+        if self.outcome.state == "promoted" and self.verdict:
+            by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
+            return [by_rule[name] for name in KEY_RULES if name in by_rule]
+        return [*self.outcome.reasons]
+
+    @property
+    def figures(self) -> list[Figure]:
+        """The proportions to compare."""
+        if self.evaluation is None:
+            return []
+        candidate, champion = self.evaluation.candidate, self.evaluation.champion
+        anchor = self.evaluation.anchor.measurement if self.evaluation.anchor else None
+        names = {
+            "accuracy": "accuracy",
+            "recall_at_1": "recall@1",
+            "recall_at_5": "recall@5",
+            "false_rejects": "known called unknown",
+            "index_recall": "index recall",
+        }
+        figures = [
+            Figure(name, *(getattr(system, key, None) for system in (candidate, champion, anchor)))
+            for key, name in names.items()
+        ]
+        return [figure for figure in figures if figure.candidate or figure.champion]
+
+    @property
+    def prices(self) -> CostSettings:
+        """The prices of the run's settings; the defaults for a run that recorded none."""
+        names = CostSettings.model_fields
+        recorded = {name: self.settings[f"cost.{name}"] for name in names if f"cost.{name}" in self.settings}
+        return CostSettings(**recorded)
+
+    @property
+    def costs(self) -> list[float | None]:
+        """The cost of each step with the nodes of its parts; None if it is unknown."""
+        nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
+        own = [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
+        parts = [self.cost_of_nodes(step.step) if step.step in self.nodes else 0.0 for step in self.steps]
+        return [None if a is None or b is None else a + b for a, b in zip(own, parts, strict=True)]
+
+    def cost_of_nodes(self, step: str) -> float | None:
+        """The cost of the nodes that ran the parts of a step; None if it is unknown."""
+        return cost_of_nodes(self.nodes[step], self.prices)
+
+    @property
+    def total_cost(self) -> float | None:
+        """The cost of all steps; None if one is unknown."""
+        known = [each for each in self.costs if each is not None]
+        return sum(known) if len(known) == len(self.steps) else None
+
+    @property
+    def started(self) -> datetime:
+        """The start of the first step."""
+        return self.steps[0].started
+
+    @property
+    def ended(self) -> datetime | None:
+        """The end of the last step."""
+        return max((step.ended for step in self.steps if step.ended), default=None)
+
+    @property
+    def duration(self) -> str:
+        """From the start of the first step to the end of the last."""
+        return duration((self.ended - self.started).total_seconds()) if self.ended else ""
+
+    def classes(self) -> list[ClassRow]:
+        """All classes, the lowest recall first."""
+        measured = self.evaluation
+        counts = _class_counts(self.validation)
+        before = self.examples.images_before if self.examples else None
+        labels: list[str] = [*counts, *(before or {}), *(measured.candidate.class_recall if measured else {})]
+        pairs = measured.comparison.classes if measured and measured.comparison else {}
+        champion = measured.champion.class_recall if measured and measured.champion else {}
+        rows = [
+            ClassRow(
+                label=label,
+                images=counts.get(label, 0),
+                before=before.get(label, 0) if before is not None else None,
+                recall=measured.candidate.class_recall.get(label) if measured else None,
+                unknown=measured.candidate.class_rejects.get(label) if measured else None,
+                champion=champion.get(label),
+                regressions=pairs[label].regressions if label in pairs else 0,
+                improvements=pairs[label].improvements if label in pairs else 0,
+            )
+            for label in dict.fromkeys(labels)
+        ]
+        return sorted(rows, key=lambda row: row.recall.value if row.recall else 2.0)
+
+    def confusion(self) -> tuple[list[str], list[list[int]]]:
+        """Labels and rows of the confusion matrix, of the most confused classes."""
+        assert self.evaluation is not None  # noqa: S101 - the template asks only then
+        return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
+
+    def changed_settings(self) -> list[tuple[str, Any, bool]]:
+        """All settings, and whether each differs from the default."""
+        defaults = flat(RunSettings().model_dump(mode="json"))
+        return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
+
+
+def find_run(store: Store, name: str) -> RunRecord:
+    """The run ``name``, or the run that made the release ``name``.
+
+    Raises:
+        StoreError: the store has neither, or fails.
+    """
+    if not is_version(name):
+        return RunRecord(store, name)
+    for info in store.list("runs/"):
+        _, run, *rest = info.key.split("/")
+        if rest == ["archived.json"] and RunRecord(store, run).load("archived").get("version") == name:
+            return RunRecord(store, run)
+    raise StoreError(f"{store.uri} has no record of the run that made release {name}.")
+
+
+def _lineage(store: Store, outcome: RunOutcome, evaluation: Evaluation | None) -> dict[str, str]:
+    """Where the candidate comes from: digests, code and parent."""
+    lineage = {"run": outcome.run, "pipeline": outcome.pipeline, "store": store.uri}
+    if evaluation:
+        candidate = evaluation.candidate
+        lineage |= {
+            "dataset": candidate.dataset_digest,
+            "network (sha256)": candidate.network_sha256,
+            "index": candidate.index_digest,
+            "champion": evaluation.champion.name if evaluation.champion else "none",
+            "anchor": evaluation.anchor.name if evaluation.anchor else "",
+        }
+    if outcome.candidate:
+        with suppress(StoreError):  # not published, for example after a failed deployment
+            lineage |= _release_lineage(Registry(store).get(outcome.candidate, include_pruned=True))
+    return {name: value for name, value in lineage.items() if value}
+
+
+def _release_lineage(release: Record) -> dict[str, str]:
+    manifest = release.manifest
+    return {
+        "release": manifest.version,
+        "archive (sha256)": release.archive_sha256,
+        "dataset name": manifest.dataset_name,
+        "source": manifest.source,
+        "backbone": manifest.backbone,
+        "pretrained weights (sha256)": manifest.pretrained_sha256 or "",
+        "evernear": manifest.evernear_version,
+        "git commit": manifest.git_commit,
+    }
+
+
+def _class_counts(validation: Report | None) -> dict[str, int]:
+    if validation is None:
+        return {}
+    totals: dict[str, int] = {}
+    for counts in validation.counts.values():
+        for label, count in counts.items():
+            totals[label] = totals.get(label, 0) + count
+    return {label: total for label, total in totals.items() if total}

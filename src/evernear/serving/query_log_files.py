@@ -1,0 +1,115 @@
+"""The files that `evernear.serving.query_log` writes: their format, and how they are read.
+
+Files in the store are untrusted: whoever may write there may have changed them.
+"""
+
+import base64
+from datetime import UTC, datetime
+from pathlib import PurePosixPath
+from typing import Literal, NamedTuple
+
+from pydantic import AwareDatetime, Field
+
+from evernear.common.frozen import Frozen
+from evernear.errors import IntegrityError
+from evernear.release.drift_baseline import PROJECTED_DIM
+from evernear.serving.embedding_codec import MAX_CHARACTERS
+
+QUERIES = "queries/"
+MAX_FILE_BYTES = 8 * 2**20
+TIME_FORMAT = "%Y%m%dT%H%M%SZ"
+
+
+class Period(Frozen, allow_inf_nan=False):
+    """The first line of a file: all queries of one worker in one period."""
+
+    format: Literal[1] = 1
+    version: str
+    since: AwareDatetime
+    until: AwareDatetime
+    queries: int = Field(ge=1)
+    unknown: int = Field(ge=0)
+
+
+class LoggedQuery(Frozen, allow_inf_nan=False):
+    """A sampled query."""
+
+    at: AwareDatetime
+    pred: str
+    dist: float
+    unknown: bool
+    coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
+    """The projected embedding, see `evernear.release.drift_baseline`; empty if it is unknown."""
+    image: str = ""
+    """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
+    embedding: str = Field(default="", max_length=MAX_CHARACTERS)
+    """The embedding beside an image (`evernear.serving.embedding_codec`); empty in logs of earlier versions."""
+    candidates: tuple[str, ...] = ()
+    """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
+    id: str = Field(default="", max_length=128)
+    """The request's id, which its response has as ``id``; empty in logs of earlier versions."""
+    file: str = ""
+    """The file that the client sent, in base64, if the query is in the uniform sample of files."""
+    preprocessed: bool = False
+    """Whether ``file`` is the preprocessed image instead, because the client's file exceeds
+    `evernear.serving.query_log.SENT_MAX_BYTES`."""
+
+
+class SampledQuery(NamedTuple):
+    """A query of the uniform sample of files, and the answer of the release ``version``."""
+
+    id: str
+    at: datetime
+    version: str
+    pred: str
+    dist: float
+    unknown: bool
+    file: bytes
+    preprocessed: bool
+
+
+def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
+    """Parse a file of the log, which is untrusted.
+
+    Raises:
+        IntegrityError: ``data``, which came from ``source``, is invalid.
+    """
+    try:
+        first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
+        return Period.model_validate_json(first), [LoggedQuery.model_validate_json(line) for line in rest]
+    except ValueError:  # pydantic's ValidationError is one
+        raise IntegrityError(f"{source} is not a file of the query log.") from None
+
+
+def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
+    """The queries of the uniform sample of files in a file of the log, which is untrusted.
+
+    Raises:
+        IntegrityError: ``data``, which came from ``source``, is invalid.
+    """
+    period, rows = parse_file(data, source)
+    try:
+        return [
+            SampledQuery(
+                id=row.id,
+                at=row.at,
+                version=period.version,
+                pred=row.pred,
+                dist=row.dist,
+                unknown=row.unknown,
+                file=base64.b64decode(row.file, validate=True),
+                preprocessed=row.preprocessed,
+            )
+            for row in rows
+            if row.file
+        ]
+    except ValueError:  # binascii.Error is one
+        raise IntegrityError(f"{source} is not a file of the query log.") from None
+
+
+def closed_at(key: str) -> datetime | None:
+    """The end of the period of the file ``key``; None if it is not a file of the log."""
+    try:
+        return datetime.strptime(PurePosixPath(key).name[:16], TIME_FORMAT).replace(tzinfo=UTC)
+    except ValueError:
+        return None
