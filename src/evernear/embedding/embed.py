@@ -30,7 +30,7 @@ from evernear.common.store.folder import fetch_folder
 from evernear.data.gallery import ShardImages, images_to_embed, joining_gallery
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
-from evernear.embedding.embedding_cache import EmbeddingCache, Rows, Vectors
+from evernear.embedding.embedding_cache import EmbeddingCache, Vectors
 from evernear.embedding.embeddings import DESCRIPTION_FILE, EmbeddingsDescription, EmbeddingShard
 from evernear.embedding.export import describe_network, load_network, load_parts
 from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
@@ -40,6 +40,8 @@ from evernear.errors import IntegrityError
 KIND = "embed"
 PART_SIZE_BYTES = 2**30
 BATCH_SIZE = 256
+Embed = Callable[[Iterable[ShardBlocks]], Iterator[tuple[Block, Vectors]]]
+"""Yields the blocks of shards with their embeddings (N, D)."""
 
 
 class ExportedEmbedder:
@@ -221,12 +223,12 @@ def _embed_part(
     batch_size = Shared.model_validate(parts.plan.shared).batch_size
     by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
     images = [ShardImages(by_hash[sha256], None if taken is None else Counter(taken)) for sha256, taken in part.shards]
-    dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
     reused_before = embedder.reused
     with tempfile.TemporaryDirectory(prefix="evernear-embeddings-") as scratch:
         path = Path(scratch) / "embeddings.npy"
-        embedded = embedder.embed((each.blocks(dataset, batch_size), each.count) for each in images)
-        _write_npy(path, dtype, part.units, (_rows(block, vectors, dtype) for block, vectors in embedded))
+        _write_npy(
+            path, dim, part.units, embedder.embed((each.blocks(dataset, batch_size), each.count) for each in images)
+        )
         sha256 = sha256_file(path)
         file = f"{parts.folder}/{sha256}.npy"
         parts.store.put(file, path)
@@ -255,16 +257,33 @@ def combine_embeddings(
     return description
 
 
-def _rows(block: Block, vectors: Vectors, dtype: np.dtype[np.void]) -> Rows:
-    rows = np.empty(len(block), dtype)
-    rows["embedding"], rows["label"], rows["digest"] = vectors, block.labels, block.digests
-    return rows
+def write_embeddings(
+    embed: Embed, dim: int, dataset: Dataset, out_dir: Path, joining: dict[str, int], network_sha256: str
+) -> None:
+    """Write the gallery, which train images are ``joining``, and the query split to ``out_dir``, as `embed_dataset`.
+
+    ``embed`` computes the embeddings (N, ``dim``), and ``network_sha256`` stands for the network.
+    """
+    shards: list[EmbeddingShard] = []
+    for split in ("gallery", "query"):
+        images = list(images_to_embed(dataset, split, joining))
+        count, path = sum(each.count for each in images), out_dir / f"{split}.npy"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_npy(path, dim, count, embed((each.blocks(dataset, BATCH_SIZE), each.count) for each in images))
+        shards.append(EmbeddingShard(file=path.name, sha256=sha256_file(path), split=split, count=count))
+    description = EmbeddingsDescription(
+        network_sha256=network_sha256, dataset_digest=dataset.digest, dim=dim, shards=tuple(shards)
+    )
+    description.save(out_dir / DESCRIPTION_FILE)
 
 
-def _write_npy(path: Path, dtype: np.dtype[np.void], count: int, blocks: Iterable[Rows]) -> None:
-    """Write ``count`` rows in NumPy's file format, one block at a time."""
+def _write_npy(path: Path, dim: int, count: int, embedded: Iterable[tuple[Block, Vectors]]) -> None:
+    """Write ``count`` embeddings in NumPy's file format, with labels and digests, one block at a time."""
+    dtype = np.dtype([("embedding", "<f4", (dim,)), ("label", "<i4"), ("digest", "u1", (32,))])
     header: dict[str, Any] = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     with disk_errors(path), path.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for rows in blocks:
+        for block, vectors in embedded:
+            rows = np.empty(len(block), dtype)
+            rows["embedding"], rows["label"], rows["digest"] = vectors, block.labels, block.digests
             file.write(rows.tobytes())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import JsonValue
@@ -30,6 +30,10 @@ from evernear.embedding.torchscript import (
 )
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import ClassSettings
+
+if TYPE_CHECKING:
+    from evernear.embedding.features import FrozenFeatures
+    from evernear.embedding.frozen_backbone import FrozenHead
 
 NETWORK_FILE = "network.pt"
 DESCRIPTION_FILE = "network.json"
@@ -132,12 +136,10 @@ def _frozen(
     on_images: OnImages | None,
 ) -> _Exportable:
     from evernear.embedding.features import FrozenFeatures  # timm is not installed where releases are served
-    from evernear.embedding.frozen_backbone import FrozenBackbone, FrozenHead, FrozenNetwork
+    from evernear.embedding.frozen_backbone import FrozenBackbone, FrozenNetwork
 
-    features, head = FrozenFeatures(network, trained.architecture, store, on_images), FrozenHead(network).eval()
-    images = TrainingImages(dataset, frozenset(trained.exclude_labels))
-    vectors = ((head(batch), classes) for batch, classes in features.batches(dataset, "gallery", images))
-    head.center = class_center(vectors, images.classes)
+    features = FrozenFeatures(network, trained.architecture, store, on_images)
+    head = centered_head(network, features, dataset, frozenset(trained.exclude_labels))
     block, cached = _first(dataset, lambda split: features.blocks(dataset, split))
     return _Exportable(
         FrozenNetwork(FrozenBackbone(network), head).eval(),
@@ -146,6 +148,19 @@ def _frozen(
         head(torch.from_numpy(cached)),
         features.dim,
     )
+
+
+@torch.inference_mode()
+def centered_head(
+    network: EmbeddingNetwork, features: "FrozenFeatures", dataset: Dataset, exclude_labels: frozenset[str]
+) -> "FrozenHead":
+    """The head of a frozen ``network`` on its ``features``, centered as `center` centers a network."""
+    from evernear.embedding.frozen_backbone import FrozenHead
+
+    head, images = FrozenHead(network).eval(), TrainingImages(dataset, exclude_labels)
+    vectors = ((head(batch), classes) for batch, classes in features.batches(dataset, "gallery", images))
+    head.center = class_center(vectors, images.classes)
+    return head
 
 
 def export_network(

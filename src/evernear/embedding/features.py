@@ -4,13 +4,13 @@ Training, export, embedding, the probe and the evaluation read the same features
 not shown to it again, in this run or a later one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from evernear.common.store import Store
 from evernear.data.manifest import Split
@@ -19,7 +19,7 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.embedding_cache import EmbeddingCache, Vectors
 from evernear.embedding.frozen_backbone import FrozenBackbone, backbone_identity
-from evernear.embedding.image_vectors import ImageVectors, OnImages
+from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
 from evernear.embedding.network import EmbeddingNetwork
 from evernear.embedding.timm_member import TimmMember, feature_dim
 from evernear.embedding.torchscript import optimized
@@ -55,9 +55,14 @@ class FrozenFeatures:
 
     def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
         """Yield the blocks of ``split`` in the order of the dataset, with the features (N, F) of their images."""
+        return self.of(
+            ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split)), view
+        )
+
+    def of(self, shards: Iterable[ShardBlocks], view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
+        """Yield the blocks of ``shards`` with the features (N, F) of their images."""
         cache = EmbeddingCache(self._store, f"{self.identity}/{view.name}" if view else self.identity, self.dim)
-        vectors = ImageVectors(cache, self._optimized, self._on_images, view.images if view else None)
-        return vectors.of((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
+        return ImageVectors(cache, self._optimized, self._on_images, view.images if view else None).of(shards)
 
     def array(self, dataset: Dataset, split: Split, view: View | None = None) -> Vectors:
         """The features (N, F) of ``split`` in the order of the dataset, in memory."""
@@ -86,3 +91,16 @@ class FrozenFeatures:
         for split in splits if self._store else ():
             for _ in self.blocks(dataset, split):
                 pass
+
+
+class HeadEmbedder(NamedTuple):
+    """Embeds images by a head on their features, as the exported network does."""
+
+    features: FrozenFeatures
+    head: nn.Module
+
+    @torch.inference_mode()
+    def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
+        """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""
+        for block, features in self.features.of(shards):
+            yield block, self.head(torch.from_numpy(features)).numpy()

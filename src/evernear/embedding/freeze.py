@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -15,8 +15,10 @@ from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
 from evernear.settings import TrainSettings
 
-if TYPE_CHECKING:
-    from evernear.embedding.head import OnHeadStep
+if TYPE_CHECKING:  # timm takes seconds to import
+    from evernear.embedding.features import FrozenFeatures
+    from evernear.embedding.head import Head, OnHeadStep
+    from evernear.embedding.timm_member import TimmMember
 
 MAX_IMAGES_OF_START = 20_000
 """Largest number of images for which the training of a pretrained network starts from a trained head: with more, one
@@ -96,6 +98,60 @@ def initialize(
     return weights.sha256
 
 
+class Pretrained(NamedTuple):
+    """A pretrained network whose backbone stays as it is. Its last layer, an affine map of the features, is to fit."""
+
+    network: EmbeddingNetwork
+    architecture: Architecture
+    features: "FrozenFeatures"
+    weights_sha256: str | None
+
+    @property
+    def member(self) -> "TimmMember":
+        """The only member of the network."""
+        return cast("TimmMember", self.network.members[0])
+
+
+def open_pretrained(
+    dataset: Dataset, settings: TrainSettings, store: Store | None = None, on_images: OnImages | None = None
+) -> Pretrained:
+    """Load the pretrained network of ``settings``. With a ``store``, features are cached there.
+
+    Raises:
+        TrainingError: as `choose_architecture` and `initialize`.
+        StoreError: the weights cannot be fetched.
+    """
+    from evernear.embedding.features import FrozenFeatures
+
+    torch.manual_seed(settings.seed)
+    architecture = choose_architecture(dataset, settings)
+    network = build_network(architecture)
+    weights_sha256 = initialize(network, architecture, settings, dataset)
+    return Pretrained(network, architecture, FrozenFeatures(network, architecture, store, on_images), weights_sha256)
+
+
+def fit_last_layer(
+    pretrained: Pretrained,
+    dataset: Dataset,
+    images: TrainingImages,
+    settings: TrainSettings,
+    on_step: "OnHeadStep | None" = None,
+) -> "Head | None":
+    """Fit the last layer to the train split: whitening or, unless ``settings.frozen``, a head if it is better.
+
+    Return the head, even if it is not used; None if none was trained.
+    """
+    from evernear.embedding.head import train_head, whitening_for
+
+    features = pretrained.features
+    if settings.frozen:
+        head = None
+    else:
+        head = train_head(features, pretrained.architecture, dataset, images, settings, on_step)
+    pretrained.member.standardize = head.map if head and head.test.used else whitening_for(features, dataset, images)
+    return head
+
+
 def freeze(
     dataset: Dataset,
     settings: TrainSettings,
@@ -107,36 +163,27 @@ def freeze(
 ) -> TrainingResult:
     """Write a network with a frozen backbone to ``out_dir``, in the form of a trained one.
 
-    An affine map of its features is fitted to the train split: their whitening or, unless ``settings.frozen``, a
-    trained head if it is better. With a ``store``, the features of all splits are computed and cached there, so that
-    later steps only read them.
+    With a ``store``, the features of all splits are computed and cached there, so that later steps only read them.
 
     Raises:
-        TrainingError: as `choose_architecture` and `initialize`; or there are too few images.
+        TrainingError: as `open_pretrained`; or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
-    from evernear.embedding.features import FrozenFeatures
-    from evernear.embedding.head import train_head, whitening_for
-    from evernear.embedding.timm_member import TimmMember
+    from evernear.embedding.timm_member import whitening_of
 
     images = TrainingImages(dataset, exclude_labels)
-    torch.manual_seed(settings.seed)
-    architecture = choose_architecture(dataset, settings)
-    network = build_network(architecture)
-    pretrained_sha256 = initialize(network, architecture, settings, dataset)
-    features = FrozenFeatures(network, architecture, store, on_images)
-    head = None if settings.frozen else train_head(features, architecture, dataset, images, settings, on_step)
-    mapping = head.map if head and head.test.used else whitening_for(features, dataset, images)
-    cast(TimmMember, network.members[0]).standardize = mapping
-    features.compute(dataset, ("gallery", "query", "test"))
+    pretrained = open_pretrained(dataset, settings, store, on_images)
+    head = fit_last_layer(pretrained, dataset, images, settings, on_step)
+    pretrained.features.compute(dataset, ("gallery", "query", "test"))
+    embedding_dim = whitening_of(pretrained.network).matrix.shape[1]
     trained = TrainedNetwork(
-        architecture=architecture.model_copy(update={"embedding_dim": mapping.matrix.shape[1]}),
+        architecture=pretrained.architecture.model_copy(update={"embedding_dim": embedding_dim}),
         dataset_digest=dataset.digest,
         exclude_labels=tuple(sorted(exclude_labels)),
         settings=settings,
-        pretrained_sha256=pretrained_sha256,
+        pretrained_sha256=pretrained.weights_sha256,
     )
-    save_trained(out_dir, network.state_dict(), trained)
+    save_trained(out_dir, pretrained.network.state_dict(), trained)
     result = TrainingResult(
         key="",
         best_epoch=0,

@@ -71,6 +71,11 @@ class Steps(NamedTuple):
 OnStep = Callable[[Steps], None]
 
 
+def steps_of_head(on_step: OnStep | None) -> Callable[[int, int], None] | None:
+    """What calls ``on_step`` after the steps of a head, which has no epochs."""
+    return None if on_step is None else lambda done, total: on_step(Steps(done, total, total))
+
+
 def train_network(
     dataset: Dataset,
     settings: TrainSettings,
@@ -97,12 +102,7 @@ def train_network(
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
     if settings.keeps_backbone:
-
-        def on_head_step(done: int, total: int) -> None:
-            if on_step is not None:
-                on_step(Steps(done, total, total))
-
-        return freeze(dataset, settings, out_dir, store, exclude_labels, on_images, on_head_step)
+        return freeze(dataset, settings, out_dir, store, exclude_labels, on_images, steps_of_head(on_step))
     if settings.nodes > 1:
         return write_result_of_nodes(dataset, settings, out_dir, store, exclude_labels)
     if settings.processes > 1:

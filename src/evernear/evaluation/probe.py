@@ -3,8 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -14,17 +12,14 @@ from evernear.common.store import Store
 from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
-from evernear.embedding.embed import embed_dataset
-from evernear.embedding.embeddings import Embeddings
-from evernear.embedding.export import export_network
 from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.speed import plan_training
-from evernear.embedding.train import OnStep, train_network
+from evernear.embedding.train import OnStep
 from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
 from evernear.evaluation.grouped import effective_totals
 from evernear.evaluation.open_set import OpenSet
-from evernear.evaluation.recognizer import Recognizer
+from evernear.evaluation.probed_recognizer import ProbedRecognizer, choose_opener
 from evernear.evaluation.statistics import (
     Auroc,
     Interval,
@@ -36,7 +31,6 @@ from evernear.evaluation.statistics import (
     proportion,
     roc,
 )
-from evernear.index.build import build_index
 from evernear.index.calibrate import threshold_at, threshold_rejecting
 from evernear.index.description import MAX_DISTANCE
 from evernear.index.exact import digests_outside
@@ -114,14 +108,12 @@ def probe_open_set(
     held_out = choose_held_out(eligible, wanted, PROBE_DRAWS if recipe.keeps_backbone else 1, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())
+    open_without = choose_opener(dataset, recipe, index_settings, on_step, store)
     draws: list[Draw] = []
     end_s = time.monotonic() + (plan.probe_s if plan and plan.probe_s is not None else math.inf)
     with group_numbers(dataset) as groups:
         for labels in held_out:
-            recognizer = _recognizer_without(
-                labels, dataset, recipe, index_settings, settings.batch_size, on_step, store
-            )
-            draws.append(_measure_draw(recognizer, dataset, labels, settings.batch_size, groups))
+            draws.append(_measure_draw(open_without(labels), dataset, labels, settings.batch_size, groups))
             if on_draw is not None:
                 on_draw(len(draws), len(held_out))
             if time.monotonic() > end_s:
@@ -243,28 +235,8 @@ def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -
     return [frozenset(labels[int(number)] for number in row) for row in picked]
 
 
-def _recognizer_without(
-    held_out: frozenset[str],
-    dataset: Dataset,
-    recipe: TrainSettings,
-    index_settings: IndexSettings,
-    batch_size: int,
-    on_step: OnStep | None,
-    store: Store | None,
-) -> Recognizer:
-    # The network is discarded, and so are its embeddings, but not the features of a backbone that is not trained.
-    cache = store if recipe.keeps_backbone else None
-    with TemporaryDirectory(prefix="evernear-probe-") as scratch:
-        trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
-        train_network(dataset, recipe, trained, store, exclude_labels=held_out, on_step=on_step)
-        export_network(trained, dataset, network, recipe.parity_tolerance, cache)
-        embed_dataset(network, dataset, embeddings, batch_size=batch_size, store=cache)
-        build_index(Embeddings.open(embeddings), dataset.labels, index_settings.temporary, index, held_out)
-        return Recognizer.open(network, index, store=cache)
-
-
 def _measure_draw(
-    recognizer: Recognizer,
+    recognizer: ProbedRecognizer,
     dataset: Dataset,
     held_out: frozenset[str],
     batch_size: int,
@@ -279,7 +251,7 @@ def _measure_draw(
 
 
 def _distances(
-    recognizer: Recognizer,
+    recognizer: ProbedRecognizer,
     dataset: Dataset,
     split: Split,
     held_out: Iterable[str],
@@ -295,7 +267,8 @@ def _distances(
     gallery = recognizer.gallery
     parts: list[Sample] = []
     included: list[NDArray[np.bool_]] = []
-    for block, embeddings in recognizer.embed_split(dataset, split, batch_size):
+    shards = ((dataset.shard_blocks(shard, batch_size), shard.count) for shard in dataset.shards(split))
+    for block, embeddings in recognizer.embed(shards):
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
         of_groups = (groups.of(block.digests),) if groups else ()
         parts.append(Sample(distances, (block.labels.astype(np.int32), *of_groups)))
