@@ -1,4 +1,4 @@
-"""Requests of people and of the watcher, in the store: one object each, changed by compare-and-swap.
+"""User requests and the watcher's requests, in the store: one object each, changed by compare-and-swap.
 
 ::
 
@@ -9,10 +9,12 @@
        ├──────> expired         │
        └───────────┴────────────┴──────> failed
 
-A request to run a pipeline is pending until a person answers its prompt in Slack. The other kinds are accepted from the
-beginning. The id of a request is derived from what is requested, so that copies of a delivery, double clicks and
-concurrent watchers compete for one conditional write. It is also the idempotency key of the run at KFP (`Request.key`):
-a process that stops between two states leaves a request that the next process continues.
+A request to run a pipeline is pending until a person answers its prompt in Slack. All
+other kinds of requests are accepted from the beginning. The id of a request is derived
+from its content, so that copies of a delivery, double clicks and concurrent watchers
+compete for one conditional write. The id is also the idempotency key of the run in KFP
+(`Request.key`). If a process stops between two states, the next process therefore
+continues the request.
 """
 
 import logging
@@ -29,9 +31,11 @@ from evernear.errors import ConflictError, IntegrityError
 
 REQUESTS = "triggers/requests/"
 RETENTION = timedelta(days=7)
-"""Age at which people's finished requests are removed. Slack's last retry of a delivery comes after an hour."""
+"""Age at which finished user requests are removed.
+Slack's last retry of a delivery comes after an hour.
+"""
 TEXT_MAX_CHARACTERS = 2000
-"""Longest text of a command."""
+"""Maximum length of a command's text."""
 TRAINING = "continuous-training"
 
 Kind = Literal["run", "stop", "promote", "roll_back", "label", "help"]
@@ -46,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class Person(Frozen):
-    """A member of the Slack workspace, or, without an id, a part of evernear."""
+    """A member of the Slack workspace, or a part of evernear, which has no id."""
 
     id: str
     name: str = ""
@@ -59,7 +63,7 @@ class Person(Frozen):
 
 WATCHER = Person(id="", name="the watcher")
 POLICY = Person(id="", name="the watcher's policy")
-"""Accepts the watcher's requests where ``watch.policy`` is ``start``."""
+"""Accepts the watcher's requests if ``watch.policy`` is ``start``."""
 
 
 class Request(Frozen):
@@ -70,47 +74,66 @@ class Request(Frozen):
     state: State = "accepted"
     created: AwareDatetime
     expires: AwareDatetime | None = None
-    """End of the time to answer, for a pending request. The watcher's stay open while their causes last."""
+    """Time until which a pending request can be answered.
+
+    The watcher's requests stay open while their causes last.
+    """
     asked_by: Person
     answered_by: Person | None = None
     answered: AwareDatetime | None = None
     attempt: int = 0
-    """Number of times it was requested again after it had failed."""
+    """Number of times that a failed request was made again."""
 
     pipeline: str = TRAINING
     text: str = ""
-    """Kind ``run``: the settings as typed. Kind ``stop`` without ``run``: the first characters of the run's id."""
+    """Kind ``run``: the settings as typed.
+    Kind ``stop`` without ``run``: the beginning of the run's id.
+    """
     parameters: dict[str, Any] = Field(default={})
-    """Arguments of the run, which take precedence over the settings of the process that starts it."""
+    """Arguments of the run. They take precedence over the settings of the process that
+    starts the run.
+    """
     causes: tuple[str, ...] = ()
-    """Names of the watcher's causes; empty in requests of earlier versions and of people."""
+    """Names of the watcher's causes.
+    Empty in user requests and in requests of earlier versions.
+    """
     reasons: tuple[str, ...] = ()
     """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
     """The watcher's measurements at the time of the request."""
     champion: str | None = None
-    """The champion at the time of the watcher's request; None in requests of earlier versions."""
+    """The champion at the time of the watcher's request,
+    or None in requests of earlier versions.
+    """
     listing: str = ""
-    """A digest of the source's listing at that time, to see whether anything has changed since."""
+    """A digest of the source listing at the time of the request,
+    to detect later changes.
+    """
     seen: AwareDatetime | None = None
-    """Time of the last check that found one of its causes."""
+    """Time of the last check that found one of the request's causes."""
     grown: int = 0
-    """Number of times that a cause became worse or another one came while the proposal was pending."""
+    """Number of times that a cause became worse or was added while the proposal was
+    pending.
+    """
     shown: int = 0
     """The value of ``grown`` that the prompt shows."""
     run: str = ""
     release: str = ""
     """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""
     move: int = 0
-    """Number of the promotion that the button showed. The request fails if there is a later one."""
+    """Number of the promotion that the button showed.
+    The request fails after a later promotion.
+    """
 
     trigger: str = ""
-    """Slack's id of the click or command; copies of a delivery share it."""
+    """Slack's id of the click or command. Copies of a delivery share this id."""
     channel: str = ""
     thread: str = ""
-    """Timestamp of the message whose thread gets the answer; empty: no thread."""
+    """Timestamp of the message whose thread receives the answer.
+    Empty without a thread.
+    """
     message: str = ""
-    """The prompt, later the run's status: ``channel/ts``."""
+    """The message with the prompt, later with the run's status, as ``channel/ts``."""
     progress: str = ""
     """The message with the steps of the run."""
     verdict: str = ""
@@ -136,12 +159,16 @@ class Request(Frozen):
 
     @property
     def by(self) -> Person:
-        """The person responsible: who accepted it, else who asked for it."""
+        """The responsible person: the person who accepted the request,
+        or else the person who made it.
+        """
         return self.answered_by or self.asked_by
 
     @property
     def started_by(self) -> str:
-        """``started_by`` of the run, for the champion's history."""
+        """The value of ``started_by`` for the run,
+        which the champion's history shows.
+        """
         if self.asked_by.id or self.by == self.asked_by:
             return str(self.by)
         return f"{self.asked_by}, accepted by {self.by}"
@@ -157,7 +184,9 @@ class RequestStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._cache: dict[str, tuple[str, Request | None]] = {}
-        """Etag and content by key, so that a poll reads only changed objects; None: not readable."""
+        """Etag and content by key, so that a poll reads only changed objects.
+        None if not readable.
+        """
 
     def add(self, request: Request) -> None:
         """Create a request.
@@ -168,11 +197,15 @@ class RequestStore:
         self._store.put_if(_key(request.id), request.to_json(), None)
 
     def ids(self) -> list[str]:
-        """The ids of all requests, readable or not."""
+        """The ids of all requests, including unreadable requests."""
         return [info.key.removeprefix(REQUESTS).removesuffix(".json") for info in self._store.list(REQUESTS)]
 
     def list(self) -> Iterator[Request]:
-        """All requests by id. A damaged request, or one of another version, is logged once and skipped."""
+        """All requests, sorted by id.
+
+        A request that is damaged or from a different version of evernear is logged once
+        and skipped.
+        """
         for info in list(self._store.list(REQUESTS)):
             etag, request = self._cache.get(info.key, ("", None))
             if etag != info.etag:
@@ -190,10 +223,11 @@ class RequestStore:
         return self._read(_key(request_id))[1]
 
     def change(self, request: Request, **fields: object) -> Request:
-        """Replace fields of ``request`` if it is unchanged since it was read.
+        """Replace fields of ``request`` if the stored request has not changed since it
+        was read.
 
         Raises:
-            ConflictError: another process changed it.
+            ConflictError: a different process changed the request.
             ValueError: the new state does not follow from the current one.
         """
         key = _key(request.id)
@@ -207,7 +241,10 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove people's finished requests after `RETENTION`. The watcher keeps its own, to propose nothing twice."""
+        """Remove finished user requests after `RETENTION`.
+
+        The watcher's requests stay, so that nothing is proposed twice.
+        """
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
                 self._store.delete(_key(request.id))
@@ -223,7 +260,9 @@ class RequestStore:
 
 
 def request_id(kind: str, *subject: object) -> str:
-    """The id of a request of ``kind`` about ``subject``: equal for equal arguments."""
+    """The id of a request of ``kind`` about ``subject``.
+    Equal arguments give equal ids.
+    """
     return f"{kind}-{sha256_bytes(repr(subject).encode())[:20]}"
 
 

@@ -1,8 +1,10 @@
 """The bake: compare a release with the one before it after a rollout, and roll back if it is worse.
 
-The watcher does it, because it outlives the step that deploys: promotions by a run, by a command and by a button are
-all baked alike, nothing waits for the end of a bake, and a new process continues the bake of a killed one. It only
-reads the pods' metrics. The pipeline ``rollback`` does the rollback, so the watcher needs no rights in the cluster.
+The watcher runs the bake, because it outlives the deploy step. Promotions by a run, by
+a command and by a button are all baked in the same way. No process waits for the end of
+a bake, and a new process continues the bake of a killed process. The watcher only reads
+the pods' metrics. The ``rollback`` pipeline rolls back, so the watcher needs no
+permissions in the cluster.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 BAKER = "the watcher's bake"
 SAVE_INTERVAL = timedelta(minutes=1)
-"""A killed process loses the requests of the last minute at most: its pods' counters are saved with them."""
+"""Time between two saves of the counters.
+A killed process loses at most the requests since the last save.
+"""
 FIRST_RETRY = timedelta(seconds=30)
 LAST_RETRY = timedelta(minutes=10)
 
@@ -57,7 +61,9 @@ class Baker:
         self._attempts = 0
 
     def poll(self) -> str:
-        """Advance the bake by one look at the pods; returns a sentence if a bake began or ended, otherwise nothing.
+        """Read the pods' metrics once and advance the bake.
+
+        Returns a sentence if a bake began or ended, otherwise an empty string.
 
         Raises:
             EvernearError: the store or the pipeline server is unavailable, or the rollback failed; poll again.
@@ -82,7 +88,9 @@ class Baker:
         return f"{moved} {judged}".strip()
 
     def _follow(self, state: BakeState, champion: Champion, now: datetime) -> tuple[BakeState, str]:
-        """The state after the champion's pointer moved: the bake in progress ends, and another one may begin."""
+        """The state after the champion pointer moved: the bake in progress ends,
+        and a new bake may begin.
+        """
         promotion, bake = champion.promotion, state.bake
         moved = {"version": promotion.version, "number": promotion.number}
         if promotion.version == state.version and promotion.how in ("apply", "anchor"):  # the same release
@@ -94,7 +102,9 @@ class Baker:
         return state.model_copy(update=moved | {"bake": new, "last": ended + sentence}), ended + sentence
 
     def _begin(self, state: BakeState, promotion: Promotion, now: datetime) -> tuple[Bake | None, str]:
-        """A bake of the champion and a sentence about it, or None and the reason why it is not baked."""
+        """A bake of the champion and a sentence about the bake,
+        or None and the reason not to bake.
+        """
         version, previous, since = promotion.version, promotion.previous, min(promotion.since, now)
         ends = since + timedelta(seconds=self._settings.watch.bake_s)
         if promotion.how in ("rollback", "restore"):
@@ -105,7 +115,7 @@ class Baker:
             return None, f"Release {version} is not baked: {promotion.by} promoted it after a bake had rolled it back."
         if ends <= now:
             return None, f"Release {version} was not baked: no watcher ran in time after its rollout."
-        # A release that did not complete its bake is no reference.
+        # A release that did not complete its bake is not a reference.
         before = state.bake.before if state.bake else state.answered_by(previous, since)
         count = total(before).requests
         reference = f"{quantity(count, 'request')} of the hour before" if count else "a fixed limit of errors"
@@ -113,7 +123,9 @@ class Baker:
         return bake, f"The bake of release {version} began, compared with {reference}; it ends at {ends:%H:%M:%S} UTC."
 
     def _judge(self, state: BakeState, bake: Bake, now: datetime) -> tuple[BakeState, str]:
-        """The state after a comparison, and a sentence if that ends the bake."""
+        """The state after a comparison,
+        and a sentence if the comparison ends the bake.
+        """
         breach = Comparison(bake.before).find_breach(bake.seen)
         if breach is not None:
             sentence = f"Release {bake.version} is rolled back to {bake.previous}. {breach}"
@@ -126,7 +138,9 @@ class Baker:
         return state.model_copy(update={"bake": None, "last": sentence}), sentence
 
     def _undo(self, bake: Bake, now: datetime) -> None:
-        """Roll back. Each step can be repeated, so that a killed process leaves one that the next process completes."""
+        """Roll back. Each step can be repeated,
+        so that the next process completes the rollback of a killed process.
+        """
         manifest = self._registry.get(bake.version, include_pruned=True).manifest
         self._breaches.add(Breach.of(manifest, bake.breach, now))
         if self._runs is not None:
@@ -139,7 +153,9 @@ class Baker:
             roll_back(self._settings, cause=Cause(by=BAKER, why=bake.breach), expected=bake.version)
 
     def _start_rollback(self, bake: Bake, runs: "KfpRuns", now: datetime) -> None:
-        """Start the pipeline ``rollback``, and again after a run that failed. Slack follows the request."""
+        """Start the ``rollback`` pipeline, and start it again after a failed run.
+        Slack follows the request.
+        """
         request = self._requests.find(request_id("bake", bake.version, bake.number)) or self._request(bake, now)
         if request.state == "started" and runs.show(request.run).state is State.FAILED:
             request = self._requests.change(request, state="failed")
@@ -192,7 +208,10 @@ def _interrupted(bake: Bake, promotion: Promotion) -> str:
 
 
 def _result(bake: Bake, is_reached: bool) -> str:
-    """How a bake without a breach ended. ``is_reached``: whether a pod of the release reported metrics."""
+    """A sentence about the end of a bake without a breach.
+
+    ``is_reached`` says whether a pod of the release reported metrics.
+    """
     seen, before = total(bake.seen), total(bake.before)
     if not seen.requests:
         reason = "it got no requests" if is_reached else "no pod of it answered at its metrics port"

@@ -1,7 +1,9 @@
-"""MinIO's ListenBucketNotification: an endless response with a JSON line for each change, and blanks between them.
+"""MinIO's ListenBucketNotification: an endless response with a JSON line for each
+change, and blanks in between.
 
-An extension of MinIO. AWS and others have no such request; there the schedule alone decides. A dead connection is
-detected after `evernear.common.store.s3_connection.READ_TIMEOUT_S` without a blank.
+This request is a MinIO extension. AWS and other servers do not support it, so the
+watcher only checks on its schedule. A dead connection is detected after
+`evernear.common.store.s3_connection.READ_TIMEOUT_S` without a blank.
 """
 
 from collections.abc import Callable
@@ -18,21 +20,25 @@ from evernear.errors import StoreError
 
 EVENTS = ["s3:ObjectCreated:*", "s3:ObjectRemoved:*"]
 EXPIRES_S = 60
-"""Validity of the signature, which the server checks when it opens the stream."""
+"""Validity of the signature. The server checks the signature when it opens the
+stream.
+"""
 
 
 class NotificationsUnsupportedError(StoreError):
-    """The source has no notifications. A retry does not help."""
+    """The source does not support notifications. A retry does not help."""
 
 
 def listen(source: str, on_change: Callable[[], None]) -> None:
-    """Call ``on_change`` when the stream is open (later changes are not missed) and at every change of ``source``.
+    """Call ``on_change`` when the stream opens,
+    and at every later change of ``source``.
 
     Returns when the server ends the stream.
 
     Raises:
         NotificationsUnsupportedError: the source is not a bucket, or its server has no notifications.
-        StoreError: the server is unreachable or refuses, or the connection broke.
+        StoreError: the server is unreachable or rejects the request,
+            or the connection broke.
     """
     parts = urlsplit(source)
     if parts.scheme != "s3":
@@ -44,8 +50,8 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
         raise _unsupported(connection.endpoint)
     filters: dict[str, Any] = {"prefix": f"{folder}/" if folder else "", "suffix": "", "events": EVENTS}
     with connection.errors("s3:ListenBucketNotification", bucket, folder):
-        # Not minio's `listen_bucket_notification`, which repeats the request immediately and forever when a stream
-        # ends.
+        # minio's `listen_bucket_notification` is not used, because it repeats the
+        # request immediately and forever when a stream ends.
         response = connection.http.request("GET", _url(connection, bucket, filters), preload_content=False)
         try:
             if response.status == 501:
@@ -63,7 +69,7 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
 
 
 def _url(connection: S3Connection, bucket: str, query: dict[str, Any]) -> str:
-    """A presigned URL; without keys, a plain one."""
+    """A presigned URL, or a plain URL without keys."""
     region, keys = connection.region, connection.credentials.retrieve() if connection.credentials else None
     if keys and keys.session_token:
         query = query | {"X-Amz-Security-Token": keys.session_token}

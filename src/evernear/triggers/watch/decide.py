@@ -1,4 +1,4 @@
-"""Decide between retrain, reindex and nothing: a function of an observation and of the thresholds in the settings."""
+"""Choose between retrain, reindex and no action, from an observation and the thresholds in the settings."""
 
 import shlex
 from collections.abc import Mapping
@@ -13,26 +13,30 @@ from evernear.triggers.watch.schedule_state import Action
 DRIFT = "drift"
 ACCURACY = "accuracy"
 _DRIFT_RATIO = 1.5
-"""Drift is worse from half as much more: the effects of two days differ by chance."""
+"""Drift counts as worse if its effect has grown by this factor,
+because daily effects vary by chance.
+"""
 _NOTHING_NEW = "But the source has nothing new to train on: label images like the live queries first."
 _LOSS_STEP = 0.05
-"""A loss of accuracy is worse from 5 points more."""
+"""A loss of accuracy counts as worse if it has grown by 5 points."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A finding that calls for a run, and the measure of its size."""
+    """A reason for a run, with figures that measure its size."""
 
     name: str
-    """Identifies it in requests."""
+    """Identifies the cause in requests."""
     reasons: tuple[str, ...]
     steps: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Figures by which it grows, with the smallest increase that counts."""
+    """Figures that measure the size of the cause,
+    each with the smallest increase that counts.
+    """
     ratio: float = 1.0
-    """The smallest ratio to the earlier figure that counts, in addition."""
+    """In addition, the smallest ratio to the earlier figure that counts."""
 
     def is_worse(self, figures: Mapping[str, float], earlier: Mapping[str, float]) -> bool:
-        """Whether one of its ``figures`` has grown since ``earlier``."""
+        """Whether one of the cause's ``figures`` has grown since ``earlier``."""
         return any(
             figures.get(name, 0.0) >= max(earlier.get(name, 0.0) + step, self.ratio * earlier.get(name, 0.0))
             for name, step in self.steps.items()
@@ -41,32 +45,33 @@ class Cause:
 
 @dataclass(frozen=True)
 class WatchDecision:
-    """An action, its causes, and what a person should know in addition."""
+    """An action, its causes, and remarks for the user."""
 
     action: Action
     causes: tuple[Cause, ...] = ()
     remarks: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
-    """Whether a person has to decide regardless of the policy: there is nothing new to train on, or the source could
-    not be listed.
+    """Whether a person must decide regardless of the policy, because no new training
+    images exist or the source could not be listed.
     """
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """All sentences."""
+        """The sentences of all causes and remarks."""
         return (*(reason for cause in self.causes for reason in cause.reasons), *self.remarks)
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
-    """Choose retrain for many new training images, drift or a loss of accuracy in life.
+    """Choose retrain for many new training images, drift or a loss of live accuracy.
 
     Choose reindex for new classes or gallery images. Retrain takes precedence because it also builds an index.
     """
     figures = _figures(observation, settings)
     remarks = (*_remarks(observation), *_gone_classes(observation, settings))
     if causes := _causes_to_train(observation, settings):
-        # Counted since the training, not since the last reindex, whose new images the network has not seen.
+        # New images are counted since the training and not since the last reindex,
+        # because the network was not trained on the images that a reindex adds.
         is_worth_it = observation.changes is not None and observation.changes.train_images > 0
         return WatchDecision("retrain", causes, remarks, figures, for_a_person=not is_worth_it)
     if causes := _causes_to_index(observation, settings):
@@ -75,7 +80,7 @@ def decide_action(observation: Observation, settings: Settings) -> WatchDecision
 
 
 def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:
-    """New classes with enough images to pass the validation of the pipeline."""
+    """New classes with enough images to pass the pipeline's validation."""
     min_images = settings.validation.min_class_images
     return {label: count for label, count in sorted(changes.new_classes.items()) if count >= min_images}
 
@@ -140,7 +145,7 @@ def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
 
 
 def _counted(classes: Mapping[str, int]) -> str:
-    """The first classes of ``classes`` and their numbers of images."""
+    """Text that lists the first classes of ``classes`` with their numbers of images."""
     named = ", ".join(f"{label} ({quantity(count, 'image')})" for label, count in list(classes.items())[:5])
     return f"{named} and {len(classes) - 5:,} more" if len(classes) > 5 else named
 

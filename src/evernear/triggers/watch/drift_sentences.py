@@ -1,4 +1,4 @@
-"""Sentences about the drift test: findings, the class mix, and the smallest shift that it could find."""
+"""Sentences about the drift test: detected shifts, the class mix, and the smallest detectable shift."""
 
 from evernear.common.output import quantity
 from evernear.data.drift import MIN_QUERIES, POWER, SAMPLE, Shift
@@ -6,7 +6,7 @@ from evernear.triggers.watch.observe import ClassShare, Drift
 
 _CLASSES = 3
 _MIX_DIFFERENCE = 0.1
-"""Difference of a class's share from which the mix is mentioned."""
+"""Smallest difference of a class share at which the class mix is mentioned."""
 
 
 def drift_reasons(drift: Drift) -> list[str]:
@@ -15,7 +15,9 @@ def drift_reasons(drift: Drift) -> list[str]:
 
 
 def no_drift_reasons(drift: Drift) -> list[str]:
-    """The reason why nothing was detected, and the smallest shift that would have been."""
+    """The reason why no drift was detected,
+    and the smallest shift that would have been detected.
+    """
     queries = quantity(drift.queries, "live query", "live queries")
     if drift.shifts:
         return [f"No drift in {queries}{_independent(drift)}.", _detectable(drift)]
@@ -31,9 +33,11 @@ def no_drift_reasons(drift: Drift) -> list[str]:
 
 
 def mix_remarks(drift: Drift) -> list[str]:
-    """The classes whose share of the live queries differs from the reference. A different mix is not drift.
+    """The classes whose share of the live queries differs from the reference.
+    A different mix is not drift.
 
-    Empty if drift was detected, which may let one class look like another, or not tested.
+    The list is empty if drift was not tested or was detected, because drift may make
+    one class look like a different class.
     """
     if not drift.shifts or any(shift.detected for shift in drift.shifts):
         return []
@@ -53,7 +57,7 @@ def _share(share: ClassShare) -> str:
 
 
 def _independent(drift: Drift) -> str:
-    """A remark on dependent queries, or an empty string."""
+    """A remark about dependent queries, or an empty string."""
     if not drift.gap_s:
         return ""
     return f", of which {drift.independent:,} at least {drift.gap_s:g} s apart count, because close ones are alike"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the watcher, as of the last check: the champion's accuracy in life, and the class mix."""
+"""Prometheus metrics of the watcher's last check: the champion's live accuracy, and the class mix."""
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -15,7 +15,9 @@ FIGURES = {
 
 
 def exposition(report: CheckReport | None) -> bytes:
-    """The metrics in Prometheus' text format; without values before the first check or the first label."""
+    """The metrics in Prometheus' text format,
+    without values before the first check or the first label.
+    """
     registry = CollectorRegistry()
     for figure, meaning in FIGURES.items():
         gauge = Gauge(f"evernear_{figure}", meaning, ("version",), registry=registry)

@@ -1,10 +1,13 @@
-"""Observe what changed: images that are new to the champion, and how live queries differ from its reference.
+"""Observe changes: images that are new to the champion,
+and differences between live queries and the reference.
 
-The images that the network was trained on and those in the gallery are read from releases. The champion names the
-snapshot of its gallery. The oldest of its ancestors with the same network names the snapshot of the training, because a
-reindex keeps the network. The watcher keeps no state about either, so that a restart changes nothing.
+The training images and the gallery images are read from releases. The champion names
+the snapshot of its gallery. The champion's oldest ancestor with the same network names
+the snapshot of the training, because a reindex reuses the network. The watcher stores
+neither snapshot, so a restart changes nothing.
 
-The snapshot also names the source that it was ingested from. That source is watched unless the settings name one.
+A snapshot also names the source that it was ingested from. The watcher observes this
+source unless the settings name a different source.
 """
 
 import tempfile
@@ -37,16 +40,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SourceChanges:
-    """Differences of the source from the champion's snapshots."""
+    """Differences between the source and the champion's snapshots."""
 
     train_images: float
-    """Expected number of new training images, since the training of the network."""
+    """Expected number of new training images since the network was trained."""
     trained_on: int
     """Number of images that the network was trained on."""
     gallery_images: float
-    """Expected number of new gallery images, since the champion's index was built."""
+    """Expected number of new gallery images since the champion's index was built."""
     new_files: int
-    """Files that are not in the champion's snapshot."""
+    """Number of files that are not in the champion's snapshot."""
     gone_files: int
     listed_files: int
     new_classes: dict[str, int]
@@ -68,25 +71,35 @@ class ClassShare:
 
 @dataclass(frozen=True)
 class Drift:
-    """Differences of the champion's live queries from its reference; no ``shifts`` if the sample is too small."""
+    """Differences between the champion's live queries and its reference.
+
+    ``shifts`` is empty if the sample is too small.
+    """
 
     shifts: tuple[Shift, ...]
     queries: int
     sampled: int
     independent: int
-    """Sampled queries that are `gap_s` apart, so that they do not depend on each other."""
+    """Number of sampled queries that are at least `gap_s` apart,
+    so that they are independent of each other.
+    """
     gap_s: float
     unknown_rate: float
     reference_unknown_rate: float
     reference: int
-    """Images of the reference."""
+    """Number of images in the reference."""
     mix: tuple[ClassShare, ...] | None
-    """The classes by how much their shares differ, largest difference first; None without classes in the reference."""
+    """The class shares, sorted by difference, largest first,
+    or None if the reference has no classes.
+    """
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The input of a decision. A part that could not be observed is None, with a message in ``faults``."""
+    """The input of a decision.
+
+    If a part could not be observed, its field is None and ``faults`` has a message.
+    """
 
     champion: str | None
     source: str
@@ -95,13 +108,17 @@ class Observation:
     changes: SourceChanges | None = None
     drift: Drift | None = None
     live: Assessment | None = None
-    """The champion's accuracy on labeled live queries; None without recent labels."""
+    """The champion's accuracy on labeled live queries,
+    or None without recent labels.
+    """
     faults: tuple[str, ...] = ()
 
 
 @dataclass
 class Observer:
-    """Observes one source and one store; ``cache`` is a directory for ledgers, which never change."""
+    """Observes one source and one store. ``cache`` is a directory for ledgers,
+    which never change.
+    """
 
     settings: Settings
     store: Store
@@ -109,9 +126,10 @@ class Observer:
     _baselines: dict[str, DriftBaseline] = field(default_factory=dict[str, DriftBaseline])
 
     def observe(self, now: datetime) -> Observation:
-        """Compare source and live queries with the champion.
+        """Compare the source and the live queries with the champion.
 
-        A failure of the source or of a part of the store is reported in ``faults`` and does not affect the rest.
+        If the source or a part of the store fails, ``faults`` reports it,
+        and all other parts are still observed.
 
         Raises:
             StoreError, IntegrityError: the champion cannot be read.
@@ -145,7 +163,9 @@ class Observer:
         return self._watched(registry.get(pointer.version).manifest if pointer else None).source
 
     def _watched(self, champion: ReleaseManifest | None) -> DataSettings:
-        """The data settings, with the source of the champion's snapshot unless they name one."""
+        """The data settings. If they name no source,
+        the source of the champion's snapshot is filled in.
+        """
         data = self.settings.data
         if champion is None or "source" in data.model_fields_set:
             return data
@@ -233,7 +253,9 @@ def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...] | No
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
-    """The oldest ancestor of the champion with its network. The network was trained on its snapshot."""
+    """The champion's oldest ancestor with the same network,
+    which was trained on the ancestor's snapshot.
+    """
     release = champion
     while release.parent is not None:
         parent = registry.get(release.parent, include_pruned=True).manifest

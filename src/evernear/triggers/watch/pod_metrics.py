@@ -1,4 +1,4 @@
-"""The counters of TorchServe's pods, from their metrics ports."""
+"""The counters of the TorchServe pods, from their metrics ports."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -22,7 +22,9 @@ PODS_SERVICE_SUFFIX = "-pods"
 
 
 def addresses(host: str, port: int) -> list[Address]:
-    """The addresses of a headless Service's ready pods; empty if it has none."""
+    """The addresses of the ready pods of a headless Service.
+    Empty without ready pods.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -31,14 +33,16 @@ def addresses(host: str, port: int) -> list[Address]:
 
 
 class PodMetrics:
-    """Reads the pods that ``find`` returns. A pod that does not answer in time is left out."""
+    """Reads the pods that ``find`` returns.
+    A pod that does not respond in time is left out.
+    """
 
     def __init__(self, find: Callable[[], Sequence[Address]]) -> None:
         self._find = find
         self._http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(total=TIMEOUT_S))
 
     def __call__(self) -> dict[str, PodCounters]:
-        """The counters by address."""
+        """The counters of each pod, by address."""
         pods = [host_and_port(*address) for address in self._find()]
         if not pods:
             return {}
@@ -59,7 +63,8 @@ class PodMetrics:
 
 
 def parse_counters(text: str) -> PodCounters | None:
-    """The counters in a response of TorchServe; None before its worker reported a release, or if it has several.
+    """The counters in a TorchServe response, or None if it names no release yet,
+    or several releases.
 
     Raises:
         ValueError: the text is not in Prometheus' format.

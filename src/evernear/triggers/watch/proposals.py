@@ -1,10 +1,12 @@
-"""Propose or start what was decided, once.
+"""Propose or start a decision once.
 
-A cause has at most one open proposal, which grows with it and stays open while it lasts. A declined cause stays quiet
-until it is worse or another release is live.
+A cause has at most one open proposal, which grows with the cause and stays open while
+the cause lasts. A declined cause leads to a new proposal only if it is worse or if a
+different release is live.
 
-The watcher's only memory is its requests in the store. The id of the next one is derived from them. Of two
-concurrent watchers, one creates it and the other gets a conflict.
+The watcher remembers only its requests in the store. The id of the next request is
+derived from the earlier requests. If two watchers run concurrently, one creates the
+request and the other gets a conflict.
 """
 
 import re
@@ -28,20 +30,26 @@ if TYPE_CHECKING:
 _CLOCK_TOLERANCE = timedelta(hours=1)
 """Largest difference between the clocks of several watchers."""
 _TESTED = {DRIFT}
-"""Causes that a statistical test finds. It may miss them in a check although they last."""
+"""Causes that a statistical test detects.
+A check may miss such a cause although it lasts.
+"""
 _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The request that resulted from a decision, or the reason why there is none."""
+    """The request that resulted from a decision,
+    or the reason why no request was made.
+    """
 
     request: Request | None = None
     reason: str = ""
 
 
 class ProposalService:
-    """Carries out decisions about one store. ``runs`` is None without a pipeline server."""
+    """Executes decisions about one store.
+    ``runs`` is None without a pipeline server.
+    """
 
     def __init__(self, settings: Settings, store: Store, runs: "KfpRuns | None") -> None:
         self._settings = settings
@@ -51,14 +59,17 @@ class ProposalService:
         self._cooldown = timedelta(seconds=settings.watch.cooldown_s)
 
     def act(self, decision: WatchDecision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
-        """Propose the decision or start its run, unless something prevents it; ``watcher_id`` is the store's.
+        """Propose the decision or start its run, unless something prevents it.
+
+        ``watcher_id`` identifies the store.
 
         Raises:
             StoreError: the store is unavailable.
             PipelineServerError: the pipeline server is unavailable, so that active runs are unknown. An accepted
                 request stays accepted, and the next check starts its run.
         """
-        # Before the requests are read, so that a proposal that another watcher adds in the meantime has the same id.
+        # The id is computed before the requests are read, so that a proposal that a
+        # different watcher adds in the meantime has the same id.
         request_id = _next_id(self._requests.ids(), watcher_id)
         requests = [request for request in self._requests.list() if request.is_proposal]
         requests = [self._expire(request, decision, observation, now) for request in requests]
@@ -91,7 +102,9 @@ class ProposalService:
         return Outcome(self._start(request))
 
     def _expire(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> Request:
-        """Expire a pending request whose causes are gone, or that a release or a larger proposal has replaced."""
+        """Expire a pending request if its causes are gone,
+        or if a release or a larger proposal replaces it.
+        """
         if request.state != "pending":
             return request
         promoted = observation.champion_since is not None and request.created < observation.champion_since <= now
@@ -102,13 +115,19 @@ class ProposalService:
         return self._change(request, state="expired")
 
     def _lasts(self, request: Request, decision: WatchDecision, now: datetime) -> bool:
-        """Whether a cause of ``request`` is there, or a test found it recently: a test may miss what it has found."""
+        """Whether a cause of ``request`` lasts: it was observed,
+        or a test detected it recently.
+
+        A test may miss a cause that it has detected before.
+        """
         if any(_covers(request, cause) for cause in decision.causes):
             return True
         return bool(_TESTED & set(request.causes)) and now - (request.seen or request.created) < self._cooldown
 
     def _update(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> str:
-        """Let a pending proposal grow with its causes; returns the reason why no other is made."""
+        """Let a pending proposal grow with its causes.
+        Returns the reason not to make a second proposal.
+        """
         if request.pipeline == _PIPELINES[decision.action]:
             if any(not _covers(request, c) or c.is_worse(decision.figures, request.figures) for c in decision.causes):
                 self._change(request, grown=request.grown + 1, **_content(decision, observation, now))
@@ -125,7 +144,7 @@ class ProposalService:
         observation: Observation,
         now: datetime,
     ) -> str:
-        """The reason why nothing is proposed now; empty if there is none."""
+        """The reason to propose nothing now, or an empty string."""
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
         if self._runs:
@@ -155,7 +174,8 @@ class ProposalService:
         return self._without_release(last, observation)
 
     def _without_release(self, request: Request, observation: Observation) -> str:
-        """The reason not to repeat a run that led to no release, however it ended; empty if there is none.
+        """The reason not to repeat a run that led to no release, however it ended,
+        or an empty string.
 
         A failed, stopped or killed run would end in the same way until something changes.
         """
@@ -174,11 +194,16 @@ class ProposalService:
         )
 
     def _start(self, request: Request) -> Request:
-        """Start the run that the policy accepted. Its id is the key, so that a repeated start finds the first run."""
+        """Start the run that the policy accepted.
+
+        The request's id is the key of the run,
+        so that a repeated start finds the first run.
+        """
         if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
         ours = from_settings(self._settings, self._runs.parameters(request.pipeline))
-        # Nobody decided on this run, so a person decides on a release whose losses the gate could not detect.
+        # No person approved this run, so a person must decide on a release whose losses
+        # the gate could not detect.
         unattended = {"settings": {"gate": {"on_undetected_loss": "hold"}}}
         started_by = {"started_by": f"the watcher, proposal {request.id}"}
         parameters = combine(unattended, ours, started_by, request.parameters)
@@ -193,7 +218,7 @@ class ProposalService:
 
 
 def _content(decision: WatchDecision, observation: Observation, now: datetime) -> dict[str, Any]:
-    """The part of a request that grows."""
+    """The fields of a request that change as it grows."""
     return {
         "causes": tuple(cause.name for cause in decision.causes),
         "reasons": decision.reasons,
@@ -204,12 +229,14 @@ def _content(decision: WatchDecision, observation: Observation, now: datetime) -
 
 
 def _covers(request: Request, cause: Cause) -> bool:
-    """Whether ``request`` names ``cause``. Requests of earlier versions name none and cover all."""
+    """Whether ``request`` names ``cause``.
+    Requests of earlier versions name no causes and cover all.
+    """
     return not request.causes or cause.name in request.causes
 
 
 def _declined(cause: Cause, decision: WatchDecision, declined: Sequence[Request]) -> Request | None:
-    """The request in which ``cause`` was declined when it was about as bad; None if it never was."""
+    """The request in which ``cause`` was declined at about the same size, or None."""
     for request in reversed(declined):
         if _covers(request, cause) and not cause.is_worse(decision.figures, request.figures):
             return request
@@ -217,7 +244,7 @@ def _declined(cause: Cause, decision: WatchDecision, declined: Sequence[Request]
 
 
 def _has_new_champion(request: Request, observation: Observation) -> bool:
-    """Whether another release is live than at the time of the request."""
+    """Whether the live release has changed since the request was made."""
     if request.champion is not None:
         return observation.champion != (request.champion or None)
     return observation.champion_since is not None and observation.champion_since > request.created
@@ -229,6 +256,10 @@ def _is_ahead(request: Request, now: datetime) -> bool:
 
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:
-    """The same for all watchers that see the same requests, and different for other stores."""
+    """The id of the next request.
+    It depends only on the earlier requests and the store.
+
+    Concurrent watchers of one store therefore compute the same id.
+    """
     numbers = [int(match[1]) for request_id in ids if (match := re.fullmatch(r"(\d{6})-\w+", request_id))]
     return f"{max(numbers, default=0) + 1:06d}-{watcher_id}"

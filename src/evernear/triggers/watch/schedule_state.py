@@ -1,6 +1,7 @@
 """The watcher's state in the store, ``triggers/watch.json``: on or off, and the last check.
 
-Changed by compare-and-swap, from the command line, from Slack and by the watcher, which reads it before every check.
+The state is changed by compare-and-swap, from the command line, from Slack and by the
+watcher. The watcher reads the state before every check.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from evernear.errors import ConflictError
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5
 _WRONG_CLOCK = timedelta(days=1)
-"""A report that is so much later than a new one was dated by a wrong clock."""
+"""If a stored report is later than a new report by more than this time,
+a wrong clock dated it.
+"""
 
 Action = Literal["retrain", "reindex", "nothing"]
 
@@ -27,12 +30,14 @@ class CheckReport(Frozen):
 
     at: AwareDatetime
     source: str = ""
-    """The source that was checked; empty if it is unknown."""
+    """The source that was checked, or empty if it is unknown."""
     champion: str = ""
-    """The champion at that time; empty if there was none, or in reports of earlier versions."""
+    """The champion at the time of the check. Empty without a champion,
+    or in reports of earlier versions.
+    """
     action: Action
     reasons: tuple[str, ...]
-    """The reasons for the action, and for not proposing it now."""
+    """The reasons for the action, and any reason not to propose it now."""
     figures: dict[str, float] = {}
     faults: tuple[str, ...] = ()
     """The parts of the check that failed, one message each."""
@@ -46,7 +51,9 @@ class ScheduleState(Frozen):
     remedy: ClassVar[str] = "remove it to start over"
 
     id: str
-    """Identifies the store in the ids of proposals, which are keys at a KFP that may serve several stores."""
+    """Identifies the store in proposal ids. They are run keys in KFP,
+    which may serve several stores.
+    """
     on: bool = True
     since: AwareDatetime
     by: str = ""
@@ -61,12 +68,14 @@ class ScheduleStore:
         self._store = store
 
     def find(self) -> ScheduleState | None:
-        """The current state; None before the first `read`, such as in a store that no watcher has checked."""
+        """The current state, or None before the first `read`,
+        such as in a store that no watcher has checked.
+        """
         stored = self._store.find(STATE)
         return self._parse(stored[0]) if stored else None
 
     def read(self) -> ScheduleState:
-        """The current state; created, and on, at the first call."""
+        """The current state. The first call creates it, switched on."""
         return self._change(lambda state: state)
 
     def switch(self, on: bool, by: str) -> ScheduleState:
@@ -75,7 +84,7 @@ class ScheduleStore:
         return self._change(lambda state: state if state.on == on else state.model_copy(update=update))
 
     def save(self, report: CheckReport) -> ScheduleState:
-        """Store the last check, unless a later one is stored."""
+        """Store the last check, unless a later check is already stored."""
 
         def save(state: ScheduleState) -> ScheduleState:
             if state.last and report.at < state.last.at < report.at + _WRONG_CLOCK:
@@ -85,7 +94,7 @@ class ScheduleStore:
         return self._change(save)
 
     def _change(self, change: Callable[[ScheduleState], ScheduleState]) -> ScheduleState:
-        """Apply ``change``, repeatedly if others write at the same time."""
+        """Apply ``change``, and repeat it if other processes write at the same time."""
         for _ in range(_ATTEMPTS):
             stored = self._store.find(STATE)
             state = self._parse(stored[0]) if stored else ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))

@@ -1,7 +1,8 @@
-"""The watcher's process: checks on a schedule, and soon after the bucket reports a change.
+"""The watcher's process: check on a schedule, and soon after the bucket reports a change.
 
-SIGTERM or Ctrl-C ends it after the current check. A check that is killed leaves nothing half done. A failure of the
-source, the store or the pipeline server is retried with backoff, sooner than the schedule.
+SIGTERM or Ctrl-C ends the process after the current check. A killed check leaves no
+incomplete state. If the source, the store or the pipeline server fails, the check is
+retried with backoff, before the next scheduled check.
 """
 
 import json
@@ -30,14 +31,20 @@ from evernear.triggers.watch.watcher import Watcher
 
 FIRST_RETRY_S = 30.0
 DEBOUNCE_MAX = 10
-"""Longest delay of a check by further changes, as a multiple of ``watch.debounce_s``."""
+"""Maximum delay of a check by further changes,
+as a multiple of ``watch.debounce_s``.
+"""
 STUCK_AFTER_S = 1800.0
 CLOCK_CHECK_S = 60.0
 PRUNE_INTERVAL = timedelta(days=1)
 PRUNE_RETRY = timedelta(hours=1)
-"""Time to the next attempt to prune the store, after one that failed or met a run."""
+"""Time to the next attempt to prune the store,
+after a prune failed or found a run in progress.
+"""
 BAKE_INTERVAL_S = 10.0
-"""Time between two looks at the pods' metrics. A rollback then begins within seconds of the evidence."""
+"""Time between two reads of the pods' metrics.
+A rollback begins within seconds of a breach.
+"""
 _JOB = "check"
 _BAKE_JOB = "bake"
 _PRUNE_JOB = "prune"
@@ -189,7 +196,11 @@ class WatchService:
             job.modify(next_run_time=datetime.now(UTC) + timedelta(seconds=wait_s))
 
     def _follow_clock(self) -> None:
-        """After the clock was set back, the next check would be late: by years, if it had jumped ahead before."""
+        """Correct the schedule after the clock was set back.
+
+        Otherwise, the next check could be years late if the clock had jumped ahead
+        before.
+        """
         intervals = {_JOB: timedelta(seconds=self._settings.watch.interval_s), _PRUNE_JOB: PRUNE_INTERVAL}
         intervals[_BAKE_JOB] = timedelta(seconds=BAKE_INTERVAL_S)
         for name, interval in intervals.items():
@@ -229,9 +240,10 @@ class WatchService:
 
     @contextmanager
     def _health_probe(self) -> Generator[None]:
-        """Answer ``GET /`` on ``watch.health_port`` with 200 or 503 and the details of `health`.
+        """Serve ``GET /`` on ``watch.health_port``,
+        with status 200 or 503 and the details of `health`.
 
-        ``GET /metrics`` answers with the metrics of the last check.
+        ``GET /metrics`` returns the metrics of the last check.
         """
         watch, health, metrics = self._settings.watch, self.health, lambda: exposition(self._last)
         if not watch.health_port:

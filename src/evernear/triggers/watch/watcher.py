@@ -37,10 +37,12 @@ class Watcher:
         cache: Path,
         clock: Clock = lambda: datetime.now(UTC),
     ) -> None:
-        """``runs`` is the pipeline server; without one, proposals are only stored.
+        """``runs`` is the pipeline server. Without a pipeline server,
+        proposals are only stored.
 
         Raises:
-            SettingsError: the policy is to start runs, and there is no pipeline server.
+            SettingsError: the policy is to start runs,
+                but no pipeline server is configured.
         """
         if settings.watch.policy == "start" and runs is None:
             raise SettingsError(
@@ -54,13 +56,13 @@ class Watcher:
         self._clock = clock
 
     def source(self) -> str:
-        """The source to watch; see `Observer.source`."""
+        """The source to watch, from `Observer.source`."""
         return self._observer.source()
 
     def check(self, act: bool = True) -> CheckReport:
         """Check once. With ``act``, propose or start the decision and save the report in the store.
 
-        A failure in a part that the decision does not need is reported in ``faults``.
+        If a part that the decision does not need fails, ``faults`` reports it.
 
         Raises:
             EvernearError: the store is unavailable, or the champion cannot be read.
@@ -91,7 +93,9 @@ class Watcher:
         return report
 
     def _maintain_logs(self, now: datetime) -> tuple[str, list[str]]:
-        """Ship the query logs of a server on this machine and remove old ones; returns a report and the errors."""
+        """Upload the query logs of a server on this machine,
+        and remove old logs. Returns a report and errors.
+        """
         removal, faults = "", list[str]()
         try:
             ship_query_log(logged_queries(home_of(self._settings.workdir)), self._store)
@@ -104,9 +108,11 @@ class Watcher:
         return removal, faults
 
     def _remove_old_logs(self, now: datetime) -> str:
-        """Remove the query logs that were too old at the last check already; returns a report, or an empty string.
+        """Remove the query logs that were already too old at the last check.
+        Returns a report or an empty string.
 
-        A clock that jumps ahead makes all logs too old at once. The first check after it warns, and removes none.
+        A clock that jumps ahead makes all logs too old at once. The first check after
+        the jump warns and removes no logs.
         """
         last = self.schedule.read().last
         if last is None:
