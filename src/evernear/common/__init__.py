@@ -1,1 +1,1 @@
-"""What every room uses: the store, the disk, output, records of runs, threads."""
+"""Modules that all packages use: the store, the disk, output, run records, threads."""

@@ -1,7 +1,9 @@
-"""Names of classes: one spelling for names that look the same, and a way to show those that look alike.
+"""Class names: one spelling for names that look the same,
+and a way to display similar names.
 
-macOS writes the letters of a folder name decomposed (``e`` and an accent) where other systems write them composed
-(``é``), and a space at the end of a name is invisible. Compared byte by byte, such names are different classes.
+macOS writes letters of a folder name in decomposed form (``e`` and an accent), and
+other systems in composed form (``é``). A space at the end of a name is invisible. Byte
+by byte, such names would be different classes.
 """
 
 import unicodedata
@@ -12,20 +14,26 @@ _IGNORED = frozenset({"\u034f", *map(chr, range(0xFE00, 0xFE10))})  # grapheme j
 
 
 def class_name(text: str) -> str:
-    """``text`` in composed form (Unicode's NFC), without spaces and invisible characters at its ends.
+    """``text`` in composed form (Unicode NFC),
+    without spaces and invisible characters at the ends.
 
-    Letter case stays: datasets of handwriting have the classes ``a`` and ``A``.
+    Letter case does not change, because handwriting datasets have the classes ``a`` and
+    ``A``.
     """
     return unicodedata.normalize("NFC", text).strip(_SPACES + _INVISIBLE)
 
 
 def lookalike_key(name: str) -> str:
-    """A key that names share if they differ only in case, width, spaces or characters that nobody sees."""
+    """A key that names share if they differ only in case, width,
+    spaces or invisible characters.
+    """
     folded = unicodedata.normalize("NFKC", name).casefold()
     visible = (char for char in folded if unicodedata.category(char) != "Cf" and char not in _IGNORED)
     return unicodedata.normalize("NFKC", " ".join("".join(visible).split()))
 
 
 def spelled(name: str) -> str:
-    """``name`` in quotes, with its code points if it contains others than ASCII, as in ``'caf\\xe9' (café)``."""
+    """``name`` in quotes, with the code points of non-ASCII characters,
+    as in ``'caf\\xe9' (café)``.
+    """
     return ascii(name) if name.isascii() else f"{name!a} ({name})"

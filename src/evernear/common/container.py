@@ -11,7 +11,7 @@ UNLIMITED_BYTES = 2**62
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """The lowest CPU limit of this process's cgroups; infinity if there is none.
+    """The lowest CPU limit of this process's cgroups, or infinity without a limit.
 
     Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files, version 1:
     https://docs.kernel.org/scheduler/sched-bwc.html#management.
@@ -20,7 +20,7 @@ def cpu_limit(root: Path = ROOT) -> float:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> float:
-    """The lowest memory limit of this process's cgroups; infinity if there is none.
+    """The lowest memory limit of this process's cgroups, or infinity without a limit.
 
     Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, version 1:
     https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
@@ -29,17 +29,21 @@ def memory_limit_bytes(root: Path = ROOT) -> float:
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """How many processes of this process's cgroups the kernel has killed because memory ran out.
+    """Number of processes in this process's cgroups that the kernel has killed because
+    memory ran out.
 
-    0 if the kernel does not say. Version 2 counts in ``memory.events``, version 1 in ``memory.oom_control``.
+    Returns 0 if the kernel does not report the number. Version 2 counts in
+    ``memory.events``, version 1 in ``memory.oom_control``.
     """
     return max(map(_oom_kills, _cgroups(root, "memory")), default=0)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup of this process and its parents, in each hierarchy that can have limits of ``controller``.
+    """The cgroup of this process and its parents,
+    in each hierarchy that can have limits of ``controller``.
 
-    In a container only the root of the hierarchy may be visible, which is then the container's cgroup.
+    In a container, only the root of the hierarchy may be visible.
+    The root is then the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)

@@ -1,4 +1,6 @@
-"""How a process ended, in words: its exit status, the last line of its output, and modules that hide others."""
+"""Descriptions of how a process ended, from its exit status and output,
+and of modules that hide others.
+"""
 
 import os
 import pkgutil
@@ -11,17 +13,23 @@ from importlib.machinery import PathFinder
 LINE_MAX_CHARACTERS = 500
 SHADOWED_SHOWN = 3
 _SHELL_SIGNAL = 128
-"""A shell exits with 128 plus the number of the signal that killed its last command."""
+"""Offset of signals in a shell's exit code: 128 plus the signal that killed the shell's
+last command.
+"""
 _STOPPED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FRAME = re.compile(r"\s|note: run with |[-=~*#.]*$")
-"""Lines that say nothing about the cause: frames of a traceback, Rust's note on backtraces, rules, empty lines."""
+"""Lines without information on the cause: traceback frames,
+Rust's backtrace note, rules, empty lines.
+"""
 
 
 def describe_ending(status: int, output: str, ran_out_of_memory: bool = False) -> str:
-    """The end of a sentence about a process that failed, such as "was killed by SIGKILL".
+    """The end of a sentence about a failed process, such as "was killed by SIGKILL".
 
-    ``status`` is as in `subprocess.Popen.returncode`, or a shell's. Only a signal kills: any other status is explained
-    by the last line of ``output``. ``ran_out_of_memory`` says that the kernel killed a process of the same container.
+    ``status`` is a `subprocess.Popen.returncode`, or the exit code of a shell. If no
+    signal killed the process, the last line of ``output`` explains the status.
+    ``ran_out_of_memory`` says whether the kernel killed a process of the same container
+    because memory ran out.
     """
     number = -status if status < 0 else status - _SHELL_SIGNAL
     line = last_line(output)
@@ -38,17 +46,18 @@ def describe_ending(status: int, output: str, ran_out_of_memory: bool = False) -
 
 
 def last_line(output: str) -> str:
-    """The last line of ``output`` that says something, shortened."""
+    """The last informative line of ``output``, shortened."""
     lines = [line.rstrip() for line in output.splitlines() if not _FRAME.match(line)]
     line = lines[-1] if lines else ""
     return line if len(line) <= LINE_MAX_CHARACTERS else f"{line[:LINE_MAX_CHARACTERS]}..."
 
 
 def shadowed_modules(python_path: str | None = None) -> str:
-    """A sentence about modules on ``PYTHONPATH`` that hide installed ones; empty if there are none.
+    """A sentence about modules on ``PYTHONPATH`` that hide installed modules,
+    or an empty string.
 
-    Python and every library load a user's ``random.py`` or ``faiss.py`` there instead of the module that they need,
-    and fail in odd ways.
+    Python and all libraries load a user's ``random.py`` or ``faiss.py`` from there
+    instead of the module that they need, and fail with misleading errors.
     """
     if python_path is None:
         python_path = os.environ.get("PYTHONPATH", "")

@@ -18,20 +18,21 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     remedy: ClassVar[str] = ""
-    """What to do about an invalid document, as in "run the train step again"."""
+    """The remedy for an invalid document, as in "run the train step again"."""
 
     def to_json(self) -> bytes:
-        """The stored form."""
+        """The document as stored bytes."""
         return self.model_dump_json(indent=2).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Parse a stored document. ``remedy`` replaces the one of the class.
+        """Parse a stored document. ``remedy`` replaces the remedy of the class.
 
         Raises:
-            IntegrityError: ``data`` is not a valid document; the sentence names ``source``, the first invalid field and
-                the remedy. If it is invalid only for its unknown fields, a later version of evernear may have written
-                it.
+            IntegrityError: ``data`` is not a valid document. The message names
+                ``source``, the first invalid field and the remedy. If only unknown
+                fields make the document invalid, a later version of evernear may have
+                written the document.
         """
         if not data:
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
@@ -78,5 +79,5 @@ class Frozen(BaseModel):
 
 
 def _words(cls: type[Frozen]) -> str:
-    """``ReleaseManifest`` as "release manifest"."""
+    """The name of ``cls`` in words: ``ReleaseManifest`` is "release manifest"."""
     return " ".join(re.findall(r"[A-Z][a-z0-9]*", cls.__name__)).lower()

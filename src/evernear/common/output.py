@@ -1,8 +1,10 @@
 """Output for people, with untrusted text escaped and secrets masked.
 
-Class and file names, fields of a release, responses of servers and user names are untrusted. Printed verbatim, they
-could control the terminal (ESC), reverse a line (U+202E), hide its end (NUL) or forge lines. Every line for a console,
-a log or a report therefore goes through `printable`, which also masks secrets (`evernear.common.masking`).
+Class names, file names, fields of a release, server responses and user names are
+untrusted. Printed verbatim, such text could control the terminal (ESC), reverse a line
+(U+202E), hide the end of a line (NUL) or forge lines. Every line for a console, a log
+or a report therefore passes through `printable`, which also masks secrets
+(`evernear.common.masking`).
 """
 
 import json
@@ -34,16 +36,19 @@ def printable(text: str, limit: int | None = None) -> str:
 
 
 NAMED = 5
-"""Names that a sentence lists."""
+"""Maximum number of names that a sentence lists."""
 
 
 def quantity(count: int, noun: str, plural: str = "") -> str:
-    """``count`` and its noun, as in "1 image" and "1,200 images"; ``plural`` if it is not the noun with an s."""
+    """``count`` and its noun, as in "1 image" and "1,200 images".
+
+    ``plural`` is needed if the plural is not the noun with an s.
+    """
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def named(names: Sequence[str]) -> str:
-    """The first `NAMED` of ``names``, and the number of the others."""
+    """The first `NAMED` of ``names``, and the number of remaining names."""
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -61,7 +66,8 @@ def print_secret(secret: str) -> None:
 def print_json(value: object) -> None:
     """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
 
-    JSON has no bytes that are not UTF-8, as in file names. They are escaped as by `printable`.
+    JSON cannot represent bytes that are not UTF-8, which file names may contain. Such
+    bytes are escaped like in `printable`.
     """
     try:
         text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
@@ -84,7 +90,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _without_del(text: str) -> str:
-    """JSON in which DEL, the only control character that JSON does not escape, is escaped as well."""
+    """Escape DEL, the only control character that JSON does not escape."""
     return text.replace("\x7f", "\\u007f")
 
 
@@ -96,7 +102,7 @@ class LogFormatter(logging.Formatter):
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
-        """A traceback. Its last lines quote the exception, which is untrusted."""
+        """A traceback. The last lines quote the exception, which is untrusted."""
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
@@ -105,7 +111,10 @@ _log_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default
 
 @contextmanager
 def log_fields(**fields: object) -> Generator[None]:
-    """Add ``fields`` that are not empty, such as the id of a request, to the JSON records of this thread or task."""
+    """Add ``fields``, such as a request id, to the JSON records of this thread or task.
+
+    Empty fields are left out.
+    """
     token = _log_fields.set({**_log_fields.get(), **{name: value for name, value in fields.items() if value}})
     try:
         yield
@@ -117,7 +126,7 @@ class JsonFormatter(logging.Formatter):
     """A formatter that prints each record as one line of ASCII JSON, with the fields of `log_fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record with time, level, logger, message and, if it has one, traceback."""
+        """The record with time, level, logger, message and, if present, traceback."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
@@ -141,7 +150,7 @@ def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a header and rows, with columns padded to their widest cell."""
+    """Print a header and rows. Each column is padded to its widest cell."""
     table = [[printable(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     for row in table:

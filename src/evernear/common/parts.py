@@ -3,13 +3,14 @@
 ::
 
     <folder>/plan.json                    the plan, written last and once
-    <folder>/<plan>/parts/000000.json     one part: what to do
-    <folder>/<plan>/results/000000        its time and its result; a part that has one is skipped
-    <folder>/<plan>/failed/000000.json    why a part failed, if the same error would only occur again
+    <folder>/<plan>/parts/000000.json     one part: the input of the worker
+    <folder>/<plan>/results/000000        time and result of a part; a part with a result is skipped
+    <folder>/<plan>/failed/000000.json    why a part failed, if the same error would occur again
 
-Parts follow from a listing and a fixed size, never from the number of processes, so that results are the same for any
-number. An `Executor` runs parts, follows them and returns: `Processes` on this machine, or an Indexed Job
-(`evernear.kubeflow.indexed_job`). Both run `run_part`.
+Parts follow from a listing and a fixed size, never from the number of processes, so
+that results do not depend on this number. An `Executor` runs parts, follows them and
+returns. The executors are `Processes` on this machine, and an Indexed Job
+(`evernear.kubeflow.indexed_job`). Both call `run_part`.
 """
 
 import json
@@ -48,50 +49,62 @@ from evernear.errors import (
 )
 
 FINAL_EXIT_CODE = 42
-"""Exit code of a process whose part failed for good; no error class and no signal has it."""
+"""Exit code of a process whose part failed permanently.
+No error class and no signal uses this code.
+"""
 PARTS = "parts/"
-"""Where the steps of runs have their parts in the store: ``parts/<run>/<step>-<identity>/``."""
+"""Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
 STEPS_IN_PARTS = ("embed", "evaluate")
 """Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several nodes."""
 REQUESTS_IN_FLIGHT = 16
-"""Small objects that are read or written at a time."""
+"""Number of small objects that are read or written concurrently."""
 Worker = Callable[[int, bytes], bytes]
-"""Runs a part, by its number and its value, and returns its result. The same part gives the same result."""
+"""Runs a part and returns its result. The arguments are the part's number and value.
+
+The same part always gives the same result.
+"""
 OpenWorker = Callable[["Parts"], Worker]
-"""Opens what all parts share, such as a network. A function of a module, so that a process can import it."""
+"""Opens objects that all parts share, such as a network, and returns the worker.
+
+It is a module-level function, so that a process can import it.
+"""
 
 
 class Plan(Frozen):
-    """The parts of a step, and what they share."""
+    """The parts of a step, and the data that they share."""
 
     id: str
     kind: str
     """The worker that runs the parts (`evernear.part`)."""
     shared: dict[str, Any]
-    """What all parts share, such as the source and the release. Another plan needs another folder."""
+    """Data that all parts share, such as the source and the release.
+    A different plan needs a different folder.
+    """
     parts: int = Field(ge=0)
     units: int = Field(ge=0)
-    """Images in all parts, or another unit of work."""
+    """Number of images, or of different units of work, in all parts."""
     notes: tuple[str, ...] = ()
-    """Sentences on what the listing left out."""
+    """Sentences about files that the listing left out."""
     planned: AwareDatetime
 
 
 class Part(Frozen):
-    """Base of the values of parts. ``units`` is the size of the part, for rate and time left."""
+    """Base class of part values. ``units`` is the size of the part,
+    for the rate and the time left.
+    """
 
     units: int = Field(ge=0)
 
 
 class PartResult(NamedTuple):
-    """What the worker of a part returned, and how long it took."""
+    """The return value of a part's worker, and its duration."""
 
     value: bytes
     time_s: float
 
 
 class PartFailure(Frozen):
-    """Why a part failed for good."""
+    """The reason why a part failed permanently."""
 
     part: int = Field(ge=0)
     message: str
@@ -107,7 +120,7 @@ class Parts:
 
     @staticmethod
     def find(store: Store, folder: str) -> "Parts | None":
-        """The parts that were planned in ``folder``; None before that."""
+        """The parts that were planned in ``folder``, or None before a plan exists."""
         stored = store.find(f"{folder}/plan.json")
         if stored is None:
             return None
@@ -122,9 +135,10 @@ class Parts:
         parts: Iterable[Part],
         notes: Callable[[], tuple[str, ...]] = tuple,
     ) -> "Parts":
-        """Write ``parts``, then the plan; ``notes`` is called once the parts are exhausted.
+        """Write ``parts``, then the plan. ``notes`` is called after the last part.
 
-        If another process was first, its plan is returned and these parts are deleted.
+        If a different process was first,
+        its plan is returned and these parts are deleted.
         """
         plan_id, count, units = uuid4().hex[:12], 0, 0
 
@@ -141,7 +155,7 @@ class Parts:
         try:
             store.put_if(f"{folder}/plan.json", plan.to_json(), None)
         except ConflictError:
-            with suppress(StoreError):  # the pipeline's keys may not delete
+            with suppress(StoreError):  # the pipeline's credentials may not permit deletion
                 for number in range(count):
                     store.delete(_key(folder, plan_id, "parts", number))
             first = Parts.find(store, folder)
@@ -160,7 +174,7 @@ class Parts:
         return self.store.get(self._key("parts", number))
 
     def result(self, number: int) -> bytes | None:
-        """The result of a part; None if it has none."""
+        """The result of a part, or None without a result."""
         stored = self.store.find(self._key("results", number))
         return _parse_result(stored[0]).value if stored else None
 
@@ -177,7 +191,7 @@ class Parts:
         return _concurrently(read, range(self.plan.parts))
 
     def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
-        """Write the result of a part, unless another process was first."""
+        """Write the result of a part, unless a different process was first."""
         head = json.dumps({"time_s": round(time_s, 3)}).encode()
         try:
             self.store.put_if(self._key("results", number), head + b"\n" + result, None)
@@ -185,7 +199,7 @@ class Parts:
             return
 
     def failure(self) -> PartFailure | None:
-        """The first part that failed for good."""
+        """The first permanent failure of a part, or None."""
         for number in self._numbers("failed"):
             key = self._key("failed", number)
             if data := self.store.get(key):
@@ -193,12 +207,16 @@ class Parts:
         return None
 
     def save_failure(self, number: int, error: EvernearError) -> None:
-        """Record that a part failed for good."""
+        """Record that a part failed permanently."""
         failure = PartFailure(part=number, message=mask(str(error)))
         self.store.put(self._key("failed", number), failure.to_json())
 
     def forget_failures(self) -> None:
-        """Let parts that failed run again. Their records become empty: the pipeline's keys may not delete."""
+        """Let failed parts run again.
+
+        Their records are emptied, because the pipeline's credentials may not permit
+        deletion.
+        """
         for number in [*self._numbers("failed")]:
             self.store.put(self._key("failed", number), b"")
 
@@ -225,7 +243,9 @@ Value = TypeVar("Value")
 
 
 def _concurrently(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
-    """Yield ``function`` of each item in order, a few items ahead of the consumer."""
+    """Yield the result of ``function`` for each item in order,
+    a few items ahead of the consumer.
+    """
     with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "parts") as pool:
         pending: deque[Future[Value]] = deque()
         for item in items:
@@ -237,7 +257,9 @@ def _concurrently(function: Callable[[Item], Value], items: Iterable[Item]) -> I
 
 
 def is_final(error: EvernearError) -> bool:
-    """Whether the same error would only occur again. A store, a server or a cluster may work later."""
+    """Whether the same error would occur again. A store,
+    a server or a cluster may recover.
+    """
     if isinstance(error, MissingObjectError):
         return True
     return not isinstance(error, (StoreError, BusyError, ClusterError))
@@ -247,7 +269,7 @@ def run_part(parts: Parts, number: int, worker: Worker) -> None:
     """Run a part with ``worker`` unless it has a result.
 
     Raises:
-        EvernearError: the part failed; an error that would only occur again is recorded.
+        EvernearError: the part failed. An error that would occur again is recorded.
     """
     if parts.result(number) is not None:
         return
@@ -264,16 +286,16 @@ class PodUsage(NamedTuple):
     """The pods that ran parts."""
 
     nodes: int
-    """Pods that ran at a time, at most."""
+    """Maximum number of pods that ran concurrently."""
     retries: int
-    """Pods that failed, so that their part ran again."""
+    """Number of pods that failed, so that their parts ran again."""
     cpus: float | None
     """CPU limit of a pod; None if it has none."""
     memory_bytes: float | None
 
 
 class PartsRecord(Frozen):
-    """How the parts of a step ran on several nodes; what the run page shows."""
+    """How the parts of a step ran on several nodes, for the run page."""
 
     nodes: int
     parts: int
@@ -282,7 +304,9 @@ class PartsRecord(Frozen):
     """CPU limit of a pod; None if it has none."""
     memory_bytes: float | None
     parts_s: float
-    """Time of all parts together, without the starts of pods: about what one node would have taken."""
+    """Total time of all parts, without pod starts.
+    One node would have taken about this time.
+    """
     elapsed_s: float
     """Time since the parts were planned."""
 
@@ -292,28 +316,31 @@ class PartsRecord(Frozen):
 
 
 class Executor(Protocol):
-    """Runs parts, follows them and returns when all have a result."""
+    """Runs parts, follows them and returns when all parts have a result."""
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
-        """Run the parts ``numbers``; call ``on_done`` with the number of parts that ended since the last call.
+        """Run the parts ``numbers``.
 
-        Returns the pods that ran them; None without any.
+        Calls ``on_done`` with the number of parts that ended since the last call.
+        Returns the usage of pods, or None if no pods ran.
 
         Raises:
-            EvernearError: a part failed, with its own sentence.
+            EvernearError: a part failed. The message is the part's error message.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Runs parts in processes on this machine. With one, it is this process."""
+    """Runs parts in processes on this machine. A single process is this process."""
 
     count: int
     open_worker: OpenWorker
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> None:
-        """Run the parts ``numbers``, as `Executor.run`. Each process opens its worker once."""
+        """Run the parts ``numbers``, like `Executor.run`.
+        Each process opens its worker once.
+        """
         count = min(self.count, len(numbers))
         if count > 1:
             with divide_between(count):
@@ -348,7 +375,10 @@ _run_in_this_process: Callable[[int], None] | None = None
 
 
 def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
-    """Open the worker of a process of the pool; the process ends with its parent, and at once on Ctrl-C."""
+    """Open the worker in a process of the pool.
+
+    The process ends with its parent, and immediately on Ctrl-C.
+    """
     global _run_in_this_process
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
@@ -359,7 +389,8 @@ def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
         raise MissingObjectError(f"{folder}/plan.json does not exist in {uri}.")
     opened: Worker | None = None
 
-    # Opened with the first part: an error of an initializer would reach the parent without its sentence.
+    # The worker is opened with the first part, because an error in an initializer would
+    # reach the parent without its message.
     def run(number: int) -> None:
         nonlocal opened
         opened = opened or open_worker(parts)
@@ -375,12 +406,13 @@ def _run_in_process(number: int) -> None:
 
 
 def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
-    """Run every part that has no result; ``report`` receives the parts done and the number of all parts.
+    """Run every part without a result.
 
-    Returns the pods that ran them; None without any.
+    ``report`` receives the number of finished parts and the number of all parts.
+    Returns the usage of pods, or None if no pods ran.
 
     Raises:
-        EvernearError: a part failed. Finished parts are skipped when this is called again.
+        EvernearError: a part failed. A second call skips finished parts.
     """
     missing, total = parts.missing(), parts.plan.parts
     parts.forget_failures()

@@ -1,8 +1,10 @@
-"""The context manager that every pipeline step runs in: it reports progress, records the state and handles errors.
+"""The context manager of every pipeline step: it reports progress,
+records the state and handles errors.
 
-A step appends events as JSON lines to the file that the environment variable `EVENTS_VARIABLE` names, if it is set. A
-local run reads that file to show progress. In a cluster, the step's log has the same messages. The last state of the
-step is stored in the run's record (`evernear.common.run_record`).
+If the environment variable `EVENTS_VARIABLE` is set, a step appends events as JSON
+lines to the file that the variable names. A local run reads this file to show progress.
+In a cluster, the step's log has the same messages. The last state of the step is stored
+in the run's record (`evernear.common.run_record`).
 """
 
 import gc
@@ -30,15 +32,21 @@ from evernear.common.store.lease import wait_for_release
 from evernear.errors import EvernearError, StoreError, disk_full_message
 
 REPORT_INTERVAL_S = 5.0
-"""Shortest time between two reports of the time left."""
+"""Minimum time between two reports of the time left."""
 REPORTS = 50
-"""Maximum number of reports of the time left in a long step. Each one is a line of the step's log."""
+"""Maximum number of reports of the time left in a long step.
+Each report is a line in the step's log.
+"""
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
-"""The `RunCommand` that started a local run, as JSON; steps in a cluster do not have it."""
+"""The `RunCommand` that started a local run, as JSON.
+Not set for steps in a cluster.
+"""
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
-"""The kubelet reads 4,096 bytes, and a character takes up to four bytes in UTF-8."""
+"""Maximum length, because the kubelet reads 4,096 bytes,
+and a UTF-8 character takes up to four bytes.
+"""
 
 
 class Event(Frozen):
@@ -49,12 +57,12 @@ class Event(Frozen):
     kind: Literal["started", "progress", "finished", "failed"]
     message: str = ""
     duration_s: float = 0.0
-    """Time since the step started, excluding the start of its process."""
+    """Time since the step started, excluding the start of the step's process."""
     exit_code: int = 0
 
 
 class Step:
-    """A running step. The step assigns its result in a few words to ``summary``."""
+    """A running step. The body assigns a short summary of the result to ``summary``."""
 
     def __init__(self, name: str, run: str, store_uri: str) -> None:
         self.name = name
@@ -75,7 +83,9 @@ class Step:
         self.progressed(counted.model_copy(update={"at": datetime.now(UTC), "message": printable(message)}))
 
     def progressed(self, progress: StepProgress) -> None:
-        """Record progress in the store, where others see it, at most once in `REPORT_INTERVAL_S`. Never waits."""
+        """Record progress in the store for other processes, at most once per
+        `REPORT_INTERVAL_S`. Never waits.
+        """
         self._progress = progress
         self._writer.write_soon()
 
@@ -123,7 +133,10 @@ class Step:
 
 
 class _Writer:
-    """Calls ``write`` in a thread, at most once in `REPORT_INTERVAL_S`: a slow store must not slow a step down."""
+    """Calls ``write`` in a thread, at most once per `REPORT_INTERVAL_S`.
+
+    A slow store must not slow down a step.
+    """
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -132,14 +145,14 @@ class _Writer:
         self._thread: threading.Thread | None = None
 
     def write_soon(self) -> None:
-        """Have ``write`` called now, or as soon as the interval has passed."""
+        """Let the thread call ``write`` now, or as soon as the interval has passed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
             self._thread.start()
         self._wanted.set()
 
     def stop(self) -> None:
-        """Wait for a write in progress, and forget what is not written."""
+        """Wait for a write in progress, and discard later data."""
         self._stopped.set()
         self._wanted.set()
         if self._thread is not None:
@@ -163,8 +176,8 @@ class _Writer:
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
     """Run the body as the step ``name`` of ``run``, and record its state in the store.
 
-    An `EvernearError` or a full disk ends the process with an error message and exit code. Any other exception is a
-    bug: it propagates with its traceback.
+    An `EvernearError` or a full disk ends the process with an error message and exit
+    code. Any other exception is a bug and propagates with its traceback.
     """
     mask_streams()
     running = Step(name, run, store_uri)
@@ -193,7 +206,9 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
 
 
 def record_failure(name: str, run: str, store_uri: str, message: str, exit_code: int) -> None:
-    """Record the failure of the step ``name``, whose own process could not."""
+    """Record the failure of the step ``name``,
+    if the step's process could not record it.
+    """
     failed = Step(name, run, store_uri)
     failed.emit("failed", message, exit_code)
 
@@ -206,7 +221,7 @@ def _emit_bug(running: Step, error: BaseException) -> None:
 
 
 def _resources() -> dict[str, Any]:
-    """Resources of this step, by their name in its `StepRecord`."""
+    """The resources of this step, by field name of `StepRecord`."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
@@ -220,7 +235,9 @@ def _resources() -> dict[str, Any]:
 
 
 def _write_termination_message(message: str) -> None:
-    """In a pod, write the error as its termination message, which Kubernetes and the Argo UI show."""
+    """In a pod, write the error as the termination message,
+    which Kubernetes and the Argo UI show.
+    """
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         with suppress(OSError):
             TERMINATION_MESSAGE.write_text(message[:TERMINATION_MESSAGE_MAX_CHARACTERS])
@@ -229,9 +246,11 @@ def _write_termination_message(message: str) -> None:
 class Countdown:
     """Reports the progress of work in equal units, and estimates the time left.
 
-    The estimate is the mean duration of the units so far times the units left. The first unit is not timed, because it
-    also warms up libraries and caches, nor are units done before the first call, as after a resume. ``report`` gets a
-    line for the log, and ``record`` the same with its numbers, more often.
+    The estimate is the mean duration of the completed units times the number of
+    remaining units. The first unit is not timed, because it also warms up libraries and
+    caches. Units that were completed before the first call, as after a resume, are not
+    timed either. ``report`` receives a line for the log. ``record`` receives the same
+    progress as numbers, and more often.
     """
 
     def __init__(
@@ -248,7 +267,10 @@ class Countdown:
         self._next_record_s = 0.0
 
     def __call__(self, completed: int, total: int, message: str) -> None:
-        """Report ``message`` and the time left, if a report is due. Call this after each unit, or every few units."""
+        """Report ``message`` and the time left, if a report is due.
+
+        Call this after each unit, or every few units.
+        """
         now_s = self._clock()
         if self._first is None:
             self._first = (completed, now_s)
@@ -266,11 +288,15 @@ class Countdown:
 
 
 class RunCommand(Frozen):
-    """The arguments of the ``evernear`` command that started a run; empty in a cluster."""
+    """The arguments of the ``evernear`` command that started a run.
+    Empty in a cluster.
+    """
 
     typed: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
-    """Arguments that do the same once the working directory remembers the settings of the run."""
+    """Equivalent arguments once the working directory remembers the settings of the
+    run.
+    """
 
     @staticmethod
     def of_environment() -> "RunCommand":
@@ -290,7 +316,10 @@ def duration(seconds: float) -> str:
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Read the complete event lines of ``path`` from byte ``offset``; also return the offset for the next call."""
+    """Read the complete event lines of ``path`` from byte ``offset``.
+
+    Returns the events and the offset for the next call.
+    """
     if not path.exists():
         return [], offset
     with path.open("rb") as file:

@@ -1,4 +1,6 @@
-"""The directories of local runs: which run is in progress, their order, and how many are kept."""
+"""The directories of local runs: the run in progress, the order of the runs,
+and the removal of old runs.
+"""
 
 import shutil
 from datetime import UTC, datetime
@@ -12,9 +14,11 @@ from evernear.common.frozen import Frozen
 from evernear.common.progress import read_events
 
 DIRECTORY_FORMAT = "%Y%m%d-%H%M%S.%f"
-"""Name of a run's directory: the time of its start in UTC."""
+"""Format of a run directory's name: the run's start time in UTC."""
 ORDER_FILE = "run.order"
-"""In the working directory: the names of the runs' directories, one per line, in the order in which they started."""
+"""File in the working directory with the names of run directories, one per line,
+in start order.
+"""
 
 
 class RunProgress(Frozen):
@@ -24,9 +28,9 @@ class RunProgress(Frozen):
     process: int
     started: AwareDatetime
     step: str = ""
-    """The step that reported last; empty before the first one."""
+    """The step that reported last. Empty before the first report."""
     message: str = ""
-    """The last progress of that step."""
+    """The last progress message of the step."""
 
     def __str__(self) -> str:
         where = ": ".join(filter(None, [self.step, self.message])) or "starting"
@@ -50,13 +54,14 @@ def progress(workdir: Path) -> RunProgress | None:
 
 
 def run_directories(workdir: Path) -> list[Path]:
-    """The directories of the runs in ``workdir``, in the order in which the runs started.
+    """The run directories in ``workdir``, in start order.
 
-    `ORDER_FILE` states the order, because names are in the order of time only if nobody sets the clock back. Of
-    runs that the file does not list, those dated in the future are older than the others: they cannot be newer.
+    `ORDER_FILE` states the order, because names are in chronological order only if the
+    clock is never set back. For unlisted runs, the order follows from their names,
+    except that runs dated in the future count as the oldest.
 
     Raises:
-        OSError: ``workdir`` has no directory of runs.
+        OSError: ``workdir`` has no folder with runs.
     """
     try:
         listed = (workdir / ORDER_FILE).read_text().splitlines()
@@ -90,7 +95,9 @@ def _is_run(path: Path) -> bool:
 
 
 def _started(name: str) -> datetime | None:
-    """The start of the run whose directory is called ``name``, by the clock of that time; None for another name."""
+    """The start time in the directory name ``name``, by the clock at that time,
+    or None for other names.
+    """
     try:
         return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)
     except ValueError:

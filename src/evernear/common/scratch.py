@@ -13,14 +13,17 @@ from evernear.errors import StoreError
 
 
 def scratch_name(owner: Path) -> str:
-    """The directory name for ``owner`` and this user; short, because socket paths are limited."""
+    """The directory name for ``owner`` and this user. Short,
+    because socket paths have a limited length.
+    """
     return "evernear-" + hashlib.sha256(f"{os.geteuid()}:".encode() + os.fsencode(owner)).hexdigest()[:12]
 
 
 def make_private(directory: Path) -> None:
-    """Create ``directory`` empty, with access for this user only. An earlier one of this user is removed.
+    """Create ``directory`` empty, with access for this user only.
 
-    The name is predictable, so another user may have created it first, as a directory or a link; then it is not used.
+    An earlier directory of this user is removed. The name is predictable, so a
+    different user may have created a directory or link first. Such a path is not used.
 
     Raises:
         StoreError: the path exists and cannot be removed, or the directory cannot be created.
@@ -48,7 +51,7 @@ def scratch(directory: Path) -> Generator[Path]:
     """Create ``directory`` with `make_private`, and remove it at the end.
 
     Raises:
-        StoreError: see `make_private`.
+        StoreError: as in `make_private`.
     """
     make_private(directory)
     try:

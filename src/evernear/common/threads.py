@@ -1,8 +1,9 @@
 """Threads of the numerical libraries: one per CPU of the container, without busy waiting.
 
-By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node, and a waiting thread spins: see
-docs/decisions/0013-what-a-pod-runs.md. The libraries read the environment when they are loaded, and child processes
-inherit it. Importing evernear therefore calls `configure_threads` first.
+By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node,
+and waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read
+the environment when they are loaded, and child processes inherit the environment.
+Importing evernear therefore calls `configure_threads` first.
 """
 
 import math
@@ -16,7 +17,9 @@ from evernear.common.container import ROOT, cpu_limit
 THREADS = "OMP_NUM_THREADS"
 WAIT_POLICY = "OMP_WAIT_POLICY"
 CHOSEN_THREADS = "_EVERNEAR_THREADS"
-"""The value that `configure_threads` chose for `THREADS`, to distinguish it from a value of the user."""
+"""The value that `configure_threads` chose for `THREADS`,
+to distinguish it from a user's value.
+"""
 
 
 def configure_threads() -> None:
@@ -31,9 +34,10 @@ def configure_threads() -> None:
 
 @contextmanager
 def divide_between(processes: int) -> Generator[None]:
-    """Divide the CPUs between ``processes`` processes that are started in the body of the context.
+    """Divide the CPUs between ``processes`` processes that are started in the context's
+    body.
 
-    A user's own `THREADS` applies to each process, as with torchrun.
+    If the user has set `THREADS`, the value applies to each process, as with torchrun.
     """
     threads = os.environ.get(THREADS)
     if threads is None or threads != os.environ.get(CHOSEN_THREADS):
@@ -47,12 +51,13 @@ def divide_between(processes: int) -> Generator[None]:
 
 
 def available_cpus(root: Path = ROOT) -> int:
-    """The number of CPUs that this process may use: its affinity mask, or fewer under a cgroup CPU limit.
+    """Number of CPUs that this process may use,
+    from its affinity mask and the cgroup CPU limit.
 
-    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of it unused. ``root`` is the directory
-    that contains ``proc`` and ``sys``.
+    A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of the
+    limit unused. ``root`` is the directory that contains ``proc`` and ``sys``.
     """
-    # os.process_cpu_count (Python 3.13) considers affinity only; joblib.cpu_count considers limits, but not
-    # of parent cgroups, and takes 0.2 s to import.
+    # os.process_cpu_count (Python 3.13) considers only the affinity. joblib.cpu_count
+    # considers limits, but not those of parent cgroups, and takes 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cpus, cpu_limit(root)))

@@ -2,7 +2,7 @@
 
 ::
 
-    Slack ─> handlers.py    who is it, may they, run the command or button, acknowledge
+    Slack ─> handlers.py    identify the caller, check the permission, run the command or button, acknowledge
                  │              routes.py: the registry of commands and buttons
                  v              commands.py: the slash commands
              the store      requests, see `evernear.triggers.requests`
@@ -13,12 +13,12 @@
                                 runs.py: start, follow, stop
                                 promotions.py: promote, roll back
                                 reviews.py: label live queries that the release was unsure of
-                                random_queries.py: label random ones, which measure accuracy
+                                random_queries.py: label random live queries, which measure accuracy
 
     blocks.py      Block Kit, escaping         access.py      the allow-lists
     client.py      Slack's Web API             services.py    the dependencies of all of these
     server.py      the process                 heartbeat.py   its health, for `evernear slack ready`
 
-Handlers and the messages that they lead to stand in the same module. To follow a run from its prompt to its verdict,
-read `commands.retrain`, then `prompts`, then `runs.RunTracker`.
+A handler and its messages are in the same module. To follow a run from its prompt to
+its verdict, read `commands.retrain`, then `prompts`, then `runs.RunTracker`.
 """

@@ -25,7 +25,7 @@ _GROUP_CACHE_TIME = timedelta(minutes=1)
 
 
 class RequestRefusedError(EvernearError):
-    """The bot refuses a command or click. The message is shown to the person."""
+    """The bot rejects a command or click. The message is shown to the person."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,14 @@ class Caller:
     person: Person
     channel: str
     is_of_workspace: bool
-    """False for members of another organization in a shared channel."""
+    """False for members of a different organization in a shared channel."""
 
     @staticmethod
     def of(context: BoltContext, body: Mapping[str, Any]) -> "Caller":
-        """The person behind a command, a click or an event. Bolt has resolved the workspace of the bot's token."""
+        """The caller of a command, a click or an event.
+
+        Bolt has resolved the workspace of the bot's token.
+        """
         user: Any = body.get("user") or {}
         own = context.authorize_result
         team = user.get("team_id") or context.actor_team_id
@@ -75,7 +78,7 @@ class Access:
         """Check that ``caller`` has ``permission``.
 
         Raises:
-            RequestRefusedError: they are not on the list.
+            RequestRefusedError: ``caller`` is not on the list.
         """
         setting, allowed = f"slack.may_{permission}", self._lists[permission]
         if not caller.is_of_workspace:
@@ -85,7 +88,7 @@ class Access:
                 f"Sorry, no one may {_VERBS[permission]} from Slack yet. The operator of evernear can add your id, "
                 f"{caller.person.id}, a user group's or this channel's, {caller.channel}, to {setting}."
             )
-        # Groups come last because they cost a call to Slack.
+        # Groups come last, because each group needs a call to Slack.
         for allowed_id in sorted(allowed, key=_is_group):
             if allowed_id in (caller.person.id, caller.channel) or (
                 _is_group(allowed_id) and caller.person.id in self._members(allowed_id)

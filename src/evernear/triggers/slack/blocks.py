@@ -1,6 +1,7 @@
-"""Building blocks of messages, and text from outside made safe for it.
+"""Building blocks of messages, and escaping for untrusted text.
 
-Slack's own limits apply: 3000 characters of a section, 2000 of a field, 150 of a header.
+Slack's limits apply: 3000 characters in a section, 2000 in a field,
+and 150 in a header.
 """
 
 import json
@@ -50,28 +51,31 @@ EMOJI = {
 
 
 def line(text: str) -> Message:
-    """A message of one line; ``text`` is plain text of any origin."""
+    """A message of one line. ``text`` is plain text of any origin."""
     return Message(text=escape(text), blocks=(section(escape(text)),))
 
 
 def error_text(error: Exception) -> str:
-    """The message of an expected error, or the type of an unexpected one, whose text may contain anything."""
+    """The message of an expected error, or the type of an unexpected error,
+    whose message is untrusted.
+    """
     if isinstance(error, EvernearError):
         return str(error)
     return f"An internal error occurred ({type(error).__name__}); the bot's log has the details."
 
 
 def escape(text: str) -> str:
-    """Text from outside for mrkdwn: on one line, without links or mentions.
+    """Escape untrusted text for mrkdwn: one line, without links or mentions.
 
-    Text that Slack parses consists of literals of this package and of strings that passed through this function:
-    names, versions, sentences and ids of any origin. https://docs.slack.dev/messaging/formatting-message-text#escaping
+    Text that Slack parses consists of this package's literals and of strings that
+    passed through this function, such as names, versions, sentences and ids of any
+    origin. https://docs.slack.dev/messaging/formatting-message-text#escaping
     """
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def mention(person: Person) -> str:
-    """A mention, or the escaped name of someone without an id, such as the watcher."""
+    """A mention, or the escaped name of a person without an id, such as the watcher."""
     return f"<@{person.id}>" if re.fullmatch(r"[UW]\w+", person.id, re.ASCII) else escape(person.name)
 
 
@@ -103,14 +107,14 @@ def cut(text: str, length: int) -> str:
 
 
 def join_lines(lines: Sequence[str]) -> str:
-    """As many whole lines as fit into a section; a line that is cut could end within a link."""
+    """As many whole lines as fit into a section. A cut line could end within a link."""
     ends = accumulate(len(line) + 1 for line in lines)
     fitting = [line for line, end in zip(lines, ends, strict=True) if end < TEXT_MAX]
     return "\n".join([*fitting, "…"] if len(fitting) < len(lines) else fitting)
 
 
 def header(text: str) -> Block:
-    """A header. The text is plain except for emoji."""
+    """A header. The text is plain text with emoji."""
     return HeaderBlock(text=PlainTextObject(text=cut(printable(text), HEADER_MAX), emoji=True)).to_dict()
 
 
@@ -120,7 +124,7 @@ def section(text: str) -> Block:
 
 
 def fields(texts: Mapping[str, str]) -> Block:
-    """Fields of mrkdwn by title, in two columns."""
+    """Fields of mrkdwn with their titles, in two columns."""
     return SectionBlock(fields=[_mrkdwn(f"*{title}*\n{text}", FIELD_MAX) for title, text in texts.items()]).to_dict()
 
 
@@ -130,7 +134,7 @@ def context(text: str) -> Block:
 
 
 def actions(*buttons: Block) -> list[Block]:
-    """A row of buttons; nothing if there are none."""
+    """A row of buttons. Empty without buttons."""
     return [ActionsBlock(elements=buttons).to_dict()] if buttons else []
 
 
@@ -150,21 +154,22 @@ def button(
 
 
 def select(placeholder: str, action: str, options: Mapping[str, str]) -> Block:
-    """A menu of up to 100 options that sends the value of the chosen one to the handler of ``action``.
+    """A menu of up to 100 options.
+    It sends the chosen value to the handler of ``action``.
 
-    ``options`` maps texts, of at most 75 characters, to values, of at most 150.
+    ``options`` maps texts of at most 75 characters to values of at most 150 characters.
     """
     choices = [Option(text=_plain(text), value=value) for text, value in options.items()]
     return StaticSelectElement(placeholder=_plain(placeholder), action_id=action, options=choices).to_dict()
 
 
 def image(file: str, alt_text: str) -> Block:
-    """An image that was uploaded to Slack, by the id of its file."""
+    """An image that was uploaded to Slack. ``file`` is its file id."""
     return ImageBlock(slack_file=SlackFile(id=file), alt_text=alt_text).to_dict()
 
 
 def link_button(url: str, value: str) -> list[Block]:
-    """The button that opens a run; nothing if its URL is not known."""
+    """The button that opens a run. Empty if the URL is not known."""
     return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []
 
 
@@ -186,7 +191,10 @@ def as_text(value: Any) -> str:
 
 
 def _plain(text: str) -> PlainTextObject:
-    """Text that Slack shows as it is, without markup, links or mentions. slack_sdk would turn a string into mrkdwn."""
+    """Text that Slack shows verbatim, without markup, links or mentions.
+
+    slack_sdk would convert a plain string to mrkdwn.
+    """
     return PlainTextObject(text=printable(text))
 
 

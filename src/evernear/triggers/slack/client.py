@@ -1,4 +1,6 @@
-"""Client of Slack's Web API: the calls that the bot makes, with failures sorted by what to do about them."""
+"""Client of Slack's Web API: the calls that the bot makes,
+with one error class for each kind of remedy.
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from evernear.errors import SlackError
 
 Block = dict[str, Any]
 DEFAULT_RETRY_AFTER_S = 30
-"""Wait after a rate limit without ``Retry-After``."""
+"""Seconds to wait after a rate limit without ``Retry-After``."""
 
 # A retry does not help: the bot has no access to the channel, or the message no longer exists.
 _NOT_WRITABLE = frozenset({
@@ -33,7 +35,9 @@ _UNAVAILABLE = frozenset({"fatal_error", "internal_error", "request_timeout", "s
 
 
 class RateLimitedError(SlackError):
-    """Slack limits the rate of calls. The next one may come after ``retry_after_s``."""
+    """Slack limits the rate of calls.
+    The next call is allowed after ``retry_after_s``.
+    """
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -49,12 +53,14 @@ class NotWritableError(SlackError):
 
 
 class FileNotReadyError(NotWritableError):
-    """Slack has not processed an uploaded image yet that a block shows."""
+    """A block shows an uploaded image that Slack has not processed yet."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """Blocks, and ``text`` for notifications and for clients that do not render blocks."""
+    """A message: blocks, and ``text`` for notifications and clients that do not render
+    blocks.
+    """
 
     text: str
     blocks: tuple[Block, ...] = ()
@@ -63,8 +69,9 @@ class Message:
 class SlackClient:
     """Slack's Web API.
 
-    Every method raises `RateLimitedError`, `SlackUnavailableError`, `NotWritableError`, or a plain `SlackError` if
-    Slack refuses. An address identifies a message: ``channel/ts``.
+    Every method may raise `RateLimitedError`, `SlackUnavailableError` or
+    `NotWritableError`, or a plain `SlackError` if Slack rejects the call. An address
+    (``channel/ts``) identifies a message.
     """
 
     def __init__(self, client: WebClient) -> None:
@@ -76,7 +83,9 @@ class SlackClient:
             self._client.auth_test()
 
     def post(self, channel: str, message: Message, thread: str = "") -> str:
-        """Post ``message``, as a reply to ``thread`` (a timestamp) if one is given, and return its address."""
+        """Post ``message`` and return its address.
+        If ``thread`` (a timestamp) is set, reply there.
+        """
         with translated_errors("chat.postMessage"):
             response = self._client.chat_postMessage(
                 channel=channel,
@@ -86,7 +95,7 @@ class SlackClient:
                 unfurl_links=False,
                 unfurl_media=False,
             )
-        return f"{response['channel']}/{response['ts']}"  # a user's id becomes the id of their conversation
+        return f"{response['channel']}/{response['ts']}"  # for a user id, Slack returns the id of the conversation
 
     def edit(self, address: str, message: Message) -> None:
         """Replace the message at ``address``. A deleted message is ignored."""
@@ -98,7 +107,10 @@ class SlackClient:
             pass
 
     def post_ephemeral(self, channel: str, user: str, message: Message) -> None:
-        """Show ``message`` to one user: in the channel, or in a direct message if the bot is not a member."""
+        """Show ``message`` to one user in the channel.
+
+        If the bot is not a member of the channel, send a direct message.
+        """
         try:
             with translated_errors("chat.postEphemeral"):
                 self._client.chat_postEphemeral(channel=channel, user=user, text=message.text, blocks=message.blocks)
@@ -114,7 +126,7 @@ class SlackClient:
             )
 
     def upload_image(self, data: bytes, filename: str) -> str:
-        """Upload an image for the block of a message, and return the id of its file."""
+        """Upload an image for a message block, and return its file id."""
         with translated_errors("files.upload"):
             response = self._client.files_upload_v2(content=data, filename=filename)
             files: list[dict[str, Any]] = response.get("files") or []
@@ -129,7 +141,7 @@ class SlackClient:
 
 @contextmanager
 def translated_errors(call: str) -> Generator[None]:
-    """Raise the SDK's errors in ``call`` as `SlackError`."""
+    """Convert the SDK's errors in ``call`` to `SlackError`."""
     try:
         yield
     except SlackApiError as error:
@@ -139,7 +151,7 @@ def translated_errors(call: str) -> Generator[None]:
 
 
 def translate(call: str, error: SlackApiError) -> SlackError:
-    """The error to raise when Slack refuses ``call``."""
+    """The error to raise if Slack rejects ``call``."""
     response: Any = error.response
     data: Any = getattr(response, "data", response)
     body: dict[str, Any] = data if isinstance(data, dict) else {}  # a proxy's error page is not JSON

@@ -164,7 +164,7 @@ def champion_message(current: Champion | None, record: Record | None) -> Message
 
 
 def rollback_message(current: Champion) -> Message:
-    """The question whether to roll back."""
+    """The prompt that asks whether to roll back."""
     text = f"*{escape(current.version)}* is live. A rollback restores *{escape(current.previous or '')}*."
     return Message(text=text, blocks=(section(text), *actions(*roll_back_buttons(current))))
 

@@ -1,7 +1,8 @@
 """Bolt handlers: resolve the caller, check the permission, run the registered command or button, acknowledge.
 
-An acknowledgement promises that the request is in the store. Copies of a delivery and second clicks lead to the same
-request. If the store is unavailable, the person is told that nothing was done.
+An acknowledgement means that the request is in the store. Copies of a delivery and
+second clicks lead to the same request. If the store is unavailable, the bot tells the
+person that nothing was done.
 """
 
 import logging
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Handlers:
-    """The handlers of one bot. Bolt passes the arguments that each one names."""
+    """The handlers of one bot. Bolt passes the arguments that each handler names."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -54,7 +55,9 @@ class Handlers:
         return _acknowledge(ack, route.run(call))
 
     def query(self, respond: Respond, command: Payload, body: Payload, context: BoltContext) -> None:
-        """Answer a query after its acknowledgement, as it may take longer than Slack waits."""
+        """Answer a query after its acknowledgement,
+        because the answer may take longer than Slack waits.
+        """
         match = routes.find(str(command["command"]), str(command.get("text") or ""))
         if match is None or not match[0].is_query:
             return
@@ -72,7 +75,7 @@ class Handlers:
             _respond(respond, message)
 
     def mention(self, event: Payload, body: Payload, context: BoltContext) -> None:
-        """Reply to a mention with help, in its thread; Bolt acknowledges on return."""
+        """Reply to a mention with help, in its thread. Bolt acknowledges on return."""
         thread = str(event.get("thread_ts") or event.get("ts") or "")
         call = self._call(context, body, str(body["event_id"]), thread=thread)
         call.record("help", request_id("help", call.trigger))
@@ -89,7 +92,10 @@ class Handlers:
         return ack()
 
     def error(self, error: Exception, body: Payload, respond: Respond, context: BoltContext) -> BoltResponse | None:
-        """Tell the person why nothing was done. Internal errors stay unacknowledged, which Slack reports."""
+        """Tell the person why nothing was done.
+
+        Internal errors stay unacknowledged, so that Slack reports a failure.
+        """
         if not isinstance(error, EvernearError):
             _log.error("internal error in a delivery of Slack", exc_info=error)
             return None
@@ -113,12 +119,13 @@ def create_slack_app(client: WebClient, signing_secret: str, handlers: Handlers)
     """Create the Bolt app.
 
     Raises:
-        slack_bolt.error.BoltError: Slack refuses the token of ``client``, or is unavailable.
+        slack_bolt.error.BoltError: Slack rejects the token of ``client``,
+            or is unavailable.
         OSError: Slack is unreachable.
     """
     quiet = logging.getLogger("evernear.slack.bolt")
     quiet.setLevel(logging.WARNING)  # at lower levels, Bolt logs the bodies of unsigned requests
-    # Listeners run before the response, so that everything that is acknowledged is stored.
+    # Listeners run before the response, so that every acknowledged request is stored.
     app = App(client=client, signing_secret=signing_secret, process_before_response=True, logger=quiet)
     handlers.register(app)
     return app
@@ -133,7 +140,7 @@ def _respond(respond: Respond, message: Message) -> None:
 
 
 def _thread(body: Mapping[str, Any]) -> str:
-    """The thread of the message with the button; empty for a message that only the person sees."""
+    """The thread of the message with the button. Empty for an ephemeral message."""
     container: Mapping[str, Any] = body.get("container") or {}
     if container.get("thread_ts"):
         return str(container["thread_ts"])

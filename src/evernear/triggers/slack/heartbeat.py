@@ -1,4 +1,8 @@
-"""The bot's heartbeat file. A module without imports from Slack, since a probe reads it every few seconds."""
+"""The bot's heartbeat file.
+
+This module does not import Slack's libraries,
+because a probe loads it every few seconds.
+"""
 
 import time
 from datetime import UTC, datetime

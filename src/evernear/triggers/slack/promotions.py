@@ -1,6 +1,7 @@
 """Promotions and rollbacks: the buttons, and the work behind them.
 
-In a cluster a pipeline moves the champion, because the bot has no rights there; elsewhere the bot's process does it.
+In a cluster, a pipeline moves the champion, because the bot has no permissions there.
+Elsewhere, the bot's process moves the champion.
 """
 
 import logging
@@ -45,12 +46,15 @@ def request_rollback(call: Call) -> None:
 
 
 def is_done_here(services: Services, request: Request) -> bool:
-    """Whether this process carries out the request itself."""
+    """Whether this process executes the request itself."""
     return request.kind in ("promote", "roll_back") and services.settings.target != "kubernetes"
 
 
 def prepare_run(services: Services, request: Request) -> Request | None:
-    """Choose pipeline and parameters; None if the request failed because the champion has changed."""
+    """Choose the pipeline and its parameters.
+
+    Returns None if the request failed because the champion has changed.
+    """
     if request.parameters:
         return request
     current = services.registry.champion()
@@ -64,7 +68,10 @@ def prepare_run(services: Services, request: Request) -> Request | None:
 
 
 def move(services: Services, request: Request) -> None:
-    """Promote or roll back in this process. A promotion that a stopped process completed is not repeated."""
+    """Promote or roll back in this process.
+
+    A promotion that a stopped process completed is not repeated.
+    """
     before = services.registry.champion()  # raises if the store is unavailable, and is retried
     if (before.promotion.number if before else 0) == request.move:
         error = _try_move(services, request)
@@ -87,7 +94,9 @@ def promote_button(candidate: str, current: Champion | None) -> Block:
 
 
 def roll_back_buttons(current: Champion) -> list[Block]:
-    """The button that rolls back the last promotion; empty without a previous release."""
+    """The button that rolls back the last promotion.
+    Empty without a previous release.
+    """
     if current.previous is None:
         return []
     value = _Target(release=current.version, move=current.promotion.number).model_dump_json()
@@ -96,7 +105,7 @@ def roll_back_buttons(current: Champion) -> list[Block]:
 
 
 def moved_message(request: Request, promotion: Promotion) -> Message:
-    """Another release is live."""
+    """The message that a different release is live."""
     verb = {"promote": "promoted", "roll_back": "rolled back"}[request.kind]
     replaced = f" and replaces {escape(promotion.previous)}" if promotion.previous else ""
     text = f":white_check_mark: {mention(request.by)} {verb}: *{escape(promotion.version)}* is live{replaced}."
@@ -104,7 +113,7 @@ def moved_message(request: Request, promotion: Promotion) -> Message:
 
 
 def not_moved_message(request: Request, error: str) -> Message:
-    """The champion is unchanged."""
+    """The message that the champion is unchanged."""
     result = {"promote": "Not promoted", "roll_back": "Not rolled back"}[request.kind]
     text = f":x: {mention(request.by)} *{result}.* {escape(error)}"
     return Message(text=text, blocks=(section(text),))
@@ -121,7 +130,7 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
 
 
 def _try_move(services: Services, request: Request) -> str:
-    """Promote or roll back; returns the error, or an empty string."""
+    """Promote or roll back. Returns the error, or an empty string."""
     cause = Cause(by=str(request.by), why=_reason(request))
     try:  # the bot's image lacks the serving packages; there, a pipeline does this
         from evernear.deployment import promote_release, roll_back

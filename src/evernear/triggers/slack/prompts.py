@@ -38,7 +38,10 @@ _VERBS = {TRAINING: "train", "reindex": "index the gallery"}
 
 
 def request_run(call: Call, pipeline: str) -> None:
-    """Record a request to run ``pipeline`` with the settings of ``call.text``. The worker prompts for confirmation."""
+    """Record a request to run ``pipeline`` with the settings of ``call.text``.
+
+    The worker prompts for confirmation.
+    """
     timeout = timedelta(seconds=call.services.settings.slack.prompt_timeout_s)
     call.record(
         "run",
@@ -79,7 +82,7 @@ def accept(call: Call) -> None:
 
 @on_click(DECLINE)
 def decline(call: Call) -> None:
-    """Decline the request; whoever asked for it needs no permission."""
+    """Decline the request. The person who made the request needs no permission."""
     request = _find(call)
     if not call.caller.person.id or call.caller.person.id != request.asked_by.id:
         call.require("start")
@@ -90,7 +93,11 @@ def decline(call: Call) -> None:
 def prompt(
     request: Request, parameters: Mapping[str, Any], defaults: Mapping[str, Any], newest: Sequence[Run]
 ) -> Message:
-    """The question whether to start a run: its settings, its data, the duration of the last run, other active runs."""
+    """The prompt that asks whether to start a run.
+
+    It shows the settings, the data, the duration of the last run,
+    and other active runs.
+    """
     changed = [code(f"{name} = {as_text(value)}") for name, value in _changes(parameters, defaults)]
     source = parameters.get("source") or defaults.get("source") or DataSettings().source
     succeeded = next((run for run in newest if run.state is RunState.SUCCEEDED), None)
@@ -117,7 +124,7 @@ def prompt(
 
 
 def proposal(request: Request) -> Message:
-    """The watcher's question whether to start a run, with its reasons."""
+    """The watcher's prompt that asks whether to start a run, with the reasons."""
     text = "Train" if request.pipeline == TRAINING else "Index"
     buttons = [button(text, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)]
     origin = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
@@ -179,10 +186,13 @@ def _find(call: Call) -> Request:
 
 
 def _answer(call: Call, request: Request, answer: State) -> None:
-    """Write the answer if the request is pending, and the address of the prompt, which `advance` may not have recorded.
+    """Write the answer if the request is pending.
+
+    Also write the address of the prompt, because `advance` may not have recorded it.
 
     Raises:
-        RequestRefusedError: the request has expired, or someone answered it differently first.
+        RequestRefusedError: the request has expired,
+            or a person has already given a different answer.
     """
     services, person, channel = call.services, call.caller.person, call.caller.channel
     while request.state == "pending" and not request.is_expired(services.clock()):
@@ -212,7 +222,9 @@ def _expiry(request: Request) -> str:
 
 
 def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The parameters and settings that differ from the defaults; settings by their full name."""
+    """The parameters that differ from the defaults, and the settings that do,
+    by full name.
+    """
     values, default_values = flat(parameters), flat(defaults)
     return [
         (name.removeprefix("settings."), value) for name, value in values.items() if default_values.get(name) != value

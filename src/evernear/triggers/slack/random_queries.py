@@ -40,7 +40,7 @@ def ask(call: Call) -> Message | None:
 
 @on_button(LABEL, permission="label")
 def label(call: Call) -> None:
-    """Record a label. The option's value is the query and the class."""
+    """Record a label. The option's value contains the query and the class."""
     call.record("label", request_id("label", call.trigger), text=f"{_ACTION} {call.text}")
 
 
@@ -65,7 +65,10 @@ def answer(services: Services, request: Request) -> None:
 
 
 def labels_message(week: Week, shown: Sequence[RandomQuery], files: Sequence[str], labels: Sequence[str]) -> Message:
-    """Each of ``shown`` as its image and a class picker, without the release's answer, which would suggest one."""
+    """A message that shows each query of ``shown`` with its image and a class picker.
+
+    The release's answer is not shown, because it would suggest a label.
+    """
     title = f"{len(week.labels)} of {WEEKLY} labeled this week"
     blocks: list[Block] = [
         section(f"*Random live queries: {title}*"),
@@ -84,6 +87,8 @@ def labels_message(week: Week, shown: Sequence[RandomQuery], files: Sequence[str
 
 
 def label_message(query: str, label: str, request: Request) -> Message:
-    """Which label a person gave. Choosing another class in the picker replaces it."""
+    """A message with a person's label.
+    Choosing a different class in the picker replaces the label.
+    """
     text = f"{code(query[:8])} labeled {code(label)} by {mention(request.by)}"
     return Message(text=text, blocks=(section(text),))

@@ -1,6 +1,7 @@
-"""The review in Slack: live queries as images with a class picker; answers take the path of `evernear.review`.
+"""The review in Slack: live queries as images with a class picker.
 
-A click is recorded as a request, and the worker answers it: listing the source takes longer than Slack waits.
+`evernear.review` processes the answers. A click is only recorded as a request, and the
+worker executes the request, because listing the source takes longer than Slack waits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,11 @@ SHOWN = 8
 LABEL, SKIP, UNDO = "review_label", "review_skip", "review_undo"
 OPTIONS_MAX = 100
 _FILE_PAUSES_S = (0.5, 1, 2, 4, 8)
-"""Slack processes an upload after the call that completes it (github.com/slackapi/node-slack-sdk/issues/1865)."""
+"""Waits for Slack to process an upload,
+which happens after the call that completes the upload.
+
+See github.com/slackapi/node-slack-sdk/issues/1865.
+"""
 LABEL_MAX_CHARACTERS = 75
 
 
@@ -40,14 +45,18 @@ def review(call: Call) -> Message | None:
 
 
 def post_images(call: Call, message: Message) -> None:
-    """Post a message with images that were just uploaded, as soon as Slack has processed them."""
+    """Post a message with newly uploaded images,
+    as soon as Slack has processed the images.
+    """
     slack, channel = call.services.slack, call.caller.channel
     retry(lambda: slack.post(channel, message), on=FileNotReadyError, pauses_s=_FILE_PAUSES_S)
 
 
 @on_button(LABEL, permission="label")
 def label(call: Call) -> None:
-    """Record an answer with a class. The option's value is the image and the class."""
+    """Record an answer with a class.
+    The option's value contains the image and the class.
+    """
     call.record("label", request_id("label", call.trigger), text=f"label {call.text}")
 
 
@@ -59,12 +68,12 @@ def skip(call: Call) -> None:
 
 @on_button(UNDO, permission="label")
 def undo(call: Call) -> None:
-    """Record that an answer is undone."""
+    """Record a request to undo an answer."""
     call.record("label", request_id("label", call.trigger), text=f"undo {call.text}")
 
 
 def answer(services: Services, request: Request) -> None:
-    """Carry out a recorded answer, and report it in the thread of the images."""
+    """Execute a recorded answer, and report it in the thread of the images."""
     action, _, rest = request.text.partition(" ")
     image_id, _, chosen = rest.partition(" ")
     try:
@@ -83,7 +92,9 @@ def answer(services: Services, request: Request) -> None:
 
 
 def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence[str]) -> Message:
-    """Each item as its image, its nearest classes, a class picker and a button."""
+    """A message that shows each item with its image, its nearest classes,
+    a class picker and a button.
+    """
     blocks: list[Block] = [section("*Live queries to label*")]
     for item, file in zip(items, files, strict=True):
         verdict = "unknown" if item.unknown else "near a boundary"
@@ -104,7 +115,7 @@ def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence
 
 
 def answer_message(answer: Answer, request: Request) -> Message:
-    """What a person answered, with a button that undoes it."""
+    """A message with a person's answer and a button to undo it."""
     done = {"label": f"labeled {code(answer.label)}", "skip": "skipped", "undo": "back in the queue"}[answer.action]
     text = f"{code(answer.image[:8])} {done} by {mention(request.by)}"
     buttons = [] if answer.action == "undo" else [button("Undo", UNDO, answer.image)]
@@ -112,7 +123,9 @@ def answer_message(answer: Answer, request: Request) -> Message:
 
 
 def _record(services: Services, answer: Answer) -> Iterable[str]:
-    """Record an answer; return a sentence for each earlier one that was set aside."""
+    """Record an answer. Return a sentence for each earlier answer that was set
+    aside.
+    """
     answers = Answers(services.store, open_label_target(services.settings.data.source, services.settings.data))
     if answer.action == "undo":
         answers.undo(answer)

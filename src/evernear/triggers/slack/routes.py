@@ -1,8 +1,8 @@
 """The registry of slash commands and buttons.
 
-A function with a decorator of this module is all that a command needs: `handlers` checks its permission,
-`/evernear help` lists it. The modules `commands`, `prompts`, `runs` and `promotions` register theirs when they are
-imported.
+A command needs only a function with a decorator of this module. `handlers` checks the
+permission, and `/evernear help` lists the command. The modules `commands`, `prompts`,
+`runs` and `promotions` register their commands and buttons on import.
 """
 
 import logging
@@ -28,7 +28,7 @@ class Call:
     services: Services
     caller: Caller
     trigger: str
-    """Slack's id of it; copies of a delivery share it."""
+    """Slack's id of the call. Copies of a delivery share this id."""
     text: str = ""
     """The arguments of the command, or the value of the button."""
     thread: str = ""
@@ -38,7 +38,7 @@ class Call:
         """Check that the caller has ``permission``. A refusal is audited.
 
         Raises:
-            RequestRefusedError: they do not.
+            RequestRefusedError: the caller does not have ``permission``.
         """
         try:
             self.services.access.require(permission, self.caller)
@@ -48,9 +48,10 @@ class Call:
             raise
 
     def record(self, kind: Kind, record_id: str, **fields: Any) -> None:
-        """Store a request, from which the worker continues. A copy of a delivery changes nothing.
+        """Store a request for the worker. A copy of a delivery changes nothing.
 
-        A request that failed is accepted again if it is not a copy.
+        If an earlier attempt at the request failed and this call is not a copy,
+        the request is accepted again.
         """
         services = self.services
         request = Request.model_validate(
@@ -68,7 +69,7 @@ class Call:
         services.wake()
 
     def audit(self, what: str, result: audit.Result, request: str = "", detail: str = "") -> None:
-        """Record an action that needs no request, or refuses one."""
+        """Record an action that needs no request, or the rejection of a request."""
         event = AuditEvent(
             request=request or request_id("help", self.trigger),
             at=self.services.clock(),
@@ -113,8 +114,9 @@ def command(
 ) -> Callable[[Handler], Handler]:
     """Register a command that changes something, as in ``@command("/evernear stop", "ends a run", usage="RUN")``.
 
-    It runs before the acknowledgement, for which Slack waits 3 seconds: it may record a request for the worker, but not
-    wait for KFP. A returned message is shown to the caller.
+    The command runs before the acknowledgement, for which Slack waits 3 seconds. The
+    command may therefore record a request for the worker, but must not wait for KFP. A
+    returned message is shown to the caller.
     """
 
     def register(run: Handler) -> Handler:
@@ -125,14 +127,20 @@ def command(
 
 
 def query(name: str, help: str, *, permission: Permission | None = None) -> Callable[[Handler], Handler]:
-    """Register a command that changes nothing. It runs after the acknowledgement, so that it may take longer."""
+    """Register a command that changes nothing.
+
+    The command runs after the acknowledgement, so it may take longer.
+    """
     return command(name, help, permission=permission, is_query=True)
 
 
 def button(
     action: str, permission: Permission | None = None
 ) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
-    """Register the handler of the buttons with ``action`` as their id. It runs before the acknowledgement."""
+    """Register the handler of the buttons with ``action`` as their id.
+
+    The handler runs before the acknowledgement.
+    """
 
     def register(run: Callable[[Call], None]) -> Callable[[Call], None]:
         BUTTONS[action] = Button(permission, run)
@@ -142,7 +150,7 @@ def button(
 
 
 def find(slash: str, text: str) -> tuple[Command, str] | None:
-    """The command that a person typed (the longest name that matches), and its arguments."""
+    """The typed command (the longest name that matches) and its arguments."""
     words = text.split()
     for count in range(min(2, len(words)), -1, -1):
         command = COMMANDS.get(" ".join([slash, *words[:count]]))

@@ -1,4 +1,6 @@
-"""Runs: start what was accepted, follow it in one message and its thread, post the verdict, stop it."""
+"""Runs: start accepted requests, follow each run in a message and its thread,
+post verdicts, stop runs.
+"""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -38,7 +40,9 @@ from evernear.triggers.slack.services import Services
 STOP = "run.stop"
 STEPS_MAX = 40
 OUTCOME_GRACE = timedelta(minutes=1)
-"""The outcome of a successful run may become visible in the store a moment after its end."""
+"""Time after a successful run's end in which its outcome may become visible in the
+store.
+"""
 _OUTCOME_EMOJI = {
     "promoted": ":tada:",
     "held": ":no_entry:",
@@ -59,7 +63,9 @@ def request_stop(call: Call) -> None:
 
 @on_click(LINK)
 def open_link(_: Call) -> None:
-    """Acknowledge a button that opens a page; Slack reports those clicks too."""
+    """Acknowledge a button that opens a page,
+    because Slack also reports these clicks.
+    """
 
 
 class RunTracker:
@@ -68,10 +74,13 @@ class RunTracker:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._shown: dict[str, tuple[Message, datetime]] = {}
-        """The content of each edited message, by address, with the time of the edit."""
+        """The content of each edited message and the time of the edit, by address."""
 
     def start(self, request: Request) -> None:
-        """Start the run of an accepted request, with its key, so that a repeated start finds the first run."""
+        """Start the run of an accepted request.
+
+        The request's key is passed on, so that a repeated start finds the first run.
+        """
         services = self._services
         request = self._with_message(request)
         try:
@@ -92,7 +101,7 @@ class RunTracker:
         self._services.finish(request, "failed")
 
     def follow(self, request: Request) -> None:
-        """Show the progress of a started run, and its verdict when it has ended."""
+        """Show the progress of a started run, and its verdict after the end."""
         services = self._services
         run = services.runs.show(request.run)
         outcome = load_outcome(services.store, run.id) if run.state.is_final else None
@@ -112,7 +121,9 @@ class RunTracker:
             self._edit(request.message, self._status(request, run, None))
 
     def stop(self, request: Request) -> None:
-        """Stop the run that ``request`` names by its id or by the first characters of it."""
+        """Stop the run that ``request`` names by its id or by the beginning of its
+        id.
+        """
         services = self._services
         if request.run:
             matches = [services.runs.show(request.run)]
@@ -164,7 +175,9 @@ class RunTracker:
         return status(request, run, outcome, can_stop=self._services.access.is_granted("stop"))
 
     def _edit(self, address: str, message: Message, final: bool = False) -> None:
-        """Edit the message at ``address`` if the content changed and the last edit is long enough ago."""
+        """Edit the message at ``address`` if its content changed and the last edit is
+        old enough.
+        """
         previous, edited = self._shown.get(address, (None, None))
         if previous == message:
             return
@@ -178,7 +191,10 @@ class RunTracker:
 
 
 def starting(request: Request, error: str = "") -> Message:
-    """An accepted request whose run has not started yet; ``error``: why the last attempt failed."""
+    """The message for an accepted request whose run has not started yet.
+
+    ``error`` says why the last attempt failed.
+    """
     blocks = [section(f":hourglass_flowing_sand: *Starting.* {_people(request)}")]
     if error:
         blocks.append(context(f":warning: {escape(error)} The request is stored; retrying."))
@@ -186,13 +202,13 @@ def starting(request: Request, error: str = "") -> Message:
 
 
 def not_started(request: Request, error: str) -> Message:
-    """An accepted request whose run cannot be started."""
+    """The message for an accepted request whose run cannot be started."""
     text = f":x: *Not started.* {escape(error)}"
     return Message(text=f"Not started: {escape(error)}", blocks=(section(text), context(_people(request))))
 
 
 def status(request: Request, run: Run, outcome: RunOutcome | None, can_stop: bool) -> Message:
-    """The summary of the run: the message in the channel, above the thread."""
+    """The summary of a run: the message in the channel, above the thread."""
     if run.state.is_final:
         emoji, result = _result(run, outcome)
         text = f"{emoji} *{escape(result)}* after {duration(_age(run))}. The thread has the verdict."
@@ -211,7 +227,7 @@ def status(request: Request, run: Run, outcome: RunOutcome | None, can_stop: boo
 
 
 def progress(run: Run) -> Message:
-    """The steps of the run."""
+    """The message that lists the steps of a run."""
     lines = [_step(step) for step in run.steps[-STEPS_MAX:]] or ["No step has started yet."]
     return Message(text=f"{quantity(len(run.steps), 'step')} so far", blocks=(section(join_lines(lines)),))
 
@@ -224,7 +240,9 @@ def verdict(
     current: Champion | None,
     buttons: Sequence[Block],
 ) -> Message:
-    """The result of the run, its reasons, the gate's rules, and the actions that are possible."""
+    """The message with a run's result, its reasons, the gate's rules,
+    and the possible actions.
+    """
     emoji, result = _result(run, outcome)
     lines = [_live(outcome, current), *(f"• {escape(reason)}" for reason in _reasons(run, outcome))]
     blocks = [header(f"{emoji} {result}"), section(join_lines(lines))]
@@ -242,7 +260,7 @@ def verdict(
 
 
 def stopping(request: Request, run: Run) -> Message:
-    """The run is being stopped, or had ended before."""
+    """The message that a run is being stopped, or had already ended."""
     if run.state.is_final:
         text = f"{escape(run.name)} had already ended: {run.state}."
     else:

@@ -1,4 +1,6 @@
-"""The bot's process: a connection to Slack (or a port that Slack calls), two worker threads, a heartbeat."""
+"""The bot's process: a connection to Slack (or a port that Slack calls),
+two worker threads and a heartbeat.
+"""
 
 import logging
 import os
@@ -45,18 +47,20 @@ PING_S = 5
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
 POLL_MAX_S = 300.0
-"""A longer poll is stuck. One that moves the champion may take a rollout longer."""
+"""Maximum duration of a poll, after which it counts as stuck.
+A rollout is added if the poll moves the champion.
+"""
 DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops, so that the orchestrator restarts the process."""
 SHUTDOWN_S = 25.0
-"""Time to finish at shutdown; less than the 30 s that Kubernetes grants a pod."""
+"""Time to finish at shutdown. Less than the 30 s that Kubernetes grants a pod."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """The app's tokens; never printed."""
+    """The app's tokens, which are never printed."""
 
     bot_token: str = field(repr=False)
     app_token: str = field(repr=False)
@@ -64,12 +68,14 @@ class Secrets:
 
     @staticmethod
     def of_environment(settings: SlackSettings) -> "Secrets":
-        """``SLACK_BOT_TOKEN``, and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``, or the files named by ``..._FILE``.
+        """Read ``SLACK_BOT_TOKEN``,
+        and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``.
 
-        They are removed from the environment, so that no child process inherits them.
+        Each secret may also be in a file that ``..._FILE`` names. The secrets are
+        removed from the environment, so that child processes do not inherit them.
 
         Raises:
-            SettingsError: one that the mode needs is missing or of another kind.
+            SettingsError: a secret that the mode needs is missing or of the wrong kind.
         """
         in_socket_mode = settings.mode == "socket"
         return Secrets(
@@ -99,11 +105,13 @@ def _secret(name: str, prefix: str) -> str:
 def serve_slack(
     settings: Settings, runs: "KfpRuns", stop: threading.Event, clock: Clock = lambda: datetime.now(UTC)
 ) -> None:
-    """Run the bot until ``stop`` is set; acknowledged requests that are still open are left to the next process.
+    """Run the bot until ``stop`` is set.
+
+    The next process continues acknowledged requests that are still open.
 
     Raises:
         SettingsError: a token is missing.
-        SlackError: Slack refuses a token.
+        SlackError: Slack rejects a token.
         PortInUseError: ``slack.port`` is in use, in mode http.
     """
     secrets = Secrets.of_environment(settings.slack)
@@ -125,7 +133,7 @@ def serve_slack(
 
     def sign_in() -> App:
         slack.sign_in()
-        # The token is valid, so from here on a BoltError is an outage.
+        # The token is valid, so any later BoltError is an outage.
         return create_slack_app(client, secrets.signing_secret, Handlers(services))
 
     app = _retry_until_available(sign_in, stop)
@@ -140,7 +148,11 @@ def serve_slack(
 
 
 def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
-    """Until ``stop`` is set, write heartbeats while the threads work and Slack is, or was recently, connected."""
+    """Write heartbeats until ``stop`` is set.
+
+    A heartbeat requires that the threads work and that Slack is or was recently
+    connected.
+    """
     connected_s = time.monotonic()
     while True:
         now_s = time.monotonic()
@@ -152,7 +164,9 @@ def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Lo
 
 
 class _Loop:
-    """A thread that polls every ``poll_s``, and immediately when it is woken."""
+    """A thread that polls every ``poll_s`` seconds,
+    and immediately when it is woken.
+    """
 
     def __init__(self, name: str, poll: Callable[[], None], poll_s: float, poll_max_s: float) -> None:
         self._poll = poll
@@ -197,12 +211,15 @@ def _running(loops: list[_Loop]) -> Generator[None]:
         for loop in loops:
             loop.stop()
         deadline_s = time.monotonic() + SHUTDOWN_S
-        for loop in loops:  # a slower one is abandoned; the next process continues its request
+        for loop in loops:  # a slower thread is abandoned, and the next process continues its request
             loop.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
-    """The result of ``connect``, retried until Slack is available; None if ``stop`` is set first."""
+    """The result of ``connect``, which is retried until Slack is available.
+
+    Returns None if ``stop`` is set first.
+    """
     wait_s = 1.0
     while not stop.is_set():
         try:
@@ -221,7 +238,10 @@ def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> 
 
 @contextmanager
 def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[Callable[[], bool]]:
-    """Connect to Slack; yields whether the connection is up. The SDK renews it."""
+    """Connect to Slack. Yields a function that returns whether the connection is up.
+
+    The SDK renews the connection.
+    """
     handler = SocketModeHandler(app, app_token, ping_interval=PING_S)
     try:
         _retry_until_available(handler.connect, stop)
@@ -232,7 +252,10 @@ def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[C
 
 @contextmanager
 def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool]]:
-    """Listen for Slack's calls, behind a proxy that terminates TLS; yields whether the server is up."""
+    """Listen for Slack's calls, behind a proxy that terminates TLS.
+
+    Yields a function that returns whether the server is up.
+    """
     config = uvicorn.Config(
         http_app(app, settings.max_request_size_bytes), log_level="warning", access_log=False, server_header=False
     )

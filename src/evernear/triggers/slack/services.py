@@ -1,4 +1,4 @@
-"""The bot's dependencies: shared by the handlers of Slack's deliveries and by the worker."""
+"""The bot's dependencies, which the handlers and the worker share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,14 +47,16 @@ class Services:
             self.requests.change(current, state=state, **fields)
 
     def notify(self, request: Request, text: str) -> None:
-        """Notify the person responsible for ``request``, or the channel if that is not a person."""
+        """Notify the person responsible for ``request``,
+        or the channel if no person is.
+        """
         if request.by.id:
             self.slack.post_ephemeral(request.channel, request.by.id, line(text))
         else:
             self.slack.post(request.channel or self.settings.slack.channel, line(text))
 
     def audit(self, request: Request, what: str, result: audit.Result, **details: Any) -> None:
-        """Record what was done for ``request``; ``details`` are fields of `AuditEvent`."""
+        """Record an action for ``request``. ``details`` are fields of `AuditEvent`."""
         event = AuditEvent(
             request=request.id,
             at=request.answered or request.created,

@@ -1,7 +1,8 @@
-"""The worker: advances every open request by one state per poll.
+"""The worker: advance every open request by one state per poll.
 
-A failed step is retried with exponential backoff. Every completed step is stored immediately, and repeating it has no
-effect, so that a new process continues where the last one stopped.
+A failed step is retried with exponential backoff. Every completed step is stored
+immediately, and repeating a step has no effect. A new process therefore continues where
+the previous process stopped.
 """
 
 import logging
@@ -20,14 +21,18 @@ from evernear.triggers.slack.services import Clock, Services
 
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
-"""Consecutive failures before a request is given up: about a day at `BACKOFF_MAX_S`."""
+"""Number of consecutive failures before a request fails: about a day at
+`BACKOFF_MAX_S`.
+"""
 FOLLOW_MAX_AGE = timedelta(days=1)
-"""Maximum age at which a run that the watcher started by itself is reported."""
+"""Maximum age at which a run that the watcher started without asking is reported."""
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The worker of one bot. `follow` and `move` may run in two threads; neither raises."""
+    """The worker of one bot. `follow` and `move` may run in two threads.
+    Neither raises.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -36,14 +41,16 @@ class Worker:
         self._removed_old = services.clock()
 
     def follow(self) -> None:
-        """Advance everything but the promotions and rollbacks that this process carries out."""
+        """Advance all requests, except promotions and rollbacks that this process
+        executes.
+        """
         self._attempt("requests", lambda: self._advance_all(changes_champion=False))
         if self._services.clock() - self._removed_old > timedelta(hours=1):
             self._removed_old = self._services.clock()
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
     def move(self) -> None:
-        """Carry out promotions and rollbacks. One may take as long as a rollout."""
+        """Execute promotions and rollbacks. Each may take as long as a rollout."""
         self._attempt("moves", lambda: self._advance_all(changes_champion=True))
 
     def _advance_all(self, changes_champion: bool) -> None:
@@ -56,12 +63,14 @@ class Worker:
         if not request.is_proposal or request.message:
             return request.is_open
         if not self._services.settings.slack.channel or (request.state == "accepted" and request.by == POLICY):
-            return False  # there is no place to report to, or the watcher is about to start the run
+            return False  # no channel to report to, or the watcher is about to start the run
         is_recent = self._services.clock() - (request.answered or request.created) < FOLLOW_MAX_AGE
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run ``step`` unless it is backing off. An error delays the next attempt and affects nothing else."""
+        """Run ``step`` unless it is backing off.
+        An error only delays the next attempt.
+        """
         if not self._backoff.is_due(name):
             return
         try:
@@ -117,7 +126,9 @@ class Worker:
                     self._runs.start(prepared)
 
     def _report_failure(self, request_id: str, error: Exception) -> None:
-        """Report the first failure of a request; give up a request that has failed for too long."""
+        """Report the first failure of a request,
+        and end a request that has failed too often.
+        """
         services = self._services
         request, failures = services.requests.find(request_id), self._backoff.failures(request_id)
         if request is None or not request.is_open or (request.is_proposal and request.state == "pending"):
@@ -152,7 +163,10 @@ class Worker:
 
 
 class _Backoff:
-    """Consecutive failures by name, and the time of the next attempt. In memory: after a restart everything is due."""
+    """Consecutive failures by name, and the time of the next attempt.
+
+    Both are only in memory, so every step is due after a restart.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
