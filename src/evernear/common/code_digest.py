@@ -1,4 +1,6 @@
-"""A hash of the code behind a stored result, so that changed code does not reuse what earlier code made."""
+"""A hash of the code behind a stored result,
+so that changed code does not reuse earlier results.
+"""
 
 import ast
 import hashlib
@@ -29,14 +31,18 @@ EXCLUDED = frozenset(
         "common.threads",
     )
 )
-"""Modules and packages that move bytes, messages and settings, or make a dataset, which has a digest itself."""
+"""Modules that only move bytes, messages and settings, or make a dataset,
+which has a separate digest.
+"""
 
 
 @cache
 def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
-    """The sha256 of the source of ``module`` and of every module of evernear that it imports, except `EXCLUDED`.
+    """The sha256 of the source code of ``module`` and of every evernear module that it
+    imports, except `EXCLUDED`.
 
-    Comments, docstrings and formatting do not count. The installed versions of ``libraries``, which the code calls, do.
+    Comments, docstrings and formatting do not change the hash. The installed versions
+    of ``libraries``, which the code calls, do.
     """
     sha256 = hashlib.sha256()
     for name, tree in sorted(_closure(module).items()):
@@ -47,7 +53,7 @@ def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
 
 
 def _closure(module: str) -> dict[str, ast.Module]:
-    """The syntax trees of ``module`` and of what it imports, by name."""
+    """The syntax trees of ``module`` and its imports, by module name."""
     trees: dict[str, ast.Module] = {}
     pending = [module]
     while pending:
@@ -65,16 +71,20 @@ def _is_excluded(module: str) -> bool:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module; None for a name that a module defines, as in ``from evernear.data.shards import Dataset``.
+    """The file of a module, or None for other names, as in
+    ``from evernear.data.shards import Dataset``.
 
-    `importlib.util.find_spec` would import the parents of a name, and with them timm, which takes seconds.
+    `importlib.util.find_spec` would import the parents of a name,
+    and thereby timm, which takes seconds.
     """
     path = ROOT.joinpath(*module.split(".")[1:])
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Names of modules of evernear that ``tree`` imports, also inside of functions; and names that may be modules."""
+    """Names of evernear modules that ``tree`` imports, also inside functions,
+    and names that may be modules.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from _ours(alias.name for alias in node.names)

@@ -15,7 +15,8 @@ from evernear.errors import StoreError, disk_full_message
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading; unlike `open`, this never waits for the writer of a pipe.
+    """Open a regular file for reading. Unlike `open`,
+    this never waits for the writer of a pipe.
 
     Raises:
         OSError: the file cannot be opened, or is a pipe, a device or a directory.
@@ -32,21 +33,23 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def sha256_bytes(data: bytes) -> str:
-    """Hex sha256 of ``data``."""
+    """The sha256 of ``data`` as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """Hex sha256 of a file, in flat memory."""
+    """The sha256 of a file as hexadecimal digits, in constant memory."""
     with disk_errors(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a file atomically: after a crash, or for a reader, it has the old content or the new one.
+    """Write a file atomically. After a crash, and for readers,
+    it has either the old or the new content.
 
     Raises:
-        StoreError: disk full, permission denied, ...
+        StoreError: the file cannot be written, because the disk is full or permission
+            is denied, for example.
     """
     with atomic_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -54,10 +57,12 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[BinaryIO]:
-    """A new file that replaces ``path`` when the body ends, and is removed if the body fails.
+    """A new file that replaces ``path`` when the body ends,
+    and is removed if the body fails.
 
     Raises:
-        StoreError: disk full, permission denied, ...
+        StoreError: the file cannot be written, because the disk is full or permission
+            is denied, for example.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,8 +84,10 @@ def disk_errors(path: Path | str) -> Generator[None]:
 
 @contextmanager
 def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
-    """A new file under a hidden name in ``directory``, removed unless the body renames it."""
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # a long name has no room for more
+    """A new file with a hidden name in ``directory``.
+    It is removed unless the body renames it.
+    """
+    handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # names have a maximum length
     staged = Path(temporary)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -91,6 +98,8 @@ def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Flush the content to disk, before a rename, so that a power failure cannot leave an empty file."""
+    """Flush the content to disk before a rename,
+    so that a power failure cannot leave an empty file.
+    """
     file.flush()
     os.fsync(file.fileno())

@@ -1,6 +1,8 @@
-"""Relative locations in the environment mean the directory where the command was typed.
+"""Relative locations in the environment are relative to the directory where the command
+was typed.
 
-The steps of a run and TorchServe work in other directories, so that their processes get absolute locations.
+The steps of a run and TorchServe run in other directories,
+so their processes receive absolute locations.
 """
 
 import os
@@ -14,23 +16,27 @@ _PATHS = re.compile(
     r"|HF_HUB_CACHE|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_CACHE|NETRC|MPLCONFIGDIR|TMPDIR"
     r"|GOOGLE_APPLICATION_CREDENTIALS|OTEL_EXPORTER_OTLP_\w*(CERTIFICATE|CLIENT_KEY)"
 )
-"""Variables that hold a path: evernear's, and its libraries'."""
+"""Variables of evernear and its libraries that contain a path."""
 _LISTS = frozenset({"KUBECONFIG", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_DIR"})
-"""Variables that hold several paths."""
+"""Variables that contain several paths."""
 _ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_MILVUS_URI"})
-"""Variables that hold the URL of a server, or a path."""
+"""Variables that contain a server URL or a path."""
 _NO_PATHS = frozenset({"databricks", "databricks-uc", "uc"})
-"""Addresses of MLflow without a colon."""
+"""MLflow addresses without a colon."""
 _SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)([^/:?].*)")
-"""``sqlite:///mlflow.db``; with a fourth slash, the path is absolute. ``:memory:`` is no path."""
+"""``sqlite:///mlflow.db``. With a fourth slash, the path is absolute.
+``:memory:`` is not a path.
+"""
 _FILE = re.compile(r"(file:)([^/].*)")
 """``file:./mlruns``"""
 
 
 def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
-    """``environment`` with absolute paths instead of those relative to ``directory``, by default the current one.
+    """``environment`` with all relative paths made absolute.
 
-    URLs of servers stay, and so do paths in a home directory (``~/...``), which libraries expand.
+    Paths are relative to ``directory``, by default the current directory. Server URLs
+    do not change. Paths in a home directory (``~/...``) do not change either, because
+    libraries expand them.
     """
     base = directory or Path.cwd()
     return {name: _absolute(name, value, base) for name, value in environment.items()}
@@ -49,5 +55,5 @@ def _absolute(name: str, value: str, base: Path) -> str:
 
 
 def _absolute_path(path: str, base: Path) -> str:
-    """An empty path, which is no location, stays; so does one in a home directory."""
+    """Make ``path`` absolute, unless it is empty or in a home directory."""
     return path if not path or path.startswith("~") else str(base / path)

@@ -1,12 +1,14 @@
-"""Secrets: one place strips those in the environment, and one place masks them in whatever is printed or recorded.
+"""Secrets: strip them in the environment, and mask them in printed or recorded text.
 
-A secret is the value of a variable such as ``AWS_SESSION_TOKEN`` or ``KFP_COOKIES``, the password of a URL in any
-variable, or a value that was read from a file and passed to `remember`. Text also has secrets that no variable has: the
-signature of a presigned URL, or an Authorization header. Those are recognized by their form.
+A secret is the value of a variable such as ``AWS_SESSION_TOKEN`` or ``KFP_COOKIES``,
+the password of a URL in any variable, or a value that was read from a file and passed
+to `remember`. Text may also contain secrets that are in no variable, such as the
+signature of a presigned URL or an Authorization header. Such secrets are recognized by
+their form.
 
-`evernear.common.output` masks what is printed, logged and recorded. `mask_streams` covers what other libraries
-print, and tracebacks. `copy_masked` copies the output of a child process, which may write to its descriptor without
-Python.
+`evernear.common.output` masks printed, logged and recorded text. `mask_streams` covers
+the output of other libraries, and tracebacks. `copy_masked` copies the output of a
+child process, which may write to its file descriptor without Python.
 """
 
 import base64
@@ -24,20 +26,31 @@ from evernear.errors import SettingsError
 
 MASK = "***"
 MIN_CHARACTERS = 8
-"""A shorter value, such as "a" or "test", also occurs inside ordinary words, so masking it would garble the output. It
-is no secret either: 8 characters are the least that NIST SP 800-63B allows for a password."""
+"""Minimum length of a masked value.
+
+A shorter value, such as "a" or "test", also occurs inside ordinary words, so masking it
+would garble the output. Such a value is not a secret either, because NIST SP 800-63B
+requires at least 8 characters for a password.
+"""
 PART_CHARACTERS = 1024
-"""A longer secret is masked in parts of this length, so that its forms are shorter than `HELD_CHARACTERS`."""
+"""Maximum length of a masked part. Longer secrets are split,
+so that all forms are below `HELD_CHARACTERS`.
+"""
 HELD_CHARACTERS = 8192
-"""The end of a long line that `copy_masked` holds back: it may be the beginning of a secret."""
+"""Length of a long line's end that `copy_masked` holds back,
+because a secret may begin there.
+"""
 OWN_NAMES = frozenset({"evernear"})
 """Values that are not masked, because every line of output may contain them."""
 CHUNK_BYTES = 2**16
 LINE_MAX_BYTES = 2**16
-"""Longest line that `copy_masked` holds in memory. A longer one is written in parts."""
+"""Maximum length of a line that `copy_masked` holds in memory.
+A longer line is written in parts.
+"""
 
-# Also of programs that evernear does not know. Names that end in _FILE, _PATH and so on are locations, and Kubernetes
-# makes variables such as TOKEN_SERVICE_HOST for a Service.
+# This also matches variables of unknown programs. Names that end in _FILE, _PATH and so
+# on are locations, and Kubernetes creates variables such as TOKEN_SERVICE_HOST for a
+# Service.
 _SECRET_NAME = re.compile(
     r"^(?!.*(_(FILE|PATH|DIR|NAME|SOCK|URL|URI|ENDPOINT|HOST|ADDR|PROTO)$|_SERVICE_|_PORT(_|$)))"
     r".*(TOKEN|SECRET|PASS(WORD|WD|PHRASE)?(_|$)|COOKIE|CREDENTIAL|AUTHORIZATION|CONNECTION_STRING|HEADERS"
@@ -45,13 +58,15 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SETTING = re.compile(r"EVERNEAR_(?!(MILVUS_)?TOKEN$)", re.IGNORECASE)
-"""Settings are no secrets: ``EVERNEAR_KUBERNETES__TOKEN_SECRET`` is the name of a Secret."""
+"""Settings, which are not secrets: ``EVERNEAR_KUBERNETES__TOKEN_SECRET`` is the name of
+a Secret.
+"""
 _STRIPPED = re.compile(
     r"(AWS|EVERNEAR|KFP|KF_PIPELINES|KUBECONFIG|SLACK|MLFLOW|MODEL_REGISTRY|HF|HUGGING|OTEL|LABEL_STUDIO|MINIO)(_.*|$)"
     r"|(.*_)?(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE",
     re.IGNORECASE,
 )
-"""Variables without a secret in their name whose values are addresses, names or paths. None of them ends in a space."""
+"""Variables whose values are addresses, names or paths, which never end in a space."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s,]+", re.IGNORECASE)
 _QUERY_NAMES = (
     r"x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig|"
@@ -62,7 +77,8 @@ _PATTERNS = [
     (needles.split(), re.compile(pattern, re.IGNORECASE))
     for needles, pattern in (
         ("@", r"://(?P<secret>[^/?#\s@\"'<>\\]{1,4000})@"),
-        # A password with a slash, as secret keys of S3 have; digits before the slash are a port.
+        # A password with a slash, like the secret keys of S3.
+        # Digits before the slash are a port.
         ("@", r"://(?P<secret>[^/?#\s:@\[]{0,200}:(?!\d{1,5}\b)[^\s@\"'<>\\]{1,4000})@"),
         ("token= sig= signature= credential= key= keyid= passwd= password= secret=",
          rf"(?:[?&;]|u0026|\bx-amz-)(?:{_QUERY_NAMES})=(?P<secret>{_VALUE})"),
@@ -79,17 +95,23 @@ _PATTERNS = [
         ("akia asia", r"\b(?P<secret>(?-i:A[KS]IA[A-Z0-9]{16}))\b"),
     )
 ]  # fmt: skip
-"""Secrets that are recognized by their form, each with texts of which every match contains one in lower case."""
+"""Patterns of secrets that are recognized by their form.
+
+Each pattern has lower-case texts. Every match contains at least one of these texts in
+lower case.
+"""
 
 _remembered: set[str] = set()
 _forms: tuple[str, ...] = ()
 
 
 def configure_masking(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Strip credentials and addresses in ``environment``, for this process and its children, and remember the secrets.
+    """Strip credentials and addresses in ``environment``, for this process and its
+    children, and remember the secrets.
 
-    A secret that was made with ``echo`` ends in a line break, which no HTTP header may contain: libraries would fail
-    with an error that quotes it. A variable of nothing but spaces is removed.
+    A secret that was created with ``echo`` ends in a line break. An HTTP header may not
+    contain a line break, so libraries would fail with an error that quotes the secret.
+    A variable that contains only spaces is removed.
     """
     for name, value in list(environment.items()):
         stripped = value.strip()
@@ -101,7 +123,9 @@ def configure_masking(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """The secrets in ``environment``: values of variables with a secret's name, and passwords and keys in URLs."""
+    """The secrets in ``environment``: values of variables with telling names,
+    and passwords and keys in URLs.
+    """
     for name, value in environment.items():
         if is_secret(name, value):
             yield value
@@ -112,7 +136,9 @@ def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def remember(*secrets: str) -> None:
-    """Mask ``secrets`` from now on, and the forms in which programs quote them."""
+    """Mask ``secrets`` from now on,
+    including the forms in which programs quote them.
+    """
     global _forms
     if not _remembered.issuperset(secrets):
         _remembered.update(secrets)
@@ -127,10 +153,12 @@ def forms_of(secrets: Iterable[str]) -> tuple[str, ...]:
 
 
 def usable(name: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The secret in the variable ``name``; empty if it is not set.
+    """The secret in the variable ``name``,
+    or an empty string if the variable is not set.
 
     Raises:
-        SettingsError: it contains a character that no HTTP header may have, such as a line break.
+        SettingsError: the secret contains a character that is invalid in HTTP headers,
+            such as a line break.
     """
     value = environment.get(name, "").strip()
     if not all(" " <= character <= "~" for character in value):
@@ -153,23 +181,27 @@ def mask(text: str) -> str:
 
 
 def has_form_of_secret(text: str) -> bool:
-    """Whether ``text`` contains what has the form of a secret, such as a URL with a password."""
+    """Whether ``text`` contains text in the form of a secret,
+    such as a URL with a password.
+    """
     return next(_spans_by_form(text), None) is not None
 
 
 class MaskedStream:
-    """A text stream that masks what is written to it, and otherwise behaves like ``stream``."""
+    """A text stream that masks all written text,
+    and otherwise behaves like ``stream``.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @property
     def unmasked(self) -> TextIO:
-        """The stream itself, for a secret that the user asks for."""
+        """The stream without masking, for a secret that the user asks for."""
         return self._stream
 
     def write(self, text: str) -> int:
-        """Write ``text`` masked; returns its number of characters."""
+        """Write ``text`` masked. Returns the number of characters in ``text``."""
         self._stream.write(mask(text))
         return len(text)
 
@@ -183,9 +215,11 @@ class MaskedStream:
 
 
 def mask_streams() -> None:
-    """Mask all that Python prints in this process from now on, tracebacks and the logs of libraries included.
+    """Mask all text that Python prints in this process from now on, including
+    tracebacks and libraries' logs.
 
-    The entry point of every program calls this; importing evernear does not replace a program's streams.
+    The entry point of every program calls this function.
+    Importing evernear does not replace a program's streams.
     """
     configure_masking()
     for name in ("stdout", "stderr"):
@@ -195,11 +229,12 @@ def mask_streams() -> None:
 
 
 def copy_masked(source: IO[bytes], path: Path) -> None:
-    """Append the output of a child process to ``path``, masked, until its last process closes the pipe ``source``,
-    which is then closed here as well.
+    """Append the output of a child process to ``path``, masked.
 
-    Complete lines are written at once, and at most `LINE_MAX_BYTES` of an incomplete one are in memory. If the disk is
-    full, the rest is read and dropped, because a child that nobody reads from would wait forever.
+    The function returns when the last process has closed the pipe ``source``, and
+    closes its own end. Complete lines are written immediately. At most `LINE_MAX_BYTES`
+    of an incomplete line are in memory. If the disk is full, the rest is read and
+    discarded, because a child process with a full pipe would wait forever.
     """
     with source:
         with path.open("ab", buffering=0) as log:
@@ -213,7 +248,9 @@ def copy_masked(source: IO[bytes], path: Path) -> None:
 
 
 def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
-    """Complete lines from the pipe ``source``, masked, until it is closed. A very long line comes in several parts."""
+    """Complete lines from the pipe ``source``, masked, until it is closed.
+    A very long line is split.
+    """
     rest = b""
     while chunk := os.read(source.fileno(), CHUNK_BYTES):
         rest += chunk
@@ -226,7 +263,9 @@ def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
 
 
 def _cut(line: bytes) -> int:
-    """A position in a long ``line`` that is not inside a secret, even one whose end has not been read yet."""
+    """A position in a long ``line`` that is not inside a secret,
+    even if the secret's end is not read yet.
+    """
     text = _decode(line)
     cut = len(text) - HELD_CHARACTERS
     for start, end in sorted(_spans(text), reverse=True):
@@ -248,7 +287,7 @@ def _encode(text: str) -> bytes:
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each secret in ``text``. They may overlap."""
+    """The start and end of each secret in ``text``. Secrets may overlap."""
     for form in _forms:
         start = text.find(form)
         while start >= 0:
@@ -267,7 +306,9 @@ def _spans_by_form(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the variable ``name`` with this value is a secret, by its name."""
+    """Whether the variable ``name`` with this value is a secret,
+    according to its name.
+    """
     if name == "AWS_ACCESS_KEY_ID":
         return True
     return bool(_SECRET_NAME.match(name)) and not _SETTING.match(name) and not _is_path(value)
@@ -281,7 +322,7 @@ def _is_path(value: str) -> bool:
 
 
 def _parts(secret: str) -> Iterator[str]:
-    """The values in a list of cookies or headers, and the lines of a key."""
+    """The values in a list of cookies or headers, or the lines of a key."""
     for part in re.split(r"[;,\s]+", secret):
         if not part.startswith("-----"):
             yield part
@@ -305,7 +346,9 @@ def _secrets_of_url(url: str) -> Iterator[str]:
 
 
 def _forms_of(secret: str) -> Iterator[str]:
-    """``secret`` as programs quote it: in a URL, in JSON, HTML or Python, and in a Basic Authorization header."""
+    """The forms in which programs quote ``secret``: URL, JSON, HTML,
+    Python and Basic Authorization header.
+    """
     for start in range(0, len(secret), PART_CHARACTERS):
         part = secret[start : start + PART_CHARACTERS]
         data = _encode(part)
@@ -315,7 +358,7 @@ def _forms_of(secret: str) -> Iterator[str]:
         yield unquote(part)
         yield from (json.dumps(part)[1:-1], html.escape(part), repr(part)[1:-1], repr(data)[2:-1])
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            for before in range(3):  # bytes before it, such as "user:", shift it; the edges mix with other characters
+            for before in range(3):  # preceding bytes, such as "user:", shift the encoding
                 encoded = encode(bytes(before) + data).decode()
                 last = len(encoded.rstrip("=")) - (1 if (before + len(data)) % 3 else 0)
                 yield encoded[(0, 2, 3)[before] : last]

@@ -1,12 +1,13 @@
 """The record of a pipeline run in the object store.
 
-Kubeflow Pipelines keeps no error message of a failed task, does not report who stopped a run, and passes no artifacts
-to the exit step. Each step therefore records its own state::
+Kubeflow Pipelines does not save the error message of a failed task, does not report who
+stopped a run, and passes no artifacts to the exit step. Each step therefore records its
+own state::
 
     runs/<run>/steps/<step>.json    the last state of a step, with its progress or its error
-    runs/<run>/stop.json            who requested the run to stop, and when
+    runs/<run>/stop.json            the person who stopped the run, and the time
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
-    runs/<run>/run.html             the run page; see `evernear.reporting.page`
+    runs/<run>/run.html             the run page (`evernear.reporting.page`)
 """
 
 import json
@@ -27,28 +28,36 @@ from evernear.errors import IntegrityError, MissingObjectError
 
 RUNS = "runs/"
 STARTING = "starting"
-"""The folder of `RUNS` that has the locks of runs that are being started, and no run."""
+"""The folder under `RUNS` with the locks of runs that are being started.
+It is not a run.
+"""
 EXIT_STEP = "notify"
-"""The last step of every run, even of one that failed."""
+"""The last step of every run, including failed runs."""
 OUTCOME = "outcome"
-"""The name of the document with which a run ends; see `evernear.reporting.notify`."""
+"""The name of the last document of a run (`evernear.reporting.notify`)."""
 ABANDONED_AFTER = timedelta(days=7)
-"""Age of the last sign of a run on another machine that recorded no end, from which it counts as killed."""
+"""Time without a sign of life after which a run on a different machine counts as
+killed.
+"""
 RUNNER_VARIABLE = "_EVERNEAR_RUNNER"
-"""The ID of the process that runs the steps of a local run; steps in a cluster do not have it."""
+"""The ID of the process that runs the steps of a local run.
+Not set for steps in a cluster.
+"""
 Document = TypeVar("Document", bound=Frozen)
 
 
 class StepProgress(Frozen):
-    """How far a running step is."""
+    """The progress of a running step."""
 
     at: AwareDatetime
     message: str
     done: int | None = None
-    """Units of work that are done, such as images; None if the step does not count them."""
+    """Number of completed units of work, such as images,
+    or None if the step does not count them.
+    """
     total: int | None = None
     left_s: float | None = None
-    """Estimated time left; None if it is unknown."""
+    """Estimated time left, or None if it is unknown."""
 
 
 class StepRecord(Frozen):
@@ -57,28 +66,33 @@ class StepRecord(Frozen):
     step: str
     state: Literal["running", "finished", "failed"]
     message: str = ""
-    """The summary of a finished step, or the error of a failed one."""
+    """The summary of a finished step, or the error of a failed step."""
     exit_code: int = 0
     started: AwareDatetime
     ended: AwareDatetime | None = None
     peak_memory_bytes: int = 0
-    """The largest resident set of the step's process or of one of its children; 0 while the step runs."""
+    """The largest resident set of the step's process or of a child process.
+    0 while the step runs.
+    """
     cpu_s: float = 0.0
-    """CPU time of the step's process and its children; 0 while the step runs."""
+    """CPU time of the step's process and its children. 0 while the step runs."""
     cpu_limit: float | None = None
-    """CPU limit of the step's container; None if it has none."""
+    """CPU limit of the step's container, or None without a limit."""
     memory_limit_bytes: float | None = None
-    """Memory limit of the step's container; None if it has none."""
+    """Memory limit of the step's container, or None without a limit."""
     gpus: int = 0
-    """GPUs that the step could use; 0 if it did not load PyTorch."""
+    """Number of GPUs that the step could use. 0 if the step did not load PyTorch."""
     host: str = ""
-    """`this_host` of the step."""
+    """The value of `this_host` in the step."""
     process: int | None = None
     """The ID of the step's process on its host."""
     runner: int | None = None
     """The ID of the process that runs the steps of a local run, on the same host."""
     progress: StepProgress | None = None
-    """The last progress while the step runs, a few seconds old; None before the first, and at the end."""
+    """The last progress of a running step, a few seconds old.
+
+    None before the first progress and after the end.
+    """
 
     @classmethod
     def of_this_process(cls, step: str, started: datetime) -> "StepRecord":
@@ -99,9 +113,9 @@ class RunInProgress(NamedTuple):
 
     run: str
     steps: tuple[StepRecord, ...]
-    """In the order in which they started."""
+    """The steps in start order."""
     heard: datetime
-    """When a step last wrote to the store, by the store's clock."""
+    """Time at which a step last wrote to the store, by the store's clock."""
 
 
 class StopRecord(Frozen):
@@ -112,7 +126,7 @@ class StopRecord(Frozen):
 
 
 def this_host() -> str:
-    """The name of this host, and on Linux the number of the namespace in which process IDs are unique."""
+    """The name of this host, and on Linux the number of its process ID namespace."""
     try:
         return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
@@ -120,11 +134,13 @@ def this_host() -> str:
 
 
 def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime) -> list[RunInProgress]:
-    """Those of the runs ``heard`` that are in progress, the one heard of last first.
+    """The runs of ``heard`` that are in progress, sorted by the last write,
+    newest first.
 
-    ``heard`` has the runs without an outcome, and when a step of each last wrote to the store. A local run whose
-    process has died is not in progress. A run on another machine counts as in progress until it has an outcome, or was
-    not heard of for `ABANDONED_AFTER`.
+    ``heard`` maps each run without an outcome to the time at which a step last wrote to
+    the store. A local run whose process has died is not in progress. A run on a
+    different machine counts as in progress until it has an outcome, or until it has
+    written nothing for `ABANDONED_AFTER`.
 
     Raises:
         StoreError: the store fails.
@@ -140,12 +156,12 @@ def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime)
 
 
 def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
-    """Whether a run with these steps is in progress, or may be.
+    """Whether a run with these steps is or may be in progress.
 
-    ``is_recent`` decides about steps on another machine.
+    For steps on a different machine, ``is_recent`` decides.
     """
     if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
-        return False  # earlier steps that are "running" were killed
+        return False  # earlier steps whose state is "running" were killed
     if any(step.host != this_host() for step in steps):
         return is_recent
     return any(
@@ -154,7 +170,9 @@ def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
 
 
 def _is_alive(process: int | None, step: StepRecord) -> bool:
-    """Whether the process of this machine runs; one that started after ``step`` has reused the ID."""
+    """Whether a process on this machine runs.
+    A process that started after ``step`` has reused the ID.
+    """
     import psutil  # steps do not need it
 
     with suppress(psutil.NoSuchProcess):
@@ -177,7 +195,7 @@ class RunRecord:
         self.store.put(self._key(f"steps/{record.step}"), record.to_json())
 
     def steps(self) -> tuple[StepRecord, ...]:
-        """The recorded steps in the order in which they started."""
+        """The recorded steps, in start order."""
         keys = [info.key for info in self.store.list(f"{RUNS}{self.run}/steps/")]
         records = [StepRecord.from_json(self.store.get(key), key) for key in keys]
         return tuple(sorted(records, key=lambda record: record.started))
@@ -197,7 +215,7 @@ class RunRecord:
                 self.store.put(self._key(name), mask(json.dumps(tree, indent=2)).encode())
 
     def load(self, name: str) -> dict[str, Any]:
-        """The JSON document ``name``; empty if it was not recorded."""
+        """The JSON document ``name``, or an empty dict if it was not recorded."""
         key = self._key(name)
         entry = self.store.find(key)
         try:
@@ -206,7 +224,7 @@ class RunRecord:
             raise IntegrityError(f"{key} in {self.store.uri} is empty or no JSON document; delete it.") from None
 
     def find(self, name: str, model: type[Document]) -> Document | None:
-        """The document ``name`` as a ``model``; None if it was not recorded."""
+        """The document ``name`` as a ``model``, or None if it was not recorded."""
         key = self._key(name)
         entry = self.store.find(key)
         return model.from_json(entry[0], key) if entry else None
@@ -216,7 +234,7 @@ class RunRecord:
         self.store.put(f"{RUNS}{self.run}/{name}", data)
 
     def get(self, name: str) -> bytes | None:
-        """The file ``name``; None if it was not recorded."""
+        """The file ``name``, or None if it was not recorded."""
         entry = self.store.find(f"{RUNS}{self.run}/{name}")
         return entry[0] if entry else None
 

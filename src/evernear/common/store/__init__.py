@@ -1,7 +1,9 @@
-"""Objects under keys, in a directory (``file:///path``) or in S3 (``s3://bucket/prefix``).
+"""Objects with keys, in a directory (``file:///path``) or in S3
+(``s3://bucket/prefix``).
 
-Writes are atomic, and `Store.put_if` is a compare-and-swap: it moves pointers such as a dataset's head or the champion,
-so that exactly one of two concurrent writers succeeds. Keys are segments separated by ``/``, as in S3.
+Writes are atomic. `Store.put_if` is a compare-and-swap. It moves pointers, such as a
+dataset's head or the champion pointer, so that exactly one of two concurrent writers
+succeeds. A key consists of segments separated by ``/``, as in S3.
 """
 
 from pathlib import Path
@@ -17,21 +19,24 @@ __all__ = ["FileStore", "ObjectInfo", "Store", "open_store"]
 def open_store(uri: str) -> Store:
     """Open the store at ``file:///absolute/path`` or ``s3://bucket/prefix``.
 
-    S3 is configured by the usual variables: ``AWS_ENDPOINT_URL`` (MinIO, SeaweedFS, ...; empty: AWS),
-    ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (empty: us-east-1),
-    ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``, ``HTTPS_PROXY`` and ``NO_PROXY``.
-    Without keys, requests are anonymous.
+    S3 is configured by the usual environment variables: ``AWS_ENDPOINT_URL`` (for
+    MinIO, SeaweedFS, and so on; AWS by default), ``AWS_ACCESS_KEY_ID``,
+    ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``, ``AWS_REGION`` (us-east-1 by
+    default), ``AWS_CA_BUNDLE`` for a private certificate authority, ``HTTP_PROXY``,
+    ``HTTPS_PROXY`` and ``NO_PROXY``. Without keys, requests are anonymous.
 
     Raises:
-        SettingsError: the URI has another form, or the environment has an invalid endpoint, key or proxy.
+        SettingsError: the URI has a different form,
+            or the environment has an invalid endpoint, key or proxy.
     """
     parts = urlsplit(uri)
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return FileStore(Path(unquote(parts.path)))
-    # Not parsed as a URL: '?' and '#' are ordinary characters in object names.
+    # The URI is not parsed as a URL,
+    # because '?' and '#' are ordinary characters in object names.
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     if parts.scheme == "s3" and bucket:
-        from evernear.common.store.s3 import S3Store  # a store in a directory needs no client of S3
+        from evernear.common.store.s3 import S3Store  # a directory store needs no S3 client
 
         return S3Store(bucket, prefix.strip("/"))
     raise SettingsError(f"The store {uri!r} is neither file:///absolute/path nor s3://bucket/prefix.")

@@ -1,4 +1,4 @@
-"""The `Store` protocol, and the checks that both implementations share."""
+"""The `Store` protocol, and checks that both implementations share."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object in a listing. ``modified`` is by the store's clock."""
+    """An object in a listing. ``modified`` is a time of the store's clock."""
 
     key: str
     size_bytes: int
@@ -25,14 +25,19 @@ class ObjectInfo:
 
     @cached_property
     def etag(self) -> str:
-        """The etag. A store in a directory reads the object for it, and raises `MissingObjectError` if it is gone."""
+        """The etag of the object.
+
+        A directory store reads the object to compute the etag, and raises
+        `MissingObjectError` if the object is gone.
+        """
         return self.read_etag()
 
 
 class Store(Protocol):
     """Objects under keys. All methods raise `StoreError` if the store is unreachable or rejects the request.
 
-    Reads verify the sha256 that was recorded at the write, if any; a mismatch raises `IntegrityError`.
+    Reads verify the sha256 that was recorded by the write, if any.
+    A mismatch raises `IntegrityError`.
     """
 
     uri: str
@@ -45,48 +50,53 @@ class Store(Protocol):
         """Write only if the object still has ``etag`` (None: only if it does not exist), and return the new etag.
 
         Raises:
-            ConflictError: another writer was first; nothing was changed.
+            ConflictError: a different writer was first, and nothing was changed.
         """
         ...
 
     def get(self, key: str) -> bytes:
-        """Read an object; a missing one raises `StoreError`."""
+        """Read an object. A missing object raises `StoreError`."""
         stored = self.find(key)
         if stored is None:
             raise missing_object(self.uri, key)
         return stored[0]
 
     def reader(self) -> Callable[[str], bytes]:
-        """Return `get`, or a faster `get` for many small objects."""
+        """Return `get`, or a faster equivalent for many small objects."""
         return self.get
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """Read an object and its etag; None if it does not exist."""
+        """Read an object and its etag. Returns None if the object does not exist."""
         ...
 
     def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
         """Copy an object to ``path`` atomically.
 
         Raises:
-            MissingObjectError: it does not exist.
+            MissingObjectError: the object does not exist.
             IntegrityError: the content does not match ``sha256``.
         """
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, each folder sorted, one page in memory at a time."""
+        """Yield the objects whose keys start with ``prefix``.
+
+        Each folder is sorted, and only one page is in memory at a time.
+        """
         ...
 
     def folders(self) -> Iterator[str]:
-        """Yield the first segments of all keys that have several."""
+        """Yield the first segment of all keys with several segments."""
         return (name.removesuffix("/") for name in self.children("") if name.endswith("/"))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, folders with a slash at the end; the top folder is empty."""
+        """Yield the names in a folder. Names of folders end with a slash.
+        An empty ``folder`` is the top folder.
+        """
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is not an error."""
+        """Delete an object. A missing object is not an error."""
         ...
 
 
@@ -95,7 +105,7 @@ def write_chunks(chunks: Iterator[bytes], path: Path, sha256: str | None, name: 
 
     Raises:
         IntegrityError: the content does not match ``sha256``.
-        StoreError: the disk is full, ...
+        StoreError: the disk is full or cannot be written.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +120,7 @@ def write_chunks(chunks: Iterator[bytes], path: Path, sha256: str | None, name: 
 
 
 def check_sha256(actual: str, expected: str | None, name: str) -> None:
-    """Compare hashes; ``expected`` None accepts anything.
+    """Compare hashes. If ``expected`` is None, any hash is accepted.
 
     Raises:
         IntegrityError: the hashes differ.
@@ -126,7 +136,8 @@ def check_key(key: str) -> None:
         StoreError: a segment is empty or starts with a dot.
     """
     segments = key.split("/")
-    # Leading dots are reserved for the store's own objects; this also excludes "." and "..".
+    # Leading dots are reserved for internal objects of the store.
+    # This also excludes "." and "..".
     if not all(segments) or any(segment.startswith(".") or "\\" in segment for segment in segments):
         raise StoreError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
 

@@ -1,13 +1,15 @@
-"""Compare-and-swap in S3, by conditional writes.
+"""Compare-and-swap in S3 with conditional writes.
 
 AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers reject these headers (OpenStack
 Swift), ignore them (SeaweedFS before 3.97), or check and write in two steps, so that several concurrent writers succeed
-(SeaweedFS 4.16, Swift). evernear tests the server before its first conditional write, with a race between its own
-writers, and refuses a server unless exactly one of them wins: docs/decisions/0011-object-store.md.
+(SeaweedFS 4.16, Swift). Before its first conditional write, evernear tests the server
+with a race between several writers, and rejects the server unless exactly one writer
+wins. See docs/decisions/0011-object-store.md.
 
-A connection that breaks before the response arrives does not leave the outcome open: each write has an id, and reading
-the object back shows whether that write succeeded. MinIO breaks such connections routinely: it rejects the loser of a
-race before it has read the body, and resets.
+If a connection breaks before the response arrives, the outcome can still be determined:
+each write has an id, and reading the object back shows whether this write succeeded.
+MinIO breaks such connections routinely. It rejects the loser of a race before it has
+read the body, and then resets the connection.
 """
 
 import time
@@ -30,35 +32,39 @@ from evernear.common.store.s3_connection import (
 )
 from evernear.errors import StoreError, TransientStoreError
 
-# Probes are below this prefix, which no key can start with.
+# Test objects are under this prefix, because no key can start with it.
 OWN_PREFIX = ".swap/"
 
 _RACERS = 8
 
 _CREATE = {"If-None-Match": "*"}
-# The content would not identify a write: two writers may write the same, and only one of them wins.
+# The content does not identify a write, because two writers may write the same content.
 _WRITE_ID = "x-amz-meta-write-id"
 
 
 class _ResponseLostError(Exception):
-    """A conditional PUT was sent, and whether the server executed it is unknown."""
+    """A conditional PUT was sent, but its outcome is unknown."""
 
 
 class ConditionalWriter:
-    """Conditional writes below ``prefix`` (empty, or ending in a slash) of a bucket."""
+    """Conditional writes in a bucket, under ``prefix``,
+    which is empty or ends with a slash.
+    """
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str) -> None:
         self._connection, self._bucket, self._prefix = connection, bucket, prefix
         self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
 
     def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write only if the object has ``etag`` (None: only if it does not exist), and return the new etag.
+        """Write only if the object has ``etag`` (None: only if it does not exist),
+        and return the new etag.
 
         Raises:
-            ConflictError: another writer was first and nothing was changed; or the response was lost and another writer
-                has written since.
+            ConflictError: a different writer was first and nothing was changed, or the
+                response was lost and a different writer has written since.
             TransientStoreError: the server is unreachable.
-            StoreError: the server rejects the request, or does not support atomic conditional writes.
+            StoreError: the server rejects the request, or does not support atomic
+                conditional writes.
         """
         if self.race_winners != (1, 1):
             raise StoreError(self._explain_unsupported(*self.race_winners))
@@ -69,10 +75,12 @@ class ConditionalWriter:
 
     @cached_property
     def race_winners(self) -> tuple[int, int]:
-        """How many of eight concurrent writers succeed in creating an object, and in replacing it.
+        """The number of eight concurrent writers that succeed in creating an object,
+        and in replacing it.
 
-        1 and 1 is compare-and-swap. 0 is a server that rejects the condition, more than 1 is one that ignores it, or
-        that checks and writes in two steps.
+        With compare-and-swap, the numbers are 1 and 1. A server that rejects the
+        condition has 0. A server that ignores the condition, or checks and writes in
+        two steps, has more than 1.
         """
         name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
         created = self._race(name, None)
@@ -81,7 +89,7 @@ class ConditionalWriter:
         try:
             return len(created), len(self._race(name, created[0]))
         finally:
-            with suppress(TransientStoreError):  # leaves 16 bytes that are never listed
+            with suppress(TransientStoreError):  # 16 bytes remain that are never listed
                 self._remove(name)
 
     def _explain_unsupported(self, created: int, replaced: int) -> str:
@@ -94,17 +102,20 @@ class ConditionalWriter:
 
     def _race(self, name: str, etag: str | None) -> list[str]:
         """The etags of the writers that succeeded."""
-        # Distinct contents: writing the current content again would leave the etag for the next writer to match.
+        # Each writer has a different content. Writing the current content again would
+        # not change the etag, so the next writer could match it.
         entries = [uuid4().bytes for _ in range(_RACERS)]
         with ThreadPoolExecutor(_RACERS) as racers:
             etags = racers.map(lambda data: self._put(name, data, etag, {}), entries)
             return [etag for etag in etags if etag is not None]
 
     def _put(self, name: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str | None:
-        """Write conditionally; return the new etag, or None if the condition failed or is not supported.
+        """Write conditionally. Return the new etag,
+        or None if the condition failed or is not supported.
 
-        If the response is lost, the object is read back. If it is unchanged, the write is sent again: the condition
-        admits at most one of the two.
+        If the response is lost, the object is read back. If the object is unchanged,
+        the write is sent again. The condition lets at most one of the two writes
+        succeed.
         """
         write_id = uuid4().hex
         conditional = {
@@ -131,10 +142,12 @@ class ConditionalWriter:
         )
 
     def _send(self, name: str, data: bytes, headers: dict[str, str]) -> str | None:
-        """Send one conditional PUT; return the new etag, or None if the condition failed or is not supported.
+        """Send one conditional PUT. Return the new etag,
+        or None if the condition failed or is not supported.
 
         Raises:
-            _ResponseLostError: the server may have executed it, or may still execute it.
+            _ResponseLostError: the server may have executed the write, or may still
+                execute it.
         """
         with self._connection.errors("s3:PutObject", self._bucket, name):
             try:
@@ -150,7 +163,7 @@ class ConditionalWriter:
                 raise
 
     def _read_back(self, name: str) -> tuple[str | None, str | None]:
-        """`_stat` after a lost response."""
+        """The result of `_stat` after a lost response."""
         try:
             return self._stat(name)
         except StoreError as error:
@@ -160,7 +173,9 @@ class ConditionalWriter:
             ) from error
 
     def _stat(self, name: str) -> tuple[str | None, str | None]:
-        """The etag of an object and the id of its write; None and None if it does not exist."""
+        """The etag of an object and the id of its write,
+        or two Nones if the object does not exist.
+        """
         with self._connection.errors("s3:GetObject", self._bucket, name):
             try:
                 info = self._connection.client.stat_object(self._bucket, name)

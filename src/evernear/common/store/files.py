@@ -1,4 +1,4 @@
-"""The store in a directory."""
+"""A store in a directory."""
 
 import hashlib
 import time
@@ -26,7 +26,7 @@ class FileStore(Store):
         self._staging = root / ".staging"
 
     def path(self, key: str) -> Path:
-        """The path of an object, which may be read in place."""
+        """The path of an object. The object may be read in place."""
         check_key(key)
         return self.root.joinpath(*key.split("/"))
 
@@ -45,7 +45,7 @@ class FileStore(Store):
         return self._write(key, data, check)
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """Read an object and its etag; None if it does not exist."""
+        """Read an object and its etag. Returns None if the object does not exist."""
         path = self.path(key)
         with disk_errors(path):
             try:
@@ -67,23 +67,27 @@ class FileStore(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, sorted; none is read."""
+        """Yield the objects whose keys start with ``prefix``, sorted.
+        No object is read.
+        """
         with disk_errors(self.root):
             yield from self._walk(self.root, "", prefix)
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, folders with a slash at the end."""
+        """Yield the names in a folder. Names of folders end with a slash."""
         directory = self.path(folder) if folder else self.root
         with disk_errors(directory):
             if directory.is_dir():
                 yield from (p.name + "/" * p.is_dir() for p in directory.iterdir() if p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Delete an object and the folders that are then empty; a missing object is not an error."""
+        """Delete an object and the folders that are then empty.
+        A missing object is not an error.
+        """
         path = self.path(key)
         with disk_errors(path), self._lock():
             path.unlink(missing_ok=True)
-            with suppress(OSError):  # the folder may have files
+            with suppress(OSError):  # the folder may contain files
                 for folder in path.relative_to(self.root).parents[:-1]:
                     (self.root / folder).rmdir()
 
@@ -131,7 +135,7 @@ class FileStore(Store):
         return FileLock(self._staging / "lock")
 
     def _delete_stale_files(self) -> None:
-        """Delete staged files of writers that were killed a day ago or earlier."""
+        """Delete temporary files of writers that were killed at least a day ago."""
         for path in self._staging.glob(".*"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:

@@ -1,4 +1,6 @@
-"""Copy a directory to a folder of a store and back, so that other machines have the files of a step."""
+"""Copy a directory to a folder in a store and back,
+so that other machines can read a step's files.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The identity of a store, for what belongs to it elsewhere, such as collections in Milvus."""
+"""The identity of a store, for objects outside the store that belong to it,
+such as Milvus collections.
+"""
 
 import secrets
 from contextlib import suppress
@@ -23,17 +25,18 @@ class StoreIdentity(Frozen):
 
 
 def owner_of(store: Store) -> str:
-    """12 hexadecimal digits for this store at this place.
+    """12 hexadecimal digits for this store at this location.
 
-    A copied store has the same id, but must not delete what the original needs. It cannot be distinguished from a moved
-    one, so the place counts as well.
+    A copied store has the same id as the original, but must not delete objects that the
+    original needs. A copied store cannot be distinguished from a moved store, so the
+    digits also depend on the location.
 
     Raises:
         IntegrityError: the id is damaged.
     """
     stored = store.find(IDENTITY)
     if stored is None:
-        with suppress(ConflictError):  # another process was first
+        with suppress(ConflictError):  # a different process was first
             store.put_if(IDENTITY, StoreIdentity(id=secrets.token_hex(16)).to_json(), None)
         identity = store.get(IDENTITY)
     else:

@@ -1,11 +1,14 @@
-"""A lease for deleting objects that nothing needs: one process holds it, and no step of a run works meanwhile.
+"""A lease for deleting unneeded objects. One process holds the lease,
+and no step of a run works meanwhile.
 
-A step first records that it is running, then waits until the lease is released. A process that deletes first acquires
-the lease, then looks for running steps. So one of them always sees the other.
+A step first records that it is running, and then waits until the lease is released. A
+process that deletes objects first acquires the lease, and then looks for running steps.
+Therefore, at least one of the two always sees the other.
 
-The object `KEY` names the process that holds the lease. A thread of that process writes it again every `RENEW_S`. If it
-does not change for `EXPIRES_S`, the process was killed, and whoever waits takes the lease over. Each waits by its own
-clock, so clocks may differ.
+The object `KEY` names the process that holds the lease. A thread of this process
+rewrites the object every `RENEW_S`. If the object does not change for `EXPIRES_S`, the
+process was killed, and a waiting process takes over the lease. Each process measures
+the time with its own clock, so clocks may differ.
 """
 
 import threading
@@ -28,9 +31,11 @@ class _Holder(Frozen):
     """The object at `KEY`."""
 
     by: str = ""
-    """The process that holds the lease; empty if none does."""
+    """The process that holds the lease. Empty if no process does."""
     token: str
-    """Differs in every state, so that the object never returns to an earlier content (etag)."""
+    """A different value in every state,
+    so that the object never has an earlier content (etag) again.
+    """
 
     @classmethod
     def now(cls, by: str) -> "_Holder":
@@ -40,7 +45,8 @@ class _Holder(Frozen):
 class Lease:
     """The lease, as a context manager.
 
-    ``by`` is a command, such as "evernear store prune", and its process, for the messages of those who wait.
+    ``by`` is a command, such as "evernear store prune", and its process. Waiting
+    processes show ``by`` in messages.
     """
 
     def __init__(self, store: Store, by: str) -> None:
@@ -54,7 +60,7 @@ class Lease:
         """Acquire the lease. If its holder was killed, wait until it expires.
 
         Raises:
-            BusyError: another process holds it.
+            BusyError: a different process holds the lease.
         """
         _wait(self._store, lambda holder, changed: _refuse(holder) if changed else None)
         stored = self._store.find(KEY)
@@ -64,17 +70,19 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the lease, unless another process took it over."""
+        """Release the lease, unless a different process took it over."""
         self._released.set()
         self._thread.join()
         with suppress(EvernearError):  # it expires
             self._write("")
 
     def require(self) -> None:
-        """Call this before each deletion.
+        """Check that this process still holds the lease.
+        Call this before each deletion.
 
         Raises:
-            ConflictError: this process was stopped for so long that another one may have taken the lease over.
+            ConflictError: this process was suspended for so long that a different
+                process may have taken over the lease.
             StoreError: the store fails.
         """
         with self._lock:
@@ -98,7 +106,8 @@ class Lease:
 
 
 def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
-    """Wait until no process deletes objects, and ``report`` once that this waits.
+    """Wait until no process deletes objects.
+    ``report`` is called once if a wait is necessary.
 
     Raises:
         StoreError: the store fails.
@@ -114,7 +123,10 @@ def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
 
 
 def _wait(store: Store, while_held: Callable[[str, bool], None]) -> None:
-    """Call ``while_held`` with the holder, and whether it has renewed the lease, until that is released."""
+    """Call ``while_held`` until the lease is released.
+
+    The arguments are the holder, and whether the holder has renewed the lease.
+    """
     seen, since_s = "", time.monotonic()
     while stored := store.find(KEY):
         data, etag = stored

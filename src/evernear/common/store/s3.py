@@ -27,7 +27,8 @@ from evernear.common.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING
 from evernear.common.store.s3_reader import SHA256, object_reader
 from evernear.errors import IntegrityError, SettingsError
 
-# A multipart ETag is not a hash of the content, so each object has its hash in its metadata.
+# A multipart ETag is not a hash of the content,
+# so the metadata of each object contains a hash.
 _SHA256 = f"x-amz-meta-{SHA256}"
 _BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError)
 
@@ -63,7 +64,7 @@ class S3Store(Store):
         return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
 
     def find(self, key: str) -> tuple[bytes, str] | None:
-        """Read an object and its etag; None if it does not exist."""
+        """Read an object and its etag. Returns None if the object does not exist."""
 
         def read(response: urllib3.BaseHTTPResponse) -> tuple[bytes, str]:
             data = response.read()
@@ -95,9 +96,11 @@ class S3Store(Store):
         return path
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects whose keys start with ``prefix``, each folder sorted, in pages of 1,000.
+        """Yield the objects whose keys start with ``prefix``, in pages of 1,000.
+        Each folder is sorted.
 
-        S3 sorts whole keys; SeaweedFS lists folder by folder, so ``a/b`` comes before ``a.b``.
+        S3 sorts whole keys. SeaweedFS lists folder by folder,
+        so ``a/b`` comes before ``a.b``.
         """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
             for listed in self._connection.list(self.bucket, self._prefix + prefix):
@@ -107,7 +110,9 @@ class S3Store(Store):
                     yield ObjectInfo(key, listed.size_bytes, modified, partial(str, listed.etag))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder, folders with a slash at the end, in pages of 1,000."""
+        """Yield the names in a folder, in pages of 1,000.
+        Names of folders end with a slash.
+        """
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         with self._connection.errors("s3:ListBucket", self.bucket, prefix):
             for info in self._client.list_objects(self.bucket, prefix):
@@ -116,7 +121,7 @@ class S3Store(Store):
                     yield name
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one is not an error."""
+        """Delete an object. A missing object is not an error."""
         with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
             self._client.remove_object(self.bucket, self._prefix + key)
 
@@ -128,7 +133,10 @@ class S3Store(Store):
             return required_etag(written.etag)
 
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
-        """The result of ``read``, which starts over if a transfer breaks; None if the object does not exist."""
+        """The result of ``read``, or None if the object does not exist.
+
+        ``read`` is called again if a transfer breaks.
+        """
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
             pauses_s = (BACKOFF_S * number for number in range(MAX_ATTEMPTS - 1))
             try:

@@ -1,4 +1,6 @@
-"""The connection to S3: endpoint, keys, proxy, certificates, retries, and the meaning of its errors."""
+"""The connection to S3: endpoint, keys, proxy, certificates,
+retries and error messages.
+"""
 
 import os
 import re
@@ -29,7 +31,7 @@ from evernear.common.proxies import proxy_of
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
 CONNECT_TIMEOUT_S = 10.0
-# Between two packets, not for the whole transfer.
+# Time between two packets, not for the whole transfer.
 READ_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 4
 BACKOFF_S = 0.5
@@ -39,7 +41,7 @@ _PAGES_AT_ONCE = 4
 _MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _NEXT_TOKEN = re.compile(rb"<NextContinuationToken>([^<]+)<")
 
-# Codes for a missing object; a missing bucket is an error.
+# Codes for a missing object. A missing bucket is an error.
 MISSING_OBJECT = frozenset({"NoSuchKey", "NoSuchObject"})
 
 _OVERLOADED = (429, 500, 502, 503, 504)
@@ -58,11 +60,13 @@ _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", 
 
 
 _OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
-"""Types of content with which S3 answers only if it is an object's, which has an etag."""
+"""Content types that S3 returns only for objects. Such a response has an etag."""
 
 
 class NotS3Error(Exception):
-    """A response that reports success, but is not one of S3; the message says what it is."""
+    """A response that reports success but does not come from S3.
+    The message describes the response.
+    """
 
 
 class ListedObject(NamedTuple):
@@ -72,11 +76,11 @@ class ListedObject(NamedTuple):
     size_bytes: int
     etag: str
     modified: str
-    """The time in ISO 8601."""
+    """The modification time in ISO 8601 format."""
 
 
 class _Page(NamedTuple):
-    """A page of a listing; ``next_token`` is empty on the last one."""
+    """A page of a listing. ``next_token`` is empty on the last page."""
 
     objects: list[ListedObject]
     folders: list[str]
@@ -85,20 +89,23 @@ class _Page(NamedTuple):
 
 @dataclass(frozen=True)
 class S3Connection:
-    """A client of the S3 endpoint in the environment."""
+    """A client for the S3 endpoint in the environment."""
 
     endpoint: str
     region: str
     http: urllib3.PoolManager
     client: Minio
     writer: Minio
-    """For conditional writes: it retries only what was certainly not executed."""
+    """The client for conditional writes.
+    It retries only requests that were certainly not executed.
+    """
     credentials: EnvAWSProvider | None
     certificates: Path
 
     @classmethod
     def from_environment(cls) -> "S3Connection":
-        """``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` ...; see `evernear.common.store.open_store`.
+        """Read ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` and so on, as in
+        `evernear.common.store.open_store`.
 
         Raises:
             SettingsError: the endpoint is not a URL, a key has no secret, or a certificate file is missing.
@@ -125,16 +132,19 @@ class S3Connection:
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """Send a PUT with ``headers``, which `Minio.put_object` does not support.
 
-        It is retried only if it was certainly not executed. After any other failure the caller reads the object back.
+        The PUT is retried only if it was certainly not executed. After any other
+        failure, the caller reads the object back.
         """
-        copied: DictType = {**headers}  # minio adds its own
+        copied: DictType = {**headers}  # minio adds headers to this dict
         return self.writer._execute("PUT", bucket, name, body=data, headers=copied)  # pyright: ignore[reportPrivateUsage]
 
     def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
-        """Yield the objects whose names start with ``prefix``, each folder in the server's order.
+        """Yield the objects whose names start with ``prefix``.
+        Each folder is in the server's order.
 
-        More than a page are listed folder by folder, several of them concurrently, with the next pages in memory. More
-        than 1,000 folders are listed one page after the other.
+        If the listing has more than one page, several folders are listed concurrently,
+        with the next pages in memory. With more than 1,000 folders, pages are listed
+        sequentially.
         """
         first = _parse_page(self._page(bucket, prefix))
         top = _parse_page(self._page(bucket, prefix, delimiter="/")) if first.next_token else first
@@ -147,7 +157,8 @@ class S3Connection:
                 while waiting and len(listings) < _FOLDERS_AT_ONCE:
                     listings.append((waiting[0], pool.submit(self._pages, bucket, waiting.popleft())))
                 name, future = listings.popleft()
-                # Parsed here: threads that hold the interpreter lock would slow down whoever takes the objects.
+                # Pages are parsed in this thread, because threads that hold the
+                # interpreter lock would slow down the consumer of the objects.
                 *earlier, last = future.result()
                 last_page = _parse_page(last)
                 if last_page.next_token:
@@ -157,7 +168,9 @@ class S3Connection:
                 yield from last_page.objects
 
     def _pages(self, bucket: str, prefix: str, token: str = "") -> Sequence[bytes]:
-        """Up to `_PAGES_AT_ONCE` consecutive pages, each requested as soon as its token is known."""
+        """Up to `_PAGES_AT_ONCE` consecutive pages.
+        Each page is requested as soon as its token is known.
+        """
         pages = [self._page(bucket, prefix, token)]
         while len(pages) < _PAGES_AT_ONCE and b"<IsTruncated>true<" in pages[-1]:
             match = _NEXT_TOKEN.search(pages[-1])
@@ -177,7 +190,8 @@ class S3Connection:
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
-        """Convert errors of the client to `StoreError`; ``permission`` is the S3 action of the requests in the body.
+        """Convert client errors to `StoreError`.
+        ``permission`` is the S3 action of the requests in the body.
 
         Raises:
             TransientStoreError: the server is unreachable or overloaded, or the connection broke.
@@ -196,7 +210,8 @@ class S3Connection:
                 " name a console or a login page."
             ) from error
         except InvalidResponseError as error:
-            # Transient, because an ingress whose backend is down answers like this.
+            # The error is transient,
+            # because an ingress whose backend is down sends such responses.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
             raise TransientStoreError(
                 f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
@@ -247,7 +262,8 @@ class S3Connection:
         if status in _OVERLOADED:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
-        # An archived object (S3 Glacier) is 403 as well; the server's message explains it.
+        # An archived object (S3 Glacier) is also a 403.
+        # The server's message explains it.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
             credentials = self._credentials_hint(permission)
             return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
@@ -256,22 +272,27 @@ class S3Connection:
     def _credentials_hint(self, permission: str) -> str:
         if not self.credentials:
             return "without keys; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        # AWS answers 403 for a missing object to a user without s3:ListBucket.
+        # AWS returns 403 for a missing object if the user lacks s3:ListBucket.
         hint = " (or it is absent and s3:ListBucket not permitted)" if permission == "s3:GetObject" else ""
         return f"with these keys{hint}"
 
 
 def _has_space(url: str) -> bool:
-    """Whether ``url`` has a space or a line break, which `urlsplit` removes in silence."""
+    """Whether ``url`` contains a space or a line break,
+    which `urlsplit` would silently remove.
+    """
     return any(character.isspace() or not character.isprintable() for character in url)
 
 
 def _parse_page(data: bytes) -> _Page:
-    """At most 1,000 objects. `Minio.list_objects` parses them in 60 ms of CPU time, this in 8 ms.
+    """Parse a page with at most 1,000 objects.
+
+    `Minio.list_objects` takes 60 ms of CPU time for a page, and this function 8 ms.
 
     Raises:
         ParseError: ``data`` is not XML.
-        ValueError: it is no listing, has no valid sizes, or no token for the next page.
+        ValueError: ``data`` is not a listing, has invalid sizes, or lacks the token for
+            the next page.
     """
     page = ElementTree.fromstring(data)  # noqa: S314 - as minio does; expat limits expansion
     if not page.tag.endswith("ListBucketResult"):
@@ -309,12 +330,17 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
 
 
 def _reason(error: Exception | None) -> str:
-    """urllib3's message without the object that precedes it."""
+    """The urllib3 error message without the object's representation that precedes
+    it.
+    """
     return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
 
 
 def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
-    """The retry policy of idempotent requests, or of requests that may be repeated ``only_unexecuted``."""
+    """The retry policy for idempotent requests.
+
+    If ``only_unexecuted`` is set, only requests that were not executed are retried.
+    """
     return urllib3.Retry(
         MAX_ATTEMPTS - 1,
         read=False if only_unexecuted else None,
@@ -323,13 +349,14 @@ def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
         allowed_methods=None,
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
-        # Retry-After may be hours; a pipeline step should fail and be run again instead.
+        # Retry-After may be hours. Instead,
+        # a pipeline step should fail and be run again.
         respect_retry_after_header=False,
     )
 
 
 def _certificates() -> Path:
-    """The file with the certificates of trusted authorities."""
+    """The file with the certificates of trusted certificate authorities."""
     path = Path(os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where())
     if not path.exists():
         raise SettingsError(f"The certificate file {path} (AWS_CA_BUNDLE, SSL_CERT_FILE) does not exist.")
@@ -337,7 +364,7 @@ def _certificates() -> Path:
 
 
 def status_of(error: S3Error | InvalidResponseError) -> int:
-    """The HTTP status of a response that reports an error."""
+    """The HTTP status of an error response."""
     return error.response.status if isinstance(error, S3Error) else error._code  # pyright: ignore[reportPrivateUsage]
 
 
@@ -345,7 +372,7 @@ def required_etag(etag: str | None) -> str:
     """The etag of an object that was read or written, without quotes.
 
     Raises:
-        NotS3Error: the response has none.
+        NotS3Error: the response has no etag.
     """
     if not etag:
         raise NotS3Error("success but no etag")
@@ -353,7 +380,9 @@ def required_etag(etag: str | None) -> str:
 
 
 class _OnlyS3:
-    """A pool that accepts no page of another server as an object, as a listing, or as the success of a write."""
+    """A pool that rejects responses of other servers as an object, as a listing,
+    or as a successful write.
+    """
 
     def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
         response: urllib3.BaseHTTPResponse = super().urlopen(*args, **kwargs)  # pyright: ignore
@@ -374,7 +403,7 @@ class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
 
 
 def _pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
-    """A connection pool to ``endpoint``, through the proxy of the environment."""
+    """A connection pool for ``endpoint``, through the proxy in the environment."""
     proxy = proxy_of(endpoint)
     manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
     return manager(

@@ -1,8 +1,9 @@
 """Read many small objects from S3 with little CPU time.
 
-A GET by minio's client takes 0.6 ms of CPU time, most of it while holding Python's global interpreter lock. The client
-of this module is compiled and takes 0.15 ms (`benchmarks.scale.ingest`). It only reads; minio's client does everything
-else.
+A GET with the MinIO client takes 0.6 ms of CPU time, mostly while holding Python's
+global interpreter lock. This module uses a compiled client, which takes 0.15 ms
+(`benchmarks.scale.ingest`). The compiled client only reads. The MinIO client makes all
+other requests.
 """
 
 from collections.abc import Callable
@@ -20,9 +21,11 @@ _AWS = "https://s3.amazonaws.com"
 
 
 def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], bytes | None]:
-    """Return a function that reads the object of a name, or returns None if anything fails.
+    """Return a function that reads an object by name,
+    or returns None if the read fails.
 
-    It makes one attempt, so the caller repeats a failed read with the other client, which explains errors.
+    The function makes one attempt. The caller repeats a failed read with the MinIO
+    client, which explains errors.
     """
     import obstore
     from obstore.exceptions import BaseError
@@ -43,7 +46,7 @@ def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], byte
             config["session_token"] = keys.session_token
     else:
         config["skip_signature"] = True
-        config["access_key_id"] = config["secret_access_key"] = ""  # one of them in the environment would be an error
+        config["access_key_id"] = config["secret_access_key"] = ""  # only one of them is an error
     client_options: ClientConfig = {
         "allow_http": endpoint.startswith("http://"),
         "root_certificate": connection.certificates.read_bytes(),
@@ -61,7 +64,7 @@ def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], byte
             data = bytes(result.bytes())
         except (BaseError, OSError, ValueError):
             return None
-        if result.meta["e_tag"] is None:  # another server, which the other client explains
+        if result.meta["e_tag"] is None:  # not an S3 server, which the MinIO client explains
             return None
         return data if result.attributes.get(SHA256) in (None, sha256_bytes(data)) else None
 
