@@ -1,4 +1,6 @@
-"""TorchServe's configuration files, written from settings into its home directory."""
+"""TorchServe's configuration files, which are written from the settings to the server's
+home directory.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ QUERY_LOG_FILE = "query-log.json"
 
 
 class QueryLogConfiguration(Frozen):
-    """Settings of `evernear.serving.query_log`, for workers: they do not read evernear's settings."""
+    """Settings of `evernear.serving.query_log` for workers,
+    which do not read evernear's settings.
+    """
 
     directory: Path
     images: bool
@@ -35,7 +39,8 @@ class QueryLogConfiguration(Frozen):
 def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True) -> None:
     """Write ``config.properties``, ``metrics.yaml``, ``log4j2.xml`` and the query log's configuration to ``home``.
 
-    Batching is configured in each archive, see `evernear.release.archive`. Without ``tokens``, the APIs require none.
+    Each archive configures its batching (`evernear.release.archive`). Without
+    ``tokens``, the APIs require no token.
     """
     write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens)))
     write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
@@ -53,7 +58,7 @@ def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool =
 
 
 def logged_queries(home: Path) -> Path:
-    """The directory of query log files that wait to be shipped."""
+    """The directory of query log files that wait to be uploaded."""
     return home / "queries"
 
 
@@ -65,7 +70,8 @@ def model_store(home: Path) -> Path:
 def temporary_directory(home: Path) -> Path:
     """The directory for unpacked archives and the workers' sockets, whose paths must be short.
 
-    Every process derives the same path, so it does not depend on TMPDIR. `make_private` must create it.
+    The path does not depend on TMPDIR, so that every process derives the same path.
+    `make_private` must create the directory.
     """
     inside = home / "tmp"
     if len(os.fsencode(inside / ".ts.sock.99999")) <= UNIX_SOCKET_PATH_BYTES:
@@ -74,11 +80,12 @@ def temporary_directory(home: Path) -> Path:
 
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str, object]:
-    # TorchServe does not parse IPv6 addresses here, so our frontend binds the system property evernear.host instead.
+    # TorchServe does not parse IPv6 addresses here, so our frontend binds to the system
+    # property evernear.host instead.
     host = LOOPBACK if ":" in settings.host else settings.host
     return {
         "inference_address": f"http://{host}:{settings.inference_port}",
-        # Management loads code, so it is never reachable from another machine.
+        # The management API loads code, so it is never reachable from other machines.
         "management_address": f"http://{LOOPBACK}:{settings.management_port}",
         "metrics_address": f"http://{host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
@@ -88,7 +95,8 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
         "load_models": "" if settings.model_api else "all",
-        # TorchServe splits the list at commas; the dot of a pattern matches a comma as well.
+        # TorchServe splits the list at commas. In a pattern,
+        # a dot also matches a comma.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(settings.model_api).lower(),
         "enable_envvars_config": "false",
@@ -101,7 +109,7 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
         "async_logging": "true",
         "metrics_config": home / "metrics.yaml",
         "metrics_mode": "prometheus",
-        "disable_system_metrics": "true",  # they cost a Python process every minute
+        "disable_system_metrics": "true",  # they start a Python process every minute
     }
 
 

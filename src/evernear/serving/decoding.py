@@ -1,4 +1,6 @@
-"""Image decoding in servers: hostile files raise only `DataError`, and large images do not delay small ones."""
+"""Image decoding in servers. Hostile files raise only `DataError`,
+and large images do not delay small images.
+"""
 
 import asyncio
 import logging
@@ -17,10 +19,10 @@ from evernear.data.preprocess import Flaw, Pixels, Preprocessing, decode_inspect
 from evernear.errors import DataError, ServingError
 
 SMALL_PIXELS = 1_000_000
-"""An image of more pixels is large."""
+"""Number of pixels above which an image counts as large."""
 SMALL_THREADS = 2
 MAX_WAITING_LARGE = 16
-"""Large images that may wait for a thread."""
+"""Maximum number of large images that may wait for a thread."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -32,7 +34,7 @@ _LOSSES = {
 
 
 class OverloadedError(ServingError):
-    """Too many large images are waiting; retry after ``retry_after_s``."""
+    """Too many large images are waiting. Retry after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -40,7 +42,7 @@ class OverloadedError(ServingError):
 
 
 def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
-    """`inspect` a file that a client sent.
+    """Call `inspect` on a client's file.
 
     Raises:
         DataError: the file is unusable.
@@ -50,7 +52,8 @@ def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
 
 
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
-    """Decode an inspected file to uint8 (H, W, C), in the shape of the release's preprocessing.
+    """Decode an inspected file to uint8 (H, W, C),
+    with the shape of the release's preprocessing.
 
     Raises:
         DataError: the file is broken.
@@ -65,7 +68,9 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
 
 @contextmanager
 def _only_data_errors(size_bytes: int) -> Generator[None]:
-    """Turn any other exception of a decoder into a `DataError`, so that the rest of the batch is answered."""
+    """Convert any other decoder exception to a `DataError`,
+    so that the rest of the batch is answered.
+    """
     try:
         yield
     except DataError:
@@ -76,7 +81,10 @@ def _only_data_errors(size_bytes: int) -> Generator[None]:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Encode uint8 (H, W, C) as a PNG file, fast rather than small. PNG is lossless: decoding it gives ``pixels``."""
+    """Encode uint8 (H, W, C) as a PNG file, fast rather than small.
+
+    PNG is lossless, so decoding the file returns ``pixels``.
+    """
     buffer = BytesIO()
     image = Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
     image.save(buffer, format="PNG", compress_level=1)
@@ -84,9 +92,11 @@ def encode_png(pixels: Pixels) -> bytes:
 
 
 class DecodePool:
-    """Decoding threads of an asyncio server: ``large`` for large images, `SMALL_THREADS` for everything else.
+    """Decoding threads of an asyncio server: ``large`` threads for large images, and
+    `SMALL_THREADS` for all others.
 
-    A large image delays only other large ones, and decoding takes at most `pool_size_bytes` of memory.
+    A large image delays only other large images.
+    Decoding takes at most `pool_size_bytes` of memory.
     """
 
     def __init__(self, large: int) -> None:
@@ -97,13 +107,14 @@ class DecodePool:
     async def run(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Await ``function`` in a thread for small images."""
+        """Run ``function`` in a thread for small images and await the result."""
         return await asyncio.wrap_future(self._small.submit(function, *args, **kwargs))
 
     async def run_sized(
         self, pixels: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Await ``function``, which decodes ``pixels``, in a thread for images of that size.
+        """Run ``function``, which decodes ``pixels``,
+        in a thread for images of this size and await the result.
 
         Raises:
             OverloadedError: too many large images are waiting.
@@ -113,7 +124,8 @@ class DecodePool:
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
         future = self._large.submit(function, *args, **kwargs)
-        # The slot stays taken until the decode ends, even if the caller is cancelled: a thread cannot be cancelled.
+        # The slot stays occupied until the decode ends, even if the caller is
+        # cancelled, because a thread cannot be cancelled.
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 

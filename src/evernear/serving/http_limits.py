@@ -1,4 +1,6 @@
-"""Limits on HTTP clients for servers on uvicorn, which limits neither bodies nor slow clients."""
+"""Limits for HTTP clients of uvicorn servers,
+because uvicorn limits neither bodies nor slow clients.
+"""
 
 import asyncio
 from contextlib import suppress
@@ -10,21 +12,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 10.0
-"""Time for the request line and the headers."""
+"""Maximum time for receiving the request line and the headers."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Bytes of a rejected body that are read and discarded, so that its client receives the response."""
+"""Maximum number of bytes of a rejected body that are discarded,
+so that the client receives the response.
+"""
 DISCARD_PAUSE_S = 2.0
-"""Longest pause in a rejected body, after which the connection is closed. Apache has the same."""
+"""Maximum pause in a rejected body, after which the connection is closed.
+Apache uses the same time.
+"""
 
 
 class BodyLimits:
-    """ASGI middleware that limits the size, the duration and the number of request bodies that are read.
+    """ASGI middleware that limits the size,
+    the upload time and the total size of request bodies.
 
-    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of all requests in flight, and
-    ``timeout_s`` to the upload of one. Beyond a limit, the application's read raises an `HTTPException` with status
-    413, 503 or 408. The rest of the body is discarded after the response, within ``timeout_s``, `DISCARD_PAUSE_S` and
-    `MAX_DISCARDED_BYTES`: a client that sends its whole body before it reads would otherwise lose the response,
-    because the kernel resets a connection that is closed with unread data.
+    ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of
+    all in-flight requests, and ``timeout_s`` to the upload of one body. Beyond a limit,
+    the application's read raises an `HTTPException` with status 413, 503 or 408. After
+    the response, the rest of the body is discarded, within ``timeout_s``,
+    `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`. Otherwise, a client that sends its
+    whole body before it reads would lose the response, because the kernel resets a
+    connection that is closed with unread data.
     """
 
     def __init__(self, app: ASGIApp, max_size_bytes: int, max_total_size_bytes: int, timeout_s: float) -> None:
@@ -69,7 +78,7 @@ class _LimitedBody:
         self.rejected = False
 
     async def receive(self) -> Message:
-        """The next part.
+        """Receive the next part of the body.
 
         Raises:
             HTTPException: a limit is exceeded.
@@ -88,14 +97,14 @@ class _LimitedBody:
         loop = asyncio.get_running_loop()
         discarded_bytes = 0
         with suppress(TimeoutError):
-            # Any read would ask a client that awaits "100 Continue" for its body.
+            # If a client awaits "100 Continue", any read would request the body.
             while not (self._complete or self._awaits_continue) and discarded_bytes < MAX_DISCARDED_BYTES:
                 async with asyncio.timeout_at(min(self._deadline_s, loop.time() + DISCARD_PAUSE_S)):
                     message = await self._receive()
                 discarded_bytes += len(self._note(message).get("body", b""))
 
     def release(self) -> None:
-        """Subtract this body from those in flight."""
+        """Subtract the size of this body from the total of in-flight bodies."""
         self._limits.total_size_bytes -= self._size_bytes
         self._size_bytes = 0
 
@@ -118,7 +127,9 @@ class _LimitedBody:
         return message
 
     def _note(self, message: Message) -> Message:
-        """Record whether the body is complete, and that its client no longer awaits "100 Continue"."""
+        """Record whether the body is complete,
+        and that the client no longer awaits "100 Continue".
+        """
         self._complete = not message.get("more_body", False)
         self._awaits_continue = False
         return message
@@ -137,7 +148,8 @@ def _rejection(status: int, message: str, retry_after_s: int | None = None) -> H
 class HeadTimeoutProtocol(H11Protocol):
     """uvicorn's h11 protocol with a timeout for the head of a request.
 
-    h11 rejects heads larger than 64 KiB. httptools, uvicorn's other protocol, reads heads and trailers of any size.
+    h11 rejects heads larger than 64 KiB.
+    uvicorn's httptools protocol reads heads and trailers of any size.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -148,7 +160,9 @@ class HeadTimeoutProtocol(H11Protocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Stop the timer when the head is complete; start it with the first byte of the next one."""
+        """Stop the timer when the head is complete,
+        and start it with the first byte of the next head.
+        """
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
             self._stop_timer()

@@ -15,16 +15,20 @@ from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuer
 
 LIVE_DAYS = 30
 MAX_FILES = 200
-"""Number of files read for a window, evenly spaced: about 10 MB."""
+"""Maximum number of files to read for a time window, evenly spaced: about 10 MB."""
 WANTED = 1000
-"""Sampled queries to which thinning may reduce a window. One burst would otherwise remove most of the others."""
+"""Minimum number of sampled queries that thinning leaves in a time window.
+
+Otherwise, one burst would remove most of the queries outside the burst.
+"""
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
     """The queries that ``version`` answered in a time window, and a message for each damaged file.
 
-    The sample is uniform over all queries of the files read, as far as that leaves enough of them: a file that sampled
-    a larger share of its period's queries than the busiest file is thinned, but not below `WANTED` queries in all.
+    If enough queries remain, the sample is uniform over all queries of the files. A
+    file that sampled a larger share of its period's queries than the busiest file is
+    thinned, but not below `WANTED` queries in total.
 
     Raises:
         StoreError: the store is unavailable.
@@ -39,7 +43,7 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
             if info.size_bytes > MAX_FILE_BYTES:
                 raise IntegrityError(f"{source} is too large for a query log.")
             stored = store.find(info.key)
-            if stored is not None:  # it may have been removed since
+            if stored is not None:  # the file may have been removed since
                 periods.append(parse_file(stored[0], source))
         except IntegrityError as error:
             faults.append(str(error))
@@ -47,7 +51,8 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
 
 
 def live_distances(store: Store, champion: Measurement) -> LiveDistances | None:
-    """The distances of the champion's queries of the last `LIVE_DAYS` days; None if none were logged.
+    """The distances of the champion's queries in the last `LIVE_DAYS` days,
+    or None without logged queries.
 
     Raises:
         StoreError: the store is unavailable.
@@ -79,7 +84,8 @@ def reference_queries(reference: DriftBaseline) -> Queries:
 
 
 def remove_before(store: Store, before: datetime) -> int:
-    """Remove query logs that were closed before ``before`` and return their number.
+    """Remove query log files that were closed before ``before``,
+    and return the number of files.
 
     Raises:
         StoreError: the store rejects the request.
@@ -121,7 +127,11 @@ def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
 
 
 def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
-    """The share of a period's queries that counts: the busiest file's, or the next one that leaves `WANTED`."""
+    """The share of each period's queries to use.
+
+    It is the busiest file's share,
+    or the next larger share that leaves `WANTED` queries.
+    """
     shares = sorted(len(rows) / period.queries for period, rows in periods)
     for share in shares:
         if sum(min(len(rows), share * period.queries) for period, rows in periods) >= WANTED:

@@ -1,4 +1,5 @@
-"""Replay stored live queries: the candidate answers them as it would live, away from the servers.
+"""Replay stored live queries: the candidate answers them as it would answer live,
+but without a server.
 
 The candidate's files are the ones that the archive step packs: the exported network with its
 preprocessing, the index and its labels. The queries are a uniform sample
@@ -37,17 +38,19 @@ from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, SampledQue
 
 QUERIES_MAX = 500
 MAX_FILES = 400
-"""Number of log files to read, newest first."""
+"""Maximum number of log files to read, newest first."""
 BATCH = 64
 THUMBNAIL_PX = 16
 DUPLICATE_CORRELATION = 0.98
-"""Two queries are near-duplicates, such as frames of one scene, if their thumbnails correlate at least this much."""
+"""Minimum correlation of the thumbnails of two near-duplicate queries,
+such as frames of one scene.
+"""
 NEAR_DUPLICATE = "near-duplicates of newer queries"
 UNREADABLE = "with a file that cannot be decoded"
 
 
 class Answer(NamedTuple):
-    """What one system answers to one query."""
+    """The answer of one system to one query."""
 
     pred: str
     dist: float
@@ -55,21 +58,22 @@ class Answer(NamedTuple):
 
 
 class ReplayedQueries(NamedTuple):
-    """Distinct stored queries with the answers of both systems, newest first."""
+    """Distinct stored queries, newest first, with the answers of both systems."""
 
     queries: list[SampledQuery]
     images: Pixels
-    """As the candidate sees them, (N, H, W, C)."""
+    """The images as the candidate receives them, (N, H, W, C)."""
     named_before: list[str]
-    """The champion's predictions, by its own names."""
+    """The champion's predictions, with the champion's class names."""
     answers: PairedAnswers
     left_out: dict[str, int]
 
 
 class Replayer:
-    """Replays queries for a candidate and the champion, if there is one.
+    """Replays queries for a candidate and, if one exists, the champion.
 
-    Its `AnswerCollector`s observe both systems' measurement on the test split, so that no image is embedded twice.
+    `AnswerCollector` objects observe the measurement of both systems on the test split,
+    so that no image is embedded twice.
     """
 
     def __init__(self, candidate: Recognizer, champion: ReleasedSystem | None) -> None:
@@ -84,9 +88,11 @@ class Replayer:
     def replay(
         self, store: Store, evaluation: Evaluation, max_pixels: int
     ) -> tuple[Replay | None, ReplayExamples | None]:
-        """Replay the `stored_queries` and compare the answers with those to the test split; None without a champion.
+        """Replay the `stored_queries`,
+        and compare the changed answers with those on the test split.
 
         ``evaluation`` is the result of the measurement.
+        Returns None without a champion.
 
         Raises:
             StoreError: the store is unavailable.
@@ -129,7 +135,7 @@ def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]
     logs = [info for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
     found: list[SampledQuery] = []
     for info in sorted(logs, key=lambda info: info.key, reverse=True)[:MAX_FILES]:
-        stored = store.find(info.key)  # it may have been removed since
+        stored = store.find(info.key)  # the file may have been removed since
         if stored is not None:
             found += _parse(stored[0], info.key)
         if len(found) >= limit:
@@ -178,7 +184,9 @@ def replay_queries(
 
 
 def _answers_before(champion: Recognizer, queries: list[SampledQuery], images: list[Pixels]) -> list[Answer]:
-    """The champion's answers: those that it logged, and computed ones to queries that another release answered."""
+    """The champion's logged answers,
+    and computed answers to queries that a different release answered.
+    """
     missing = [row for row, query in enumerate(queries) if query.version != champion.name]
     computed = dict(zip(missing, _recognize(champion, [images[row] for row in missing]), strict=True))
     return [
@@ -204,7 +212,10 @@ def _columns(answers: list[Answer], number: Callable[[str], int]) -> Answers:
 
 
 def _thumbnail(image: Pixels) -> NDArray[np.float32]:
-    """Gray `THUMBNAIL_PX` square of an image, as a vector of length 1 with mean 0; zeros if it has one value."""
+    """A square gray thumbnail (`THUMBNAIL_PX`), as a vector with mean 0 and length 1.
+
+    The vector is zero if all pixels have the same value.
+    """
     picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("L")
     gray = np.asarray(picture.resize((THUMBNAIL_PX, THUMBNAIL_PX), Image.Resampling.BOX), np.float32).ravel()
     centered = gray - gray.mean()
@@ -212,6 +223,6 @@ def _thumbnail(image: Pixels) -> NDArray[np.float32]:
 
 
 def _parse(data: bytes, key: str) -> list[SampledQuery]:
-    with suppress(IntegrityError):  # the watcher reports it
+    with suppress(IntegrityError):  # the watcher reports damaged files
         return sampled_queries(data, key)
     return []

@@ -1,4 +1,6 @@
-"""The bodies of all responses: what a client parses, so neither torch nor FAISS nor NumPy is imported here."""
+"""The bodies of all responses. Clients parse them,
+so this module imports neither torch, FAISS nor NumPy.
+"""
 
 from datetime import datetime
 from operator import not_
@@ -14,14 +16,17 @@ if TYPE_CHECKING:
 
 NO_ROW = -1
 EMBEDDING_FIELD = "evernear-embedding"
-"""A header over HTTP, or an input over gRPC, with which a client asks for the embedding of its image."""
+"""The HTTP header or gRPC input with which a client requests the embedding of its
+image.
+"""
 
 
 class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query.
 
-    ``row`` is its row in the release's gallery, which leads to the image (`evernear.serving.gallery_images`). It is
-    absent, and -1 here, in the answers of servers of an earlier version.
+    ``row`` is the row in the release's gallery, which leads to the image
+    (`evernear.serving.gallery_images`). In responses of servers from an earlier
+    version, the row is absent and -1 here.
     """
 
     label: str
@@ -32,8 +37,9 @@ class Neighbor(Frozen, extra="ignore"):
 class Prediction(Frozen, extra="ignore"):
     """The prediction for one image.
 
-    ``dist`` is the L2 distance of unit vectors (0..2) to the nearest gallery image. Beyond the release's threshold the
-    image is ``unknown`` and ``pred`` only a guess. ``neighbors`` are sorted by distance.
+    ``dist`` is the L2 distance of unit vectors (0..2) to the nearest gallery image.
+    Beyond the release's threshold, the image is ``unknown``, and ``pred`` is only a
+    guess. ``neighbors`` are sorted by distance.
     """
 
     pred: str
@@ -42,13 +48,19 @@ class Prediction(Frozen, extra="ignore"):
     neighbors: tuple[Neighbor, ...]
     version: str
     id: str = Field(default="", exclude_if=not_)
-    """The request's id in the query log, by which its true label can be imported later; absent without TorchServe."""
+    """The request's id in the query log, to import its true label later.
+    Absent without TorchServe.
+    """
     embedding: str = Field(default="", exclude_if=not_)
-    """The image's embedding (`evernear.serving.embedding_codec`), if the request asks for it."""
+    """The embedding of the image (`evernear.serving.embedding_codec`),
+    if the request asks for it.
+    """
 
 
 class Rejection(Frozen, extra="ignore"):
-    """The reason why a request gets no prediction, in the shape of TorchServe's own errors."""
+    """The reason why a request gets no prediction,
+    in the format of TorchServe's errors.
+    """
 
     code: int = 400
     type: str = "BadImage"
@@ -59,8 +71,9 @@ class Metadata(Frozen, extra="ignore"):
     """The public description of a release.
 
     Images are PNG, JPEG or WebP files of at most ``max_pixels``. They are resized to ``height_px`` x ``width_px`` and
-    converted to ``channels`` (1: gray, 3: RGB). Beyond ``threshold`` (L2 of unit vectors, 0..2) an image is unknown.
-    ``metrics`` are those that the gate measured.
+    converted to ``channels`` (1: gray, 3: RGB). Beyond ``threshold`` (L2 of unit
+    vectors, 0..2), an image is unknown. ``metrics`` contains the metrics that the gate
+    measured.
     """
 
     model: str
@@ -77,6 +90,8 @@ class Metadata(Frozen, extra="ignore"):
 
     @staticmethod
     def of(manifest: "ReleaseManifest", model: str) -> "Metadata":
-        """Select the public fields of a manifest; ``model`` is the name that clients use."""
+        """Select the public fields of a manifest.
+        ``model`` is the name that clients use.
+        """
         fields = manifest.preprocessing.model_dump() | manifest.model_dump() | {"model": model}
         return Metadata.model_validate(fields)

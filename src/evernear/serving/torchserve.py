@@ -1,8 +1,9 @@
-"""Lifecycle of a TorchServe: start, readiness and stop.
+"""Lifecycle of a TorchServe server: start, readiness and stop.
 
-All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700): configuration, keys, logs and model
-store. Java is started directly, because the ``torchserve`` script tracks a single process per machine. Verified with
-TorchServe 0.12.0 on Java 17 and 25.
+All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700):
+configuration, keys, logs and model store. Java is started directly, because the
+``torchserve`` script supports only one process per machine. Verified with TorchServe
+0.12.0 on Java 17 and 25.
 """
 
 import contextlib
@@ -46,16 +47,17 @@ KILL_TIMEOUT_S = 15.0
 
 
 def start_server(settings: ServingSettings, home: Path) -> Endpoints:
-    """Start TorchServe in ``home`` unless it runs already, and wait until its management API answers.
+    """Start TorchServe in ``home`` unless it is already running,
+    and wait until its management API responds.
 
-    The server outlives this process and inherits none of its pipes.
+    The server outlives this process and does not inherit its pipes.
 
     Raises:
-        PortInUseError: another program uses a port.
-        ServingError: Java or TorchServe is not installed, the server runs on other ports, or it does not start within
-            ``settings.startup_timeout_s``.
-        StoreError: ``home``, or the server's directory in /tmp, cannot be created.
-        BusyError: another process is starting or stopping this server and does not finish.
+        PortInUseError: a different program uses a port. ServingError: Java or
+            TorchServe is not installed, the server runs on other ports, or it does not
+            start within ``settings.startup_timeout_s``. StoreError: ``home``, or the
+            server's directory in /tmp, cannot be created. BusyError: a different
+            process is starting or stopping this server and does not finish.
     """
     _make_home(home)
     requested = Endpoints.of(settings)
@@ -78,13 +80,15 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
 
 
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
-    """Replace this process with the TorchServe of ``home``, which then receives its signals and writes to its console.
+    """Replace this process with the TorchServe in ``home``.
 
-    The server loads all archives in its model store. ``frontend`` is as for `java_command`, ``tokens`` as for
-    `write_configuration`.
+    TorchServe then receives the signals of this process and writes to its console.
+
+    The server loads all archives in its model store. ``frontend`` is passed to
+    `java_command`, and ``tokens`` to `write_configuration`.
 
     Raises:
-        PortInUseError: another program uses a port.
+        PortInUseError: a different program uses a port.
         ServingError: Java or TorchServe is not installed.
         StoreError: ``home``, or the server's directory in /tmp, cannot be created.
     """
@@ -100,10 +104,10 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
-    """Fail early where `start_server` would fail, rather than after hours of training.
+    """Fail now if `start_server` would fail, rather than after hours of training.
 
     Raises:
-        PortInUseError, ServingError: as `start_server`.
+        PortInUseError, ServingError: as in `start_server`.
     """
     requested = Endpoints.of(settings)
     if is_running(home):
@@ -114,14 +118,16 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
 
 
 def stop_server(home: Path) -> bool:
-    """Stop the server of ``home`` with all its workers; returns whether one was running.
+    """Stop the server in ``home`` with all its workers.
+    Returns whether a server was running.
 
-    The server drains: it refuses new connections and answers the requests in flight, for at most the
-    ``drain_timeout_s`` with which it was started.
+    The server drains: it rejects new connections and finishes in-flight requests, for
+    at most the ``drain_timeout_s`` with which it was started.
 
     Raises:
         ServingError: a process does not end.
-        BusyError: another process is starting or stopping this server and does not finish.
+        BusyError: a different process is starting or stopping this server and does not
+            finish.
     """
     if not home.is_dir():
         return False
@@ -152,10 +158,11 @@ def is_running(home: Path) -> bool:
 def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
     """Wait until all workers of ``version`` are READY.
 
-    ``/ping`` is useless for this: it returns 200 without any worker, and while one crashes in a loop.
+    ``/ping`` is not suitable, because it returns 200 even without workers and while a
+    worker crashes in a loop.
 
     Raises:
-        ServingError: they are not READY within ``settings.startup_timeout_s``.
+        ServingError: the workers are not READY within ``settings.startup_timeout_s``.
         ServerUnreachableError: the server died.
     """
     management = Management(home)
@@ -172,7 +179,8 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 def is_ready(home: Path, model: str) -> bool:
     """Whether the server in ``home`` accepts connections and the default version has a READY worker.
 
-    A draining server is not ready, nor is one whose workers are loading or crashing.
+    A draining server is not ready. A server whose workers are loading or crashing is
+    not ready either.
     """
     state = read_state(home)
     if state is None:
@@ -196,10 +204,12 @@ def processes(home: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, busy: str) -> Generator[None]:
-    """Hold the lock file ``path``, which the system releases when the process dies.
+    """Lock the file ``path``. The operating system releases the lock when the process
+    dies.
 
     Raises:
-        BusyError: another process does not release it within `LOCK_TIMEOUT_S`; ``busy`` is the message.
+        BusyError: a different process does not release the lock within
+            `LOCK_TIMEOUT_S`. ``busy`` is the message.
         StoreError: ``path`` is not writable.
     """
     lock = FileLock(path, timeout=LOCK_TIMEOUT_S)
@@ -207,7 +217,7 @@ def exclusive_lock(path: Path, busy: str) -> Generator[None]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             lock.acquire()
-        except LockTimeout:  # an OSError itself
+        except LockTimeout:  # a subclass of OSError
             raise BusyError(busy) from None
     try:
         yield
@@ -268,7 +278,9 @@ def _require_free_ports(requested: Endpoints) -> None:
 
 
 def _home_of_server_on(port: int) -> Path | None:
-    """The home of the running TorchServe that uses ``port``, if this user may read it."""
+    """The home directory of the running TorchServe that uses ``port``,
+    if this user may read it.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ServingError, IntegrityError):
             if MAIN_CLASS in process.cmdline():
@@ -281,7 +293,8 @@ def _home_of_server_on(port: int) -> Path | None:
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     make_private(temporary_directory(home))
-    # The shell exits immediately, so Java has no parent that waits for it or takes it down.
+    # The shell exits immediately, so Java has no parent process that waits for it or
+    # ends it.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],
@@ -303,7 +316,7 @@ def _await_management(home: Path, pid: int, timeout_s: float) -> None:
             raise _start_error(home)
         try:
             management.list_models()
-        except ServingError:  # not listening yet, or the key file is incomplete
+        except ServingError:  # the server is not listening yet, or the key file is incomplete
             time.sleep(POLL_S)
         else:
             return
@@ -340,7 +353,9 @@ def _owner(home: Path) -> int | None:
 
 
 def _is_java_of(home: Path, pid: int) -> bool:
-    """Whether ``pid`` is this home's Java, and not a process that reuses its id."""
+    """Whether ``pid`` is the Java process of ``home``,
+    and not a process that reuses its id.
+    """
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and _belongs_to(process.cmdline(), home)
@@ -349,7 +364,8 @@ def _is_java_of(home: Path, pid: int) -> bool:
 
 
 def _end_processes(home: Path) -> bool:
-    """Terminate Java, which drains, and kill what remains; returns whether any process was running.
+    """Terminate Java, which drains, and kill remaining processes.
+    Returns whether any process was running.
 
     Raises:
         ServingError: a process does not end.

@@ -1,7 +1,9 @@
-"""OpenTelemetry traces of predictions: preprocessing server and TorchServe's handler, or KServe's two containers.
+"""OpenTelemetry traces of predictions, in the preprocessing server, TorchServe's
+handler and KServe's containers.
 
-Only OpenTelemetry's API is needed here. Unless an integration exports spans (`evernear.integrations.tracing`), none is
-made, and the trace of the client is only logged and passed on.
+This module needs only OpenTelemetry's API. Unless an integration exports spans
+(`evernear.integrations.tracing`), no span is created, and the client's trace is only
+logged and passed on.
 """
 
 from collections.abc import Generator, Mapping
@@ -24,18 +26,26 @@ from evernear import __version__
 from evernear.plugins import tracer_provider
 
 TRACE_FIELD = "traceparent"
-"""W3C Trace Context, as an HTTP header or as an input of TorchServe's gRPC request, whose handlers see no metadata."""
+"""Name of the W3C Trace Context, as an HTTP header or as an input of TorchServe's gRPC
+request.
+
+It is an input, because TorchServe's handlers receive no gRPC metadata.
+"""
 
 
 @cache
 def tracer(service: str) -> Tracer:
-    """The tracer of a server. It does nothing unless an integration exports traces."""
+    """The tracer of a server. The tracer does nothing unless an integration exports
+    traces.
+    """
     return (tracer_provider(service) or NoOpTracerProvider()).get_tracer("evernear", __version__)
 
 
 @contextmanager
 def request_span(tracer: Tracer, parent: str, name: str = "request", **attributes: str) -> Generator[Span]:
-    """A span around a request, a child of the client's if ``parent`` is its `TRACE_FIELD`."""
+    """A span around a request. It is a child of the client's span if ``parent`` is a
+    valid `TRACE_FIELD`.
+    """
     with tracer.start_as_current_span(
         name, _context(parent), SpanKind.SERVER, attributes, record_exception=False
     ) as span:
@@ -43,7 +53,9 @@ def request_span(tracer: Tracer, parent: str, name: str = "request", **attribute
 
 
 def describe_response(span: Span, method: str, route: str, status: int, release: str) -> None:
-    """Name the span of a request after its route, with attributes by OpenTelemetry's semantic conventions."""
+    """Name a request's span after the route,
+    and add attributes of OpenTelemetry's semantic conventions.
+    """
     span.update_name(f"{method} {route}")
     span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
     if release:
@@ -60,13 +72,15 @@ def span(tracer: Tracer, name: str) -> Generator[None]:
 
 
 def trace_id(span: Span) -> str:
-    """The trace of ``span`` in hexadecimal digits, for the log; empty without one."""
+    """The trace id of ``span`` in hexadecimal digits, for the log.
+    Empty without a trace.
+    """
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 def trace_fields() -> dict[str, bytes]:
-    """The `TRACE_FIELD` of the current span, to send along; empty without a span."""
+    """The `TRACE_FIELD` of the current span, to pass on. Empty without a span."""
     fields: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(fields)
     return {name: value.encode() for name, value in fields.items() if name == TRACE_FIELD}
@@ -75,9 +89,11 @@ def trace_fields() -> dict[str, bytes]:
 def record_prediction(
     tracer: Tracer, parent: str, started_ns: int, stages_s: Mapping[str, float], **attributes: str | int
 ) -> None:
-    """Record a prediction that was made in a batch as a child of ``parent``'s span, with a span for each stage.
+    """Record a prediction from a batch as a child of ``parent``'s span,
+    with a span for each stage.
 
-    ``stages_s`` are the seconds of each stage of the batch, in their order. ``started_ns`` is Unix time.
+    ``stages_s`` contains the seconds of each stage of the batch,
+    in order. ``started_ns`` is Unix time.
     """
     whole = tracer.start_span("predict", _context(parent), SpanKind.SERVER, attributes, start_time=started_ns)
     span_context, now_ns = set_span_in_context(whole), started_ns
@@ -89,5 +105,7 @@ def record_prediction(
 
 
 def _context(parent: str) -> Context:
-    """The context of a `TRACE_FIELD`; one without a span if it is empty or invalid."""
+    """The context of a `TRACE_FIELD`,
+    or a context without a span if the field is empty or invalid.
+    """
     return TraceContextTextMapPropagator().extract({TRACE_FIELD: parent}, Context())

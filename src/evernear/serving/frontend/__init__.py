@@ -1,1 +1,3 @@
-"""evernear's extension of TorchServe's frontend: the Java sources, and the jar that `build` compiles from them."""
+"""evernear's extension of TorchServe's frontend: the Java sources,
+and the jar that `build` compiles.
+"""

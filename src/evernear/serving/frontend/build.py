@@ -1,7 +1,8 @@
-"""Compile the frontend: ``python -m evernear.serving.frontend.build``. Needs a JDK (``javac``).
+"""Compile the frontend: ``python -m evernear.serving.frontend.build``.
+This needs a JDK (``javac``).
 
-The jar is committed, because users have a Java runtime but no compiler. It contains the hash of its sources, which a
-test compares with the files.
+The jar is committed, because users have a Java runtime but no compiler. The jar
+contains the hash of its sources, and a test compares this hash with the files.
 """
 
 import hashlib
@@ -19,19 +20,19 @@ EPOCH = (1980, 1, 1, 0, 0, 0)  # a fixed time makes the archive reproducible
 
 
 def source_sha256() -> str:
-    """Hash of all sources."""
+    """The sha256 of all source files."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 
 
 def build_frontend() -> None:
-    """Compile the sources against the installed TorchServe, and write the archive."""
+    """Compile the sources against the installed TorchServe, and write the jar."""
     with tempfile.TemporaryDirectory() as temporary:
         classpath = torchserve_packages() / "ts" / "frontend" / "*"
         options = ["--release", str(JAVA_MAJOR_VERSION), "-proc:none", "-cp", str(classpath), "-d", temporary]
         subprocess.run(["javac", *options, *map(str, SOURCES)], check=True)
         with zipfile.ZipFile(FRONTEND_ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(zipfile.ZipInfo(HASH_FILE, EPOCH), source_sha256())
-            archive.writestr(zipfile.ZipInfo("evernear/", EPOCH), "")  # log4j looks for plugins in it
+            archive.writestr(zipfile.ZipInfo("evernear/", EPOCH), "")  # log4j searches this package for plugins
             for path in sorted(Path(temporary).rglob("*.class")):
                 name = path.relative_to(temporary).as_posix()
                 archive.writestr(zipfile.ZipInfo(name, EPOCH), path.read_bytes())

@@ -1,4 +1,6 @@
-"""The preprocessing server: images as JSON in, prepared here, recognized by TorchServe behind it. It needs no torch.
+"""The preprocessing server: it accepts images as JSON, prepares them,
+and forwards them to TorchServe.
 
-`service` does the work, `app` is its HTTP API, and `releases` provides the preprocessing of each release.
+The server does not need torch. `service` does the work, `app` is the HTTP API, and
+`releases` provides the preprocessing of each release.
 """

@@ -1,4 +1,4 @@
-"""HTTP API of the preprocessing server: routes, errors, limits, metrics."""
+"""HTTP API of the preprocessing server: routes, errors, limits and metrics."""
 
 import logging
 import re
@@ -60,7 +60,9 @@ class Labels(BaseModel):
 
 
 class Health(BaseModel):
-    """The response if this server and the predictor are ready and have the same release."""
+    """The response if this server and the predictor are ready and use the same
+    release.
+    """
 
     status: str = Field(default="ok", examples=["ok"])
     version: str = Field(examples=[EXAMPLE_VERSION])
@@ -169,7 +171,9 @@ async def metrics(service: CurrentService) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """The body. `Request.body` would keep it in memory until the response."""
+    """Read the body. `Request.body` would keep the body in memory until the
+    response.
+    """
     return b"".join([part async for part in request.stream()])
 
 
@@ -184,7 +188,7 @@ def _label(prediction: Prediction) -> Label:
 
 
 async def _error_response(_: Request, error: Exception) -> JSONResponse:
-    """Any error as a `Rejection`."""
+    """Convert any error to a response with a `Rejection`."""
     message, headers = str(error), {}
     match error:
         case HTTPException():
@@ -209,16 +213,18 @@ async def _error_response(_: Request, error: Exception) -> JSONResponse:
 
 
 class RequestLog:
-    """ASGI middleware that counts requests by route and status, and logs predictions with the id of their request.
+    """ASGI middleware that counts requests by route and status,
+    and logs predictions with their request ids.
 
-    The id is the client's ``X-Request-Id``, if it is short and printable, or a new one. The response repeats it.
+    The id is the client's ``X-Request-Id`` if this header is short and printable, or
+    otherwise a new id. The response repeats the id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application, and count its response."""
+        """Call the application and count the response."""
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -231,7 +237,8 @@ class RequestLog:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                # The route, not the path: clients could create any number of time series.
+                # The label is the route and not the path, because clients could create
+                # any number of time series with paths.
                 path = scope["route"].path if "route" in scope else "other"
                 service: PrepService = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()

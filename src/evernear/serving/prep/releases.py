@@ -1,4 +1,4 @@
-"""The releases of a registry, each read once."""
+"""The releases of a registry. Each release is read only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 
 class Releases:
-    """The releases of a store. Its methods raise `StoreError` and `IntegrityError`."""
+    """The releases of a store. The methods raise `StoreError` and `IntegrityError`."""
 
     def __init__(self, store_uri: str) -> None:
         self._store_uri = store_uri
@@ -25,13 +25,15 @@ class Releases:
         self.manifest = _cached(lambda version: self._registry.get(version).manifest)
         """The manifest of a version."""
         self.test_query = _cached(self._read_test_query)
-        """A stored image of a version and its prediction; the first call downloads the whole archive."""
+        """A stored image of a version and its prediction.
+        The first call downloads the whole archive.
+        """
 
     async def champion(self) -> ReleaseManifest:
         """The manifest of the champion.
 
         Raises:
-            ServingError: there is no champion yet.
+            ServingError: no release has been promoted yet.
         """
         champion = await asyncio.to_thread(self._registry.champion)
         if champion is None:
@@ -47,7 +49,9 @@ class Releases:
 
 
 def _cached(read: Callable[[str], Value]) -> Callable[[str], Awaitable[Value]]:
-    """Run ``read`` in a thread, once per version however many requests see a new release at the same time."""
+    """Run ``read`` in a thread, only once per version,
+    even if several requests need it at the same time.
+    """
     lock, cached = asyncio.Lock(), lru_cache(CACHE_SIZE)(read)
 
     async def get(version: str) -> Value:

@@ -1,4 +1,4 @@
-"""The preprocessing server as a process."""
+"""The process of the preprocessing server."""
 
 import uvicorn
 
@@ -15,11 +15,12 @@ PROCESS_SIZE_BYTES = 128 * 2**20
 
 
 def serve_prep(settings: Settings) -> None:
-    """Serve until SIGTERM or Ctrl-C, then finish the requests in flight.
+    """Serve until SIGTERM or Ctrl-C, then finish in-flight requests.
 
     Raises:
         PortInUseError, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
-        ServerUnreachableError: the predictor is the server of the working directory, where none was started.
+        ServerUnreachableError: the predictor is the server of the working directory,
+            where no server was started.
     """
     targets_of(settings)
     with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
@@ -27,7 +28,7 @@ def serve_prep(settings: Settings) -> None:
 
 
 def create_server(settings: Settings) -> uvicorn.Server:
-    """The server, to run with listening sockets."""
+    """Create the server, which the caller runs with listening sockets."""
     config = uvicorn.Config(
         create_app(settings),
         http=HeadTimeoutProtocol,
@@ -41,7 +42,8 @@ def create_server(settings: Settings) -> uvicorn.Server:
 
 
 def prep_memory_size_bytes(settings: Settings) -> int:
-    """Maximum memory that the server uses, and therefore the lowest limit for its pod.
+    """Maximum memory that the server uses,
+    which is the lowest memory limit for its pod.
 
     Each body is in memory twice: as received, and as decoded from base64.
     """

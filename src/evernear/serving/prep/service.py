@@ -1,4 +1,6 @@
-"""The work of the preprocessing server: prepare an image as the live release prescribes, and have it recognized."""
+"""The work of the preprocessing server: prepare an image as the live release specifies,
+and recognize it.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -35,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class ReleaseMismatchError(ServingError):
-    """The image was not prepared as the release that made the prediction prescribes."""
+    """The image was not prepared as the predicting release specifies."""
 
 
 class Metrics:
@@ -63,22 +65,24 @@ class Metrics:
 
 
 class PrepService:
-    """Recognizes images with the predictor of ``settings``; bound to the event loop in which it is created.
+    """Recognizes images with the predictor of ``settings``.
 
-    A prediction contains the version of its release and is valid only if the image was prepared as that release
-    prescribes. Otherwise, as after a rollout, the image is prepared and sent again. A mismatch thus never becomes a
-    prediction, and a rollout that keeps the preprocessing costs nothing.
+    The service is bound to the event loop in which it is created. A prediction contains
+    the version of its release, and is valid only if the image was prepared as this
+    release specifies. Otherwise, as after a rollout, the image is prepared and sent
+    again. A mismatch therefore never leads to a prediction, and a rollout that does not
+    change the preprocessing costs nothing.
     """
 
     def __init__(self, settings: Settings, *, embeddings: bool = False) -> None:
-        """With ``embeddings``, predictions have the image's embedding."""
+        """With ``embeddings``, predictions contain the embedding of the image."""
         self._embeddings = embeddings
         self._prep = settings.prep
         self._model = settings.serving.model_name
         self._store_uri = settings.store_uri
         self._predictors = [AsyncClient(target) for target in targets_of(settings)]
         self._releases = Releases(settings.store_uri)
-        self._latest: ReleaseManifest | None = None  # the latest prediction's
+        self._latest: ReleaseManifest | None = None  # the release of the latest prediction
         self._max_pixels = settings.serving.max_pixels
         self._decoding = DecodePool(settings.prep.large_decodes)
         self._slots = asyncio.Semaphore(settings.prep.in_flight)
@@ -102,11 +106,15 @@ class PrepService:
         return await self._in_time(self._predict(inspect_body, body))
 
     async def predict_image(self, image: bytes) -> Prediction:
-        """Recognize an image file. Raises as `predict`, except for `RequestError`."""
+        """Recognize an image file.
+        Raises the errors of `predict` except `RequestError`.
+        """
         return await self._in_time(self._predict(inspect_image, image))
 
     async def test(self) -> Prediction:
-        """Recognize a stored image of the live release. Raises as `predict`."""
+        """Recognize a stored image of the live release.
+        Raises the errors of `predict`.
+        """
 
         async def predict_stored() -> Prediction:
             image, _ = await self._releases.test_query((await self._live_release()).version)
@@ -115,14 +123,15 @@ class PrepService:
         return await self._in_time(predict_stored())
 
     async def live_release(self) -> ReleaseManifest:
-        """Recognize a blank image, which works only if everything does; returns the release that recognized it.
+        """Recognize a blank image to test all parts.
+        Returns the release that recognized the image.
 
-        Raises as `predict`.
+        Raises the errors of `predict`.
         """
         return await self._in_time(self._live_release())
 
     async def metadata(self) -> Metadata:
-        """Describe the live release. Raises as `predict`."""
+        """Describe the live release. Raises the errors of `predict`."""
         return Metadata.of(await self.live_release(), self._model)
 
     async def close(self) -> None:
@@ -144,7 +153,7 @@ class PrepService:
 
     async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
         expected = await self._expected_release()
-        # The release has a limit, and this server's memory another.
+        # The release limits the number of pixels, and so does this server's memory.
         file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):
@@ -157,7 +166,9 @@ class PrepService:
         raise ReleaseMismatchError("The predictor's release changes faster than an image can be prepared; try again.")
 
     async def _expected_release(self) -> ReleaseManifest:
-        """The release of the latest prediction; before the first, the champion."""
+        """The release of the latest prediction,
+        or the champion before the first prediction.
+        """
         if self._latest is None:
             self._latest = await self._releases.champion()
         return self._latest
@@ -198,10 +209,11 @@ class PrepService:
 
 
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
-    """Prepare an inspected file as the release prescribes, as a PNG file.
+    """Prepare an inspected file as the release specifies, and return a PNG file.
 
-    The predictor accepts PNG from any client. PNG is lossless, and the predictor changes no pixel of an image that
-    already has the release's size and channels.
+    The predictor accepts PNG from any client. PNG is lossless, and the predictor does
+    not change the pixels of an image that already has the size and channels of the
+    release.
 
     Raises:
         DataError: the image is broken.
@@ -216,10 +228,12 @@ def blank(manifest: ReleaseManifest) -> bytes:
 
 
 def targets_of(settings: Settings) -> list[Target]:
-    """The predictors of a preprocessing server. Each is called if none before it can be reached.
+    """The predictors of a preprocessing server.
+    Each is called only if all earlier predictors are unreachable.
 
     Raises:
-        ServerUnreachableError: the predictor is the server of the working directory, where none was started.
+        ServerUnreachableError: the predictor is the server of the working directory,
+            where no server was started.
     """
     prep = settings.prep
     hosts = [host for host in (prep.predictor_host, prep.predictor_fallback_host) if host]
