@@ -1,7 +1,9 @@
-"""The handler in every archive. It refers to the installed one, so an archive survives changes of the package."""
+"""The handler in every archive. It refers to the installed handler,
+so archives survive package changes.
+"""
 
 from evernear.serving.handler import EmbeddingHandler
 
 
 class Handler(EmbeddingHandler):
-    """The only class of this module, which is how TorchServe finds it."""
+    """TorchServe finds this class because it is the only class of the module."""

@@ -1,7 +1,9 @@
-"""Batch prediction: the images of a whole source through a release, without a server, into Parquet files.
+"""Batch prediction: recognize all images of a source with a release,
+without a server, and write Parquet files.
 
-The source is listed once and divided into parts (`evernear.common.parts`). Each part becomes one Parquet file beside
-the folder of the plan, which readers of Parquet ignore because its name begins with an underscore::
+The source is listed once and divided into parts (`evernear.common.parts`). Each part
+becomes one Parquet file beside the plan's folder. Parquet readers ignore this folder,
+because its name begins with an underscore::
 
     <out>/part-000000.parquet
     <out>/_evernear/plan.json, ...
@@ -33,16 +35,18 @@ from evernear.serving.responses import Prediction, Rejection
 
 KIND = "predict"
 FOLDER = OWN_FOLDER
-"""The folder of the plan in the output."""
+"""The plan's folder in the output."""
 PART_IMAGES = 5000
-"""Default number of images in a part: a second to some minutes of work, by the size of the network."""
+"""Default number of images in a part: one second to a few minutes of work,
+depending on the network's size.
+"""
 PART_BYTES = 2**31
-"""A part ends before its files are larger than this."""
+"""Maximum total size of the files of a part."""
 BATCH_IMAGES = 64
 BATCH_BYTES = 2**26
-"""A batch ends before its files are larger than this. Two batches are in memory."""
+"""Maximum total size of the files of a batch. Two batches are in memory."""
 READERS = 16
-"""Files that are read at a time."""
+"""Number of files that are read concurrently."""
 _SHOWN = 10
 _SERVER_ERROR = 500
 T = TypeVar("T")
@@ -58,17 +62,22 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""``digest`` is the sha256 of the file. An image without a prediction has an ``error``, and null for the others."""
+"""Schema of the Parquet files. ``digest`` is the sha256 of the image file.
+
+For an image without a prediction, ``error`` is set and the prediction columns are null.
+"""
 
 
 class PredictPart(Part):
-    """The files of a part: names and sizes in bytes."""
+    """A part: the names of its files and their sizes in bytes."""
 
     files: tuple[tuple[str, int], ...]
 
 
 class PredictResult(Frozen):
-    """What a part wrote. ``failed`` are the names of some images without a prediction."""
+    """The result of a part. ``failed`` contains the names of some images without a
+    prediction.
+    """
 
     images: int = Field(ge=0)
     errors: int = Field(ge=0)
@@ -76,7 +85,7 @@ class PredictResult(Frozen):
 
 
 class Shared(Frozen):
-    """What all parts share."""
+    """The data that all parts share."""
 
     source: str
     store_uri: str
@@ -90,7 +99,7 @@ class BatchSummary(Frozen):
     images: int
     errors: int
     failed: tuple[str, ...]
-    """The first images without a prediction."""
+    """The names of the first images without a prediction."""
 
     def predicted(self) -> str:
         """The number of predictions, as in "4,998 predictions"."""
@@ -113,11 +122,11 @@ class BatchSummary(Frozen):
 
 
 def plan_predictions(shared: Shared, out: Store) -> Parts:
-    """List the source and plan its parts in ``out``, or return the parts that were planned there before.
+    """List the source and plan its parts in ``out``, or return the existing plan.
 
     Raises:
-        ConflictError: ``out`` has predictions of another source or release.
-        DataError: the source has no image, or does not exist.
+        ConflictError: ``out`` has predictions for a different source or release.
+        DataError: the source has no images or does not exist.
     """
     parts = Parts.find(out, FOLDER)
     if parts is None:
@@ -130,7 +139,8 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
     if parts.plan.kind != KIND:
         raise ConflictError(f"{out.uri} has results of another command; choose another --out.")
     planned = Shared.model_validate(parts.plan.shared)
-    # The size of the parts stays as it was planned; another store may have the same release.
+    # The planned part size does not change. The store is not compared, because a
+    # different store may have the same release.
     if (planned.source, planned.version) != (shared.source, shared.version):
         raise ConflictError(
             f"{out.uri} has predictions of {planned.source} by release {planned.version}; choose another --out."
@@ -150,7 +160,9 @@ def summarize(parts: Parts) -> BatchSummary:
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Load the release, and return what predicts a part and writes its Parquet file."""
+    """Load the release, and return a function that predicts a part and writes its
+    Parquet file.
+    """
     shared = Shared.model_validate(parts.plan.shared)
     tree = open_tree(shared.source)
     with ReleaseSource(shared.store_uri, shared.version).unpacked() as release:
@@ -178,7 +190,9 @@ Row = dict[str, Any]
 
 
 def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterator[list[Row]]:
-    """The rows of each batch of a part. The next batch is read while one is predicted."""
+    """The rows of each batch of a part.
+    The next batch is read while a batch is predicted.
+    """
     max_pixels, version = predictor.manifest.max_pixels, predictor.manifest.version
     files = [ImageFile(*file) for file in part.files]
 
@@ -207,7 +221,7 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
         return row | {
             "label": answer.pred, "distance": answer.dist, "unknown": answer.unknown, "neighbors": neighbors
         }  # fmt: skip
-    if answer.code >= _SERVER_ERROR:  # not this image's fault, as when the vectors' server is down
+    if answer.code >= _SERVER_ERROR:  # not caused by the image: the vector server is down, for example
         raise TransientStoreError(answer.message)
     return row | {"error": answer.message}
 
@@ -215,7 +229,9 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
 def _ahead(
     batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
 ) -> Iterator[tuple[list[ImageFile], T]]:
-    """Each batch with what ``start`` made of it, one batch ahead of the consumer."""
+    """Yield each batch with the result of ``start``,
+    one batch ahead of the consumer.
+    """
     waiting: tuple[list[ImageFile], T] | None = None
     for batch in batches:
         current, waiting = waiting, (batch, start(batch))
@@ -226,7 +242,11 @@ def _ahead(
 
 
 def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iterator[list[ImageFile]]:
-    """Divide ``files`` in order into groups of at most ``max_files`` and, unless one file is larger, ``max_bytes``."""
+    """Divide ``files`` in order into groups of at most ``max_files`` files and
+    ``max_bytes`` bytes.
+
+    A larger file is a group by itself.
+    """
     group: list[ImageFile] = []
     size_bytes = 0
     for file in files:

@@ -34,9 +34,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The responses to a batch in its order, and the seconds of each stage.
+    """The responses to a batch, in the order of the batch,
+    and the seconds of each stage.
 
-    ``images`` (N, H, W, C) and ``embeddings`` (N, D) belong to the N images with a prediction.
+    ``images`` (N, H, W, C) and ``embeddings`` (N, D) belong to the N images with a
+    prediction.
     """
 
     responses: list[Prediction | Rejection]
@@ -48,7 +50,7 @@ class BatchResult:
 
 
 class Predictor:
-    """A loaded release. Each batch costs one network call and one search."""
+    """A loaded release. Each batch takes one network call and one search."""
 
     def __init__(self, network: torch.nn.Module, gallery: Gallery, manifest: ReleaseManifest) -> None:
         self._network = network
@@ -60,7 +62,7 @@ class Predictor:
         """Load an unpacked and verified release, and warm it up. The files are not needed afterwards.
 
         Raises:
-            IntegrityError: the index was built with another network.
+            IntegrityError: the index was built with a different network.
         """
         gallery = Gallery.open(release.directory, release.manifest.network_sha256)
         predictor = Predictor(load_torchscript(release.directory / NETWORK_FILE), gallery, release.manifest)
@@ -70,17 +72,19 @@ class Predictor:
         return predictor
 
     def predict(self, images: Sequence[bytes | Rejection]) -> list[Prediction | Rejection]:
-        """Recognize PNG, JPEG or WebP files. A bad one gets a `Rejection`, and the others their `Prediction`.
+        """Recognize PNG, JPEG or WebP files.
 
-        A request without a usable image may be passed as its `Rejection`, which is returned in its place.
+        Returns a `Prediction` for each valid file, and a `Rejection` for each invalid
+        file. A request without a usable image may be passed as a `Rejection`, which is
+        returned at the same position.
         """
         return self.predict_batch(images).responses
 
     def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:
-        """Recognize as `predict`, and measure.
+        """Recognize images like `predict`, and measure the time of each stage.
 
-        Small images are decoded first. Those that have not started after ``decode_timeout_s`` get a `Rejection` with
-        code 503.
+        Small images are decoded first. Images whose decoding has not started after
+        ``decode_timeout_s`` get a `Rejection` with code 503.
         """
         start_s = time.perf_counter()
         pixels_or_rejections = self._decode_all(images, start_s + decode_timeout_s)
@@ -105,7 +109,10 @@ class Predictor:
         )
 
     def predict_pixels(self, images: NDArray[np.uint8]) -> list[Prediction]:
-        """Recognize uint8 images (N, H, W, C) that already have the shape of the release's preprocessing."""
+        """Recognize uint8 images (N, H, W, C).
+
+        The images must already have the shape of the release's preprocessing.
+        """
         return self._search(embed_images(self._network, images))
 
     def _try_search(self, embeddings: NDArray[np.float32]) -> Sequence[Prediction | Rejection]:

@@ -1,7 +1,8 @@
-"""Addresses and keys of the TorchServe of a working directory.
+"""Addresses and keys of a working directory's TorchServe server.
 
-`evernear.serving.torchserve` writes ``server.json`` when it starts a server, and TorchServe writes ``key_file.json``
-(mode 0600) into its working directory. A process that can read both files can use the server.
+`evernear.serving.torchserve` writes ``server.json`` when it starts a server. TorchServe
+writes ``key_file.json`` (mode 0600) to its working directory. A process that can read
+both files can use the server.
 """
 
 import errno
@@ -22,12 +23,14 @@ OWNER_FILE = "owner.pid"
 
 
 def home_of(workdir: Path) -> Path:
-    """The directory in which the TorchServe of ``workdir`` runs: configuration, keys, logs, model store."""
+    """The home directory of the TorchServe of ``workdir``: configuration, keys,
+    logs and model store.
+    """
     return workdir.resolve() / "torchserve"
 
 
 def start_hint(home: Path) -> str:
-    """How to start the TorchServe of ``home``."""
+    """A hint on how to start the TorchServe in ``home``."""
     bare = home == home_of(default_workdir())
     return "start it with `evernear serve`" + ("" if bare else f" and --workdir {shlex.quote(str(home.parent))}")
 
@@ -49,17 +52,19 @@ class Endpoints(Frozen):
 
     @property
     def inference_host(self) -> str:
-        """Host of the inference API, for a client on this machine."""
+        """The host of the inference API, for a client on this machine."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - compared, not bound
 
     @property
     def inference_url(self) -> str:
-        """Base URL of the inference API, for a client on this machine."""
+        """The base URL of the inference API, for a client on this machine."""
         return f"http://{host_and_port(self.inference_host, self.inference_port)}"
 
     @property
     def management_url(self) -> str:
-        """Base URL of the management API, which loads code and is therefore bound to loopback."""
+        """The base URL of the management API,
+        which loads code and therefore listens only on loopback.
+        """
         return f"http://127.0.0.1:{self.management_port}"
 
 
@@ -74,10 +79,12 @@ class ServerState(Frozen):
 
 
 def read_state(home: Path) -> ServerState | None:
-    """Read the record of the last server that was started in ``home`` and not stopped. It may have died since.
+    """Read the record of the last server that was started in ``home`` and not stopped.
+
+    The server may have died since.
 
     Raises:
-        ServingError: the record belongs to another user.
+        ServingError: the record belongs to a different user.
         IntegrityError: the record is damaged.
     """
     try:
@@ -94,7 +101,7 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
 
     Raises:
         ServerUnreachableError: no server runs in ``home``.
-        ServingError: the key file belongs to another user or is damaged.
+        ServingError: the key file belongs to a different user or is damaged.
     """
     try:
         return str(json.loads((home / KEY_FILE).read_bytes())[api]["key"])
@@ -110,7 +117,7 @@ def endpoints(home: Path) -> Endpoints:
     """Read the addresses of the server in ``home``.
 
     Raises:
-        ServerUnreachableError: no server was started there.
+        ServerUnreachableError: no server was started in ``home``.
     """
     state = read_state(home)
     if state is None:
@@ -124,7 +131,8 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def create_listener(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any free port. The host ``::`` is every address, also of IPv4.
+    """A listening socket. Port 0 is any free port.
+    The host ``::`` is every address, including IPv4.
 
     Raises:
         OSError: the address cannot be bound.
@@ -135,7 +143,8 @@ def create_listener(host: str, port: int) -> socket.socket:
 
 
 def listening_socket(host: str, port: int, setting: str) -> socket.socket:
-    """`create_listener`; ``setting`` is as for `bind_error`.
+    """Call `create_listener`, and convert errors with `bind_error`,
+    which receives ``setting``.
 
     Raises:
         PortInUseError, ServingError: the address cannot be bound.
@@ -147,7 +156,9 @@ def listening_socket(host: str, port: int, setting: str) -> socket.socket:
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
-    """The error for ``host:port`` that cannot be bound; ``setting`` is the name of the port's setting."""
+    """The error if ``host:port`` cannot be bound.
+    ``setting`` is the name of the port's setting.
+    """
     if error.errno == errno.EADDRINUSE:
         return PortInUseError(
             f"Port {port} on {host} is in use by another program; stop that, or choose a free port with "

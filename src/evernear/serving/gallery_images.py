@@ -1,8 +1,10 @@
-"""The gallery images behind the rows in an answer. Imports neither torch nor FAISS.
+"""The gallery images of the rows in an answer.
+This module imports neither torch nor FAISS.
 
-An index has no hashes of its images. Its rows follow the order of the snapshot that the release was built from
-(`evernear.data.gallery`), so a row leads to a shard and to a row in it. The shard is looked for in the store at each
-call, not only in a cache: `evernear forget` deletes the shards of images that it deletes.
+An index has no hashes of its images. Its rows follow the order of the snapshot from
+which the release was built (`evernear.data.gallery`), so a row leads to a shard and to
+a row in it. Each call looks for the shard in the store and not only in a cache, because
+`evernear forget` deletes the shards of forgotten images.
 """
 
 import tempfile
@@ -24,11 +26,15 @@ from evernear.release.registry import Registry
 from evernear.serving.decoding import encode_png
 
 OPEN_SNAPSHOTS = 4
-"""Snapshots that stay open. Each has the manifest and the hashes of the shards that were checked."""
+"""Maximum number of open snapshots.
+Each has its manifest and the hashes of checked shards.
+"""
 
 
 class GalleryImage(NamedTuple):
-    """An image of the gallery as the network sees it: uint8 (H, W, C), the size of the release's preprocessing."""
+    """A gallery image as the network receives it: uint8 (H, W, C),
+    in the size of the release's preprocessing.
+    """
 
     label: str
     digest: str
@@ -41,7 +47,7 @@ class GalleryImage(NamedTuple):
 
 
 class GalleryImages:
-    """The gallery images of the releases in a store, for any number of threads."""
+    """The gallery images of the releases in a store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -50,13 +56,15 @@ class GalleryImages:
         self._open: dict[str, tuple[ReleaseManifest, Dataset]] = {}
 
     def find(self, version: str, row: int) -> GalleryImage | None:
-        """The image in ``row`` of the gallery of a release; None if the store no longer has it.
+        """The image in ``row`` of a release's gallery,
+        or None if the store no longer has the image.
 
-        It does not have images that were forgotten, nor snapshots that were pruned.
+        The store no longer has forgotten images and images of pruned snapshots.
 
         Raises:
-            IntegrityError: the gallery has no such row, a shard is damaged, or the release does not say which train
-                images joined its gallery, because an earlier version of evernear made it.
+            IntegrityError: the gallery has no such row, a shard is damaged, or an
+                earlier version of evernear built the release, so that it does not say
+                which train images joined its gallery.
             StoreError: the store cannot be reached.
         """
         with self._lock:
@@ -78,9 +86,11 @@ class GalleryImages:
         return GalleryImage(dataset.labels[block.labels[0]], block.digests[0].tobytes().hex(), block.images[0])
 
     def names(self, version: str, digest: str) -> tuple[str, ...]:
-        """The files in the source that have the image ``digest``; empty if the store no longer has the snapshot.
+        """The source files of the image ``digest``.
+        Empty if the store no longer has the snapshot.
 
-        This copies the ledger of the snapshot, about 100 bytes for each image in the dataset.
+        This copies the snapshot's ledger,
+        which has about 100 bytes for each image in the dataset.
 
         Raises:
             IntegrityError: the ledger is damaged.
@@ -91,7 +101,7 @@ class GalleryImages:
         if opened is None:
             return ()
         release, dataset = opened
-        # `evernear forget` writes the ledgers of the remaining snapshots again.
+        # `evernear forget` rewrites the ledgers of the remaining snapshots.
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest)
         if manifest is None:
             return ()

@@ -1,4 +1,4 @@
-"""Channels to a server whose pods, and therefore addresses, change."""
+"""gRPC channels to a server whose pods, and therefore addresses, change."""
 
 import json
 import socket
@@ -12,21 +12,33 @@ from evernear.serving.endpoints import host_and_port
 
 RESOLUTION_PERIOD_S = 1.0
 RECONNECT_BACKOFF_MS = 1000
-"""Longest time for one attempt to connect, and between two attempts; gRPC's defaults are 20 s and two minutes."""
+"""Maximum time of a connection attempt, and between two attempts.
+
+gRPC's defaults are 20 s and two minutes.
+"""
 DEAD_CONNECTION_MS = 2000
-"""Time without an acknowledgment by TCP after which a connection is dead, as after the loss of a node."""
+"""Time without a TCP acknowledgment after which a connection counts as dead,
+as after the loss of a node.
+"""
 KEEPALIVE_MS = 600_000
-"""Period of pings, which netty accepts only every five minutes. It also turns on `DEAD_CONNECTION_MS`."""
+"""Interval of pings. Netty accepts pings only every five minutes.
+This also enables `DEAD_CONNECTION_MS`.
+"""
 RETRY_TOKENS = 200
-"""Each failed attempt takes a token, and each success returns one. Below half of them, calls are not retried."""
+"""Number of retry tokens. A failed attempt takes a token,
+and a successful attempt returns a token.
+
+Below half of this number, calls are not retried.
+"""
 
 
 class Addresses:
     """The gRPC target of a host, which a thread resolves every second.
 
-    gRPC resolves a name every 30 s at most, waits up to two minutes while a name has no address, and does not look
-    for new pods while its connections last. A new channel to an address that another one is connected to uses the
-    same connection, so a change of the addresses costs little. If the name cannot be resolved, the last target stays.
+    gRPC resolves a name at most every 30 s, waits up to two minutes while a name has no
+    address, and does not look for new pods while its connections last. A new channel
+    uses the existing connection to an address, so a change of addresses costs little.
+    If the name cannot be resolved, the last target stays.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -37,7 +49,7 @@ class Addresses:
             threading.Thread(target=self._follow, name=f"addresses of {host}", daemon=True).start()
 
     def close(self) -> None:
-        """Stop to resolve the host."""
+        """Stop resolving the host."""
         self._closed.set()
 
     def _follow(self) -> None:
@@ -48,12 +60,14 @@ class Addresses:
 
 
 def channel_options(authority: str, attempts: int) -> Sequence[tuple[str, Any]]:
-    """Options of a channel whose target is one of `Addresses`; ``authority`` is the server's name in HTTP/2 and TLS.
+    """Options of a channel to a target of `Addresses`.
+    ``authority`` is the server's name in HTTP/2 and TLS.
 
-    Up to ``attempts`` of a call that the server did not answer are made, until `RETRY_TOKENS` are spent. During an
-    outage, calls therefore fail at once. The call must be idempotent.
+    If the server does not respond, a call is attempted up to ``attempts`` times, until
+    `RETRY_TOKENS` are spent. During an outage, calls therefore fail immediately. The
+    call must be idempotent.
     """
-    # Use all pods in turn; gRPC's default stays with one.
+    # Use all pods in turn. By default, gRPC stays with one pod.
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if attempts > 1:
         policy = {
@@ -86,7 +100,10 @@ def _resolve(host: str, port: int) -> str:
 
 
 def _as_ipv6(text: str) -> str:
-    """An address as IPv6: a gRPC target has one family. The kernel uses IPv4 for a mapped address."""
+    """Convert an address to IPv6, because a gRPC target has one address family.
+
+    The kernel uses IPv4 for a mapped address.
+    """
     return f"::ffff:{text}" if isinstance(ip_address(text), IPv4Address) else text
 
 

@@ -1,14 +1,20 @@
-"""TorchServe's entry point to `Predictor`. Every archive names it in its own handler (`archived_handler`).
+"""TorchServe's entry point to `Predictor`. The handler in every archive
+(`archived_handler`) refers to it.
 
-Accepted are PNG, JPEG and WebP, by their content, of any size: with a palette, transparency, CMYK, and 16 bits, decoded
-as by ingest (`evernear.data.reduction`). Rejected with 400 and a message, without affecting the rest of the
-batch: a request without an image, an empty, truncated, broken or animated one, another format, more pixels than
-`serving.max_pixels`, a structure that makes decoding slow (`evernear.data.image_file`), invalid JSON or base64, and a
-form without a field ``data``, ``image`` or ``file``. The frontend rejects requests larger than
-`serving.max_request_size_bytes` (413) and unreadable forms (400) before they arrive here.
+The handler accepts PNG, JPEG and WebP images of any size, which are recognized by
+content. Images with a palette, transparency, CMYK or 16 bits are decoded like in ingest
+(`evernear.data.reduction`).
 
-A batch is answered as a whole. Decoding therefore ends after half of the response timeout, small images first. The
-remaining images get 503.
+The handler rejects the following requests with status 400 and a message, without
+affecting the rest of the batch: a request without an image, an empty, truncated, broken
+or animated image, a different format, an image with more pixels than
+`serving.max_pixels`, a structure that makes decoding slow (`evernear.data.image_file`),
+invalid JSON or base64, and a form without a ``data``, ``image`` or ``file`` field. The
+frontend rejects requests larger than `serving.max_request_size_bytes` (413) and
+unreadable forms (400) before they reach the handler.
+
+A batch is answered as a whole. Decoding therefore ends after half of the response
+timeout. Small images are decoded first, and the remaining images get status 503.
 """
 
 import logging
@@ -34,7 +40,10 @@ from evernear.serving.responses import EMBEDDING_FIELD, Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
 
 DECODE_SHARE = 0.5
-"""Share of the response timeout, after which TorchServe replaces the worker and fails its whole batch."""
+"""Share of the response timeout that decoding may take.
+
+After the whole timeout, TorchServe replaces the worker, and its whole batch fails.
+"""
 PROBE_HEADER = "evernear-probe"
 _METRICS_LOGGER = "ts.metrics.caching_metric"
 
@@ -48,7 +57,8 @@ class EmbeddingHandler:
         parts = open_parts(Path(context.system_properties["model_dir"]))
         self._predictor = Predictor.open(parts)
         self._decode_timeout_s = DECODE_SHARE * float(context.model_yaml_config["responseTimeout"])
-        # TorchServe logs a line for each batch, through a pipe and two regular expressions.
+        # At the INFO level, TorchServe logs a line for each batch,
+        # through a pipe and two regular expressions.
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
         self._meter = _meter(parts)
@@ -60,7 +70,7 @@ class EmbeddingHandler:
             self._query_log.start()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
-        """Answer a batch of requests, each with its own status."""
+        """Answer a batch of requests. Each response has a separate status."""
         started_ns = time.time_ns()
         images = [image_from_fields(fields) for fields in data]
         result = self._predictor.predict_batch(images, self._decode_timeout_s)
@@ -109,7 +119,9 @@ class EmbeddingHandler:
             )
 
     def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
-        """Count the requests of clients. The stored query of a readiness probe is not one."""
+        """Count client requests. The stored query of a readiness probe does not
+        count.
+        """
         responses = [response for response, probe in zip(result.responses, probes, strict=True) if not probe]
         predictions = [response for response in responses if isinstance(response, Prediction)]
         if not responses:
@@ -124,7 +136,9 @@ class EmbeddingHandler:
 
 
 def _body(response: Prediction | Rejection, id_: str) -> bytes:
-    """The body of a response. Its id is TorchServe's, which the HTTP frontend also sends as ``x-request-id``."""
+    """The body of a response. The id is TorchServe's request id,
+    which HTTP also has in ``x-request-id``.
+    """
     if isinstance(response, Prediction):
         response = response.model_copy(update={"id": id_})
     return response.model_dump_json().encode()
@@ -135,7 +149,9 @@ def _wants_embedding(fields: dict[str, bytes], context: Any, position: int) -> b
 
 
 def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Prediction | Rejection]:
-    """The responses, with the embedding in each prediction whose request ``wanted`` it."""
+    """The responses, with the embedding in each prediction for which ``wanted`` is
+    set.
+    """
     embeddings = iter(() if result.embeddings is None else result.embeddings)
     for response, is_wanted in zip(result.responses, wanted, strict=True):
         if not isinstance(response, Prediction):
@@ -146,7 +162,10 @@ def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Pr
 
 
 def _is_probe(context: Any, position: int) -> bool:
-    """Whether the frontend marked the request as the query of a readiness probe; it removes the mark from others."""
+    """Whether the frontend marked the request as a readiness probe.
+
+    The frontend removes such a mark from all other requests.
+    """
     return bool(context.get_request_header(position, PROBE_HEADER))
 
 
@@ -177,7 +196,10 @@ def _meter(parts: ReleaseParts) -> Meter:
 
 
 def _torchserve_emit() -> Emit:
-    """Emit through the worker's output, which TorchServe parses. It drops metrics that its configuration lacks."""
+    """Emit metrics through the worker's output, which TorchServe parses.
+
+    TorchServe drops metrics that are not in its configuration.
+    """
     from ts.metrics.caching_metric import CachingMetric
     from ts.metrics.metric_type_enum import MetricTypes
 

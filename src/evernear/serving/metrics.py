@@ -1,7 +1,9 @@
-"""Metrics of the workers: Prometheus metrics in each worker, whose increments TorchServe collects once a second.
+"""Prometheus metrics in each worker.
+TorchServe collects their increments once a second.
 
-TorchServe's own histograms have fixed buckets up to 10, and take one value per line of a worker's output. Exported as
-counters by upper bound (``le``), ours look the same to Prometheus, have suitable bounds, and add no cost to a batch.
+TorchServe's histograms have fixed buckets up to 10, and take one value per line of a
+worker's output. Our histograms are exported as counters with an upper bound (``le``).
+To Prometheus, they look the same. They have suitable bounds and add no cost to a batch.
 """
 
 import threading
@@ -10,16 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# L2 between unit vectors is 2 sin(angle / 2): 0.1 is 6 degrees, 1.4 nearly a right angle, 2 the opposite.
+# The L2 distance of unit vectors is 2 sin(angle / 2): 0.1 is 6 degrees, 1.4 is nearly a
+# right angle, and 2 is the opposite direction.
 DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
-# From 5 ms to 40 s, each 1.5 times the one before: fine enough to compare a p99.
+# From 5 ms to 40 s. Each bound is 1.5 times the previous bound,
+# which is fine enough to compare a p99.
 SECONDS_BOUNDS = tuple(float(f"{0.005 * 1.5**step:.2g}") for step in range(23))
 FLUSH_EVERY_S = 1.0
 
 Kind = Literal["counter", "gauge"]
 Labels = tuple[str, ...]
 Emit = Callable[[str, float, Labels], None]
-"""Increments a counter or sets a gauge: name, value, label values."""
+"""Increments a counter or sets a gauge. The arguments are name,
+value and label values.
+"""
 
 
 class Metric(NamedTuple):
@@ -69,7 +75,9 @@ _TORCHSERVE_METRICS: Mapping[str, Metric] = {
 
 
 def metrics_file() -> dict[str, Any]:
-    """The content of TorchServe's ``metrics.yaml``: its own metrics (``ts_metrics``) and ours."""
+    """The content of TorchServe's ``metrics.yaml``: TorchServe's metrics
+    (``ts_metrics``) and ours.
+    """
     return {"ts_metrics": _by_kind(_TORCHSERVE_METRICS), "model_metrics": _by_kind(METRICS)}
 
 
@@ -87,9 +95,11 @@ def _by_kind(metrics: Mapping[str, Metric]) -> dict[str, list[dict[str, Any]]]:
 class Meter:
     """Records the batches of one release. `flush` passes the increments to ``emit``.
 
-    ``created_s`` is the release's Unix time, ``threshold`` the distance beyond which an image is unknown. What live
-    queries are compared with is optional: ``test_accuracy`` of the release, and the distances of its drift baseline,
-    ``reference``, which are emitted as their cumulative distribution at `DISTANCE_BOUNDS`.
+    ``created_s`` is the Unix time of the release. ``threshold`` is the distance beyond
+    which an image is unknown. Two optional arguments are emitted for comparison with
+    live queries: ``test_accuracy`` of the release, and ``reference``, the distances of
+    its drift baseline. The distances are emitted as their cumulative distribution at
+    `DISTANCE_BOUNDS`.
     """
 
     def __init__(
@@ -102,7 +112,7 @@ class Meter:
         test_accuracy: float | None = None,
         reference: Sequence[float] = (),
     ) -> None:
-        # Only workers need it; `metrics_file` also runs where it is not installed.
+        # Only workers need prometheus_client. `metrics_file` also runs without it.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self._emit = emit
@@ -146,9 +156,10 @@ class Meter:
     ) -> None:
         """Record a batch.
 
-        ``outcomes`` has an entry for each request. ``distances`` and ``unknown`` belong to the images with a
-        prediction, ``stages_s`` the seconds of each stage. ``neighbors`` has an entry for each neighbor of a known
-        image: whether its label is the predicted one.
+        ``outcomes`` has an entry for each request. ``distances`` and ``unknown`` belong
+        to the images with a prediction. ``stages_s`` contains the seconds of each
+        stage. ``neighbors`` has an entry for each neighbor of a known image, which says
+        whether the neighbor's label is the predicted label.
         """
         self._batch_size.observe(len(outcomes))
         for outcome in outcomes:
@@ -171,7 +182,7 @@ class Meter:
         for family in self._registry.collect():
             for sample in family.samples:
                 metric = METRICS.get(sample.name)
-                if metric is None:  # the creation time that prometheus_client adds to each counter
+                if metric is None:  # creation times, which prometheus_client adds to each counter
                     continue
                 labels = tuple(sample.labels[name] for name in metric.labels)
                 previous = self._emitted.get((sample.name, labels)) if metric.kind == "counter" else None

@@ -1,4 +1,5 @@
-"""The containers, probes and hook of a serving pod, in the order in which a kubelet runs them.
+"""The containers, probes and the hook of a serving pod,
+in the order in which the kubelet runs them.
 
 ::
 
@@ -7,11 +8,13 @@
     startupProbe     exec evernear pod ready                              all stored queries, predictions compared
     readinessProbe   GET /ready on the inference port, no token           a stored query, unless traffic is answered
     livenessProbe    the same, tolerating the time in which a worker loads
-    preStop          exec evernear pod drain                              serves on while the endpoint is removed
-    SIGTERM          drains, see decision 9
+    preStop          exec evernear pod drain                              serves while the endpoint is removed
+    SIGTERM          drains (decision 9)
 
-All have EVERNEAR_WORKDIR, an emptyDir and the only writable directory besides /tmp. Only the init container has
-EVERNEAR_STORE and the keys of the object store. The others have EVERNEAR_TOKEN_FILE, a file of the Secret.
+All containers have EVERNEAR_WORKDIR, which is an emptyDir and the only writable
+directory besides /tmp. Only the init container has EVERNEAR_STORE and the credentials
+for the object store. All other containers have EVERNEAR_TOKEN_FILE, a file of the
+Secret.
 
 ::
 
@@ -44,27 +47,31 @@ from evernear.settings.sources import TOKEN_FILE_VARIABLE
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
 JAVA_EXIT_S = 5  # after the drain
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
-"""b64token of RFC 6750, section 2.1, of at least 96 bits."""
+"""A b64token (RFC 6750, section 2.1) with at least 96 bits."""
 _STAGING = ".fetch-"
-# Measured with the network and index for digits (benchmarks/hostile_traffic.py).
+# These sizes were measured with the network and index for digits
+# (benchmarks/hostile_traffic.py).
 WORKER_SIZE_BYTES = 480 * 2**20
 """Memory of a worker before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
-"""Memory of TorchServe's frontend besides its heap."""
-MEMORY_STEP_BYTES = 256 * 2**20  # small differences between releases do not change the pod
+"""Memory of TorchServe's frontend in addition to its heap."""
+MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
 def grace_period_s(settings: ServingSettings) -> int:
-    """``terminationGracePeriodSeconds`` of a pod: preStop, drain and the exit of Java."""
+    """The ``terminationGracePeriodSeconds`` of a pod: time for preStop,
+    drain and Java's exit.
+    """
     return settings.endpoint_removal_s + settings.drain_timeout_s + JAVA_EXIT_S
 
 
 def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_parts_size_bytes: int) -> int:
     """The memory that a pod needs for a batch of the largest requests in every worker.
 
-    The workers map one copy of the index (``index_size_bytes``), and each loads the network, labels and centroids
-    (``worker_parts_size_bytes``). A body is in memory twice: as received, and rewritten without metadata.
+    The workers map one copy of the index (``index_size_bytes``). Each worker loads the
+    network, labels and centroids (``worker_parts_size_bytes``). A body is in memory
+    twice: as received, and rewritten without metadata.
     """
     batch = 2 * settings.batch_size * settings.max_request_size_bytes
     worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
@@ -72,9 +79,10 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
 
 
 def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
-    """Memory request and limit of a pod, as a quantity of Kubernetes. The sizes are as for `memory_size_bytes`.
+    """Memory request and limit of a pod, as a Kubernetes quantity. The sizes are the
+    same as in `memory_size_bytes`.
 
-    Without the sizes, the least memory that any release needs.
+    Without the sizes, the result is the minimum memory that any release needs.
 
     Raises:
         SettingsError: ``kubernetes.memory`` is less than ``auto`` would be.
@@ -99,8 +107,9 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
 def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
     """Download a release from the store of ``settings`` for `serve_pod`.
 
-    ``sha256`` is the archive's according to the deployer. The registry's record and the archive must agree with it. The
-    store is only read. Safe to repeat, also after a kill.
+    ``sha256`` is the hash of the archive according to the deployer. The registry's
+    record and the archive must match this hash. The store is only read. The function is
+    safe to repeat, even after a kill.
 
     Raises:
         IntegrityError: the deployer, the registry and the archive disagree, or the release is damaged.
@@ -135,8 +144,9 @@ def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManif
 def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
     """Replace this process with TorchServe and the fetched release.
 
-    Inference and metrics listen on all addresses, management on loopback, and no model can be registered. Inference
-    requires the token in the file that ``EVERNEAR_TOKEN_FILE`` names, unless ``without_token``.
+    The inference and metrics APIs listen on all addresses, and the management API
+    listens on loopback. No model can be registered. Unless ``without_token`` is set,
+    the inference API requires the token in the file that ``EVERNEAR_TOKEN_FILE`` names.
 
     Raises:
         SettingsError: the token is missing or invalid, or contradicts ``without_token``.
@@ -176,7 +186,7 @@ def release(settings: Settings) -> ReleaseParts:
 
 
 def client(settings: Settings) -> Client:
-    """A client of this pod's server, with the token of the environment."""
+    """A client of this pod's server, with the token in the environment."""
     return Client(Target.remote(settings, LOOPBACK))
 
 
@@ -189,7 +199,9 @@ def _release_dir(settings: Settings) -> Path:
 
 
 def _is_alone(archive: Path) -> bool:
-    """Whether the archive is the only file in the model store: the server loads all of them."""
+    """Whether the archive is the only file in the model store.
+    The server loads all files in it.
+    """
     return archive.is_file() and list(archive.parent.iterdir()) == [archive]
 
 
@@ -203,7 +215,9 @@ def _remove_leftovers(home: Path) -> None:
 
 
 def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
-    """Keep the files that probes and people read; TorchServe unpacks the archive itself."""
+    """Remove all files except those that probes and people read.
+    TorchServe unpacks the archive itself.
+    """
     needed = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
     for file in parts.directory.iterdir():
         if file.name not in needed:
@@ -211,7 +225,7 @@ def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
 
 
 def _token_file(without_token: bool) -> Path | None:
-    """The file of the token that all replicas share."""
+    """The file with the token that all replicas share."""
     name = os.environ.get(TOKEN_FILE_VARIABLE)
     if without_token:
         if name:

@@ -1,4 +1,4 @@
-"""Where a server gets its release: a ``.mar`` on disk, or a registry."""
+"""The source of a server's release: a ``.mar`` file on disk, or a registry."""
 
 import tempfile
 from collections.abc import Generator
@@ -15,9 +15,11 @@ from evernear.release.registry import Registry
 
 @dataclass(frozen=True)
 class ReleaseSource:
-    """A release by ``version`` in the registry of ``store_uri``, or the one archive at ``path``.
+    """The release ``version`` in the registry of ``store_uri``,
+    or the archive at ``path``.
 
-    Without ``version`` it is the champion. ``path`` is a ``.mar`` or a directory with one, and unused with a store.
+    Without ``version``, the release is the champion. ``path`` is a ``.mar`` file or a
+    directory with one, and is ignored with a store.
     """
 
     store_uri: str = ""
@@ -25,7 +27,7 @@ class ReleaseSource:
     path: Path = Path()
 
     def manifest(self) -> ReleaseManifest:
-        """Read the manifest and nothing else. Raises as `unpacked`."""
+        """Read only the manifest. Raises the errors of `unpacked`."""
         if self.store_uri:
             registry = self._registry()
             return registry.get(self._version(registry)).manifest
@@ -36,7 +38,8 @@ class ReleaseSource:
         """Unpack and verify the release in a temporary directory, which is removed when the context ends.
 
         Raises:
-            IntegrityError: the archive is damaged, or ``path`` has none or several.
+            IntegrityError: the archive is damaged,
+                or ``path`` has no archive or several.
             StoreError: the store is unreachable, or has no such release.
         """
         with tempfile.TemporaryDirectory(prefix="evernear-") as directory:

@@ -1,9 +1,11 @@
 """Images in requests: the body itself, a multipart field, or base64 in JSON.
 
-Base64 may be wrapped, URL-safe, without padding, or in a ``data:`` URI, as clients write it.
+Clients may send base64 that is wrapped, URL-safe, without padding,
+or in a ``data:`` URI.
 
-JSON is decoded against a schema, which builds nothing but the text. `json` would build whatever else a client sends,
-at 25 times the size of the body.
+JSON is decoded against a schema, so that only the text is built in memory. `json` would
+also build all other values that a client sends, which may take 25 times the size of the
+body.
 """
 
 import base64
@@ -21,7 +23,7 @@ FIELDS = ("body", "data", "image", "file")
 EXAMPLE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAADElEQVR4AWNgoA4AAABIAAE8O4AtAAAAAElFTkSuQmCC"
 _MAX_REASON_LENGTH = 200
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
-"""Signatures of compressed bodies. The data of deflate and Brotli have none."""
+"""Signatures of compressed bodies. Deflate and Brotli data have no signature."""
 _TO_STANDARD_ALPHABET = str.maketrans("-_", "+/", " \t\r\n")
 
 
@@ -71,7 +73,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def compression(body: bytes) -> str | None:
-    """The sentence for a compressed body; None for any other."""
+    """The error message for a compressed body, or None for other bodies."""
     kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 
@@ -80,8 +82,8 @@ def image_from_json(body: bytes) -> bytes:
     """Extract the image file from an `ImageRequest`.
 
     Raises:
-        RequestError: the body is not such JSON.
-        DataError: its text is not base64.
+        RequestError: the body is not the expected JSON.
+        DataError: the text in the JSON is not base64.
     """
     if compressed := compression(body):
         raise RequestError(compressed)
@@ -99,8 +101,8 @@ def image_from_json(body: bytes) -> bytes:
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
     """Extract the image file from the fields of a TorchServe request, in which a plain body is named ``body``.
 
-    JSON is recognized by its first byte, with which no image file begins, so a wrong content type is harmless. Unknown
-    fields of the JSON are ignored.
+    JSON is recognized by its first byte. No image file begins with this byte, so a
+    wrong content type is harmless. Unknown JSON fields are ignored.
     """
     data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
     if data is None:

@@ -53,11 +53,12 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
     The server outlives this process and does not inherit its pipes.
 
     Raises:
-        PortInUseError: a different program uses a port. ServingError: Java or
-            TorchServe is not installed, the server runs on other ports, or it does not
-            start within ``settings.startup_timeout_s``. StoreError: ``home``, or the
-            server's directory in /tmp, cannot be created. BusyError: a different
-            process is starting or stopping this server and does not finish.
+        PortInUseError: a different program uses a port.
+        ServingError: Java or TorchServe is not installed, the server runs on other
+            ports, or it does not start within ``settings.startup_timeout_s``.
+        StoreError: ``home``, or the server's directory in /tmp, cannot be created.
+        BusyError: a different process is starting or stopping this server and does not
+            finish.
     """
     _make_home(home)
     requested = Endpoints.of(settings)

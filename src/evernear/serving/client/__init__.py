@@ -1,4 +1,6 @@
-"""Clients of a server: `Client` blocks, `AsyncClient` is for asyncio. Imports neither torch nor FAISS."""
+"""Clients of a server: `Client` blocks, and `AsyncClient` is for asyncio.
+Neither imports torch or FAISS.
+"""
 
 import weakref
 from pathlib import Path
@@ -10,7 +12,7 @@ from evernear.serving.client.target import Format, Target
 from evernear.serving.responses import Metadata, Prediction
 from evernear.settings import RunSettings
 
-GRPC_FRAME_BYTES = 448  # more than a message needs besides the image: names, lengths and a trace context
+GRPC_FRAME_BYTES = 448  # upper bound for the rest of a message: names, lengths and a trace context
 
 
 class Client:
@@ -24,31 +26,32 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        # Import only the protocol in use: a command line starts faster.
+        # Only the protocol in use is imported, so that a command line starts faster.
         if target.format == "grpc":
             from evernear.serving.client.grpc import GrpcTransport as Transport
         else:
             from evernear.serving.client.http import HttpTransport as Transport
         self._transport: Any = Transport(target)
-        self.close = weakref.finalize(self, self._transport.close)  # runs also for a client that is never closed
+        self.close = weakref.finalize(self, self._transport.close)  # also runs for a client that is never closed
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "Client":
-        """A client of the server of a working directory.
+        """A client of a working directory's server.
 
         Raises:
-            ServerUnreachableError: no server runs.
+            ServerUnreachableError: no server is running.
         """
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """Recognize the content of a PNG, JPEG or WebP file, by default with the default version.
+        """Recognize the content of a PNG, JPEG or WebP file,
+        by default with the default version.
 
-        With ``embedding``, a TorchServe also returns the image's embedding.
+        With ``embedding``, TorchServe also returns the embedding of the image.
 
         Raises:
-            ServerUnreachableError: no server answers.
-            ServerTimeoutError: there is no response within the target's ``timeout_s``.
+            ServerUnreachableError: no server responds.
+            ServerTimeoutError: no response arrives within the target's ``timeout_s``.
             PredictionRejectedError: the image or the request is invalid.
             ServingError: the server failed.
         """
@@ -56,7 +59,7 @@ class Client:
         return self._transport.predict(image, version, embedding=embedding)
 
     def predict_file(self, path: Path, version: str | None = None) -> dict[str, Any]:
-        """`predict` a file; returns the JSON object that the server sent.
+        """Call `predict` on a file and return the server's JSON object.
 
         Raises:
             DataError: the file cannot be read.
@@ -69,7 +72,9 @@ class Client:
         return self.predict(image, version).model_dump(mode="json")
 
     def metadata(self) -> Metadata:
-        """The model's metadata, from the preprocessing server. Raises as `predict`.
+        """The model's metadata, from the preprocessing server.
+
+        This method also raises the errors of `predict`.
 
         Raises:
             SettingsError: the target is not a preprocessing server.
@@ -97,16 +102,16 @@ class AsyncClient:
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "AsyncClient":
-        """As `Client.of`."""
+        """The same as `Client.of`."""
         return AsyncClient(Target.local(settings, format))
 
     async def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """As `Client.predict`."""
+        """The same as `Client.predict`."""
         _require_bounded(image, self._target)
         return await self._transport.predict(image, version, embedding=embedding)
 
     async def metadata(self) -> Metadata:
-        """As `Client.metadata`."""
+        """The same as `Client.metadata`."""
         _require_prep(self._target)
         return await self._transport.metadata()
 

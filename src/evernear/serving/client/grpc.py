@@ -1,8 +1,9 @@
 """gRPC transport: TorchServe's gRPC API.
 
-TorchServe 0.12 returns OK when the handler rejects a request with 400 or 503. The content is a `Rejection`. An unknown
-model or version is INTERNAL and recognizable by the Java exception in the second line of the details. A message larger
-than ``max_request_size`` ends the stream with CANCELLED.
+TorchServe 0.12 returns OK when the handler rejects a request with 400 or 503. The
+content is then a `Rejection`. For an unknown model or version, TorchServe returns
+INTERNAL, with a Java exception in the second line of the details. A message larger than
+``max_request_size`` ends the stream with CANCELLED.
 """
 
 from collections.abc import Generator
@@ -38,7 +39,9 @@ _REJECTED_BY_JAVA = ("ModelNotFoundException", "ModelVersionNotFoundException", 
 
 
 class _Channel:
-    """A channel of ``api``, which is `grpc` or `grpc.aio`, to the current addresses of the target."""
+    """A channel to the current addresses of the target.
+    ``api`` is `grpc` or `grpc.aio`.
+    """
 
     def __init__(self, target: Target, api: Any) -> None:
         self._target = target
@@ -47,8 +50,10 @@ class _Channel:
         self._opened = self._open(self._addresses.target)
 
     def channel(self) -> tuple[Any, Any]:
-        """The channel to the current addresses, and its method. An earlier channel closes after its last call, which
-        has the only reference to it.
+        """The channel to the current addresses, and its method.
+
+        An earlier channel closes after its last call,
+        which has the only reference to the channel.
         """
         address, channel, call = self._opened
         if address != self._addresses.target:
@@ -56,7 +61,7 @@ class _Channel:
         return channel, call
 
     def close(self) -> Any:
-        """Close the channel; a coroutine for `grpc.aio`."""
+        """Close the channel. With `grpc.aio`, this returns a coroutine."""
         self._addresses.close()
         _, channel, _ = self._opened
         return channel.close()
@@ -134,7 +139,7 @@ def _errors(target: Target) -> Generator[None]:
 
 
 def _error(target: Target, error: Any) -> EvernearError:
-    """The error for a `grpc.RpcError`. Both APIs' errors have a code and details."""
+    """Convert a `grpc.RpcError`. The errors of both APIs have a code and details."""
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

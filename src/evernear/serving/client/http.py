@@ -70,7 +70,7 @@ def _options(target: Target) -> dict[str, Any]:
     return {
         "base_url": target.url,
         "timeout": target.timeout_s,
-        "trust_env": False,  # a proxy of the environment must not see loopback
+        "trust_env": False,  # requests to loopback must not pass through a proxy
         "verify": tls_context() if target.tls else False,
     }
 

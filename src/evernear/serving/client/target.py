@@ -1,4 +1,4 @@
-"""The server that a client talks to, and its protocol."""
+"""The server that a client calls, and the protocol."""
 
 import json
 import os
@@ -24,9 +24,11 @@ Format = Literal["rest", "grpc", "prep"]
 class Target:
     """A model on a server.
 
-    ``format`` selects TorchServe's REST API, its gRPC API, or the preprocessing server. ``token`` is called before each
-    request, since TorchServe creates a new token at each start. ``timeout_s`` applies to one prediction. ``attempts``
-    is for gRPC, which retries only if the server is unreachable; ``hint`` is the advice in that error.
+    ``format`` selects TorchServe's REST API, its gRPC API, or the preprocessing server.
+    ``token`` is called before each request, because TorchServe creates a new token at
+    each start. ``timeout_s`` applies to one prediction. ``attempts`` applies to gRPC,
+    which retries only if the server is unreachable. ``hint`` is the remedy in the error
+    for an unreachable server.
     """
 
     host: str
@@ -42,10 +44,11 @@ class Target:
 
     @staticmethod
     def local(settings: RunSettings, format: Format = "rest") -> "Target":
-        """The TorchServe of a working directory, or the preprocessing server of its settings.
+        """The TorchServe server of a working directory,
+        or the preprocessing server of its settings.
 
         Raises:
-            ServerUnreachableError: no TorchServe was started there.
+            ServerUnreachableError: no TorchServe was started in the working directory.
         """
         if format == "prep":
             return replace(
@@ -65,7 +68,9 @@ class Target:
 
     @staticmethod
     def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
-        """A server on ``host``, on the ports of ``settings``, with the token of the environment."""
+        """A server on ``host``, with the ports of ``settings`` and the token in the
+        environment.
+        """
         serving, prep = settings.serving, settings.prep
         port = {"rest": serving.inference_port, "grpc": serving.grpc_inference_port, "prep": prep.port}[format]
         limit = prep.max_request_size_bytes * 3 // 4 if format == "prep" else serving.max_request_size_bytes
@@ -94,7 +99,7 @@ class Target:
 def token_of_environment() -> str | None:
     """The token of a remote server: ``EVERNEAR_TOKEN``, or the content of the file ``EVERNEAR_TOKEN_FILE``.
 
-    The file contains only the token, or is TorchServe's own ``key_file.json``.
+    The file contains only the token, or is TorchServe's ``key_file.json``.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -114,7 +119,9 @@ def token_of_environment() -> str | None:
 
 
 def authorities_file() -> str:
-    """The certificate authorities that TLS trusts: those in ``SSL_CERT_FILE``, or the public ones."""
+    """The file with the trusted certificate authorities: ``SSL_CERT_FILE``,
+    or the public authorities.
+    """
     return os.environ.get("SSL_CERT_FILE") or certifi.where()
 
 
@@ -122,7 +129,7 @@ def tls_context() -> ssl.SSLContext:
     """A TLS context with `authorities_file`.
 
     Raises:
-        SettingsError: that file cannot be read.
+        SettingsError: the file cannot be read.
     """
     try:
         return ssl.create_default_context(cafile=authorities_file())
