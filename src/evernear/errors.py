@@ -157,7 +157,7 @@ def disk_full_message(error: OSError, path: Path | str) -> str | None:
     if error.errno == errno.EFBIG:
         return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
     # `tempfile` probes its candidate directories by writing a file.
-    # Its error does not include the cause.
+    # The resulting error does not include the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

@@ -69,7 +69,8 @@ class RunResult(Frozen):
     candidate: str | None = None
     """The release that the run archived."""
     gate_settings: tuple[str, ...] = ()
-    """``key=value`` with which the gate would have promoted a held candidate."""
+    """``key=value`` settings with which the gate would have promoted a held
+    candidate."""
     next_steps: tuple[NextStep, ...] = ()
 
 

@@ -111,7 +111,7 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
     uri = str(arguments.get("store") or default)
     if uri.startswith("s3://") and "AWS_ACCESS_KEY_ID" not in os.environ:
-        return None  # anonymous requests could reach a foreign bucket with this name
+        return None  # anonymous requests could reach someone else's bucket with this name
     if uri.startswith("file://") and not Path(uri.removeprefix("file://")).is_dir():
         return None
     try:

@@ -1,5 +1,5 @@
-"""The classes that users named after the live release,
-and the rules that hold these classes back."""
+"""The classes that users have named since the live release, and the rules that hold
+these classes back."""
 
 import re
 from collections import Counter

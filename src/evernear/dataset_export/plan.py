@@ -27,8 +27,8 @@ from evernear.errors import ConflictError, SettingsError
 KIND = "dataset-export"
 PART_BYTES = 2**28
 PART_IMAGES = 100_000
-"""Maximum number of images in a part. A part also has a size limit.
-A shard beyond a limit is a part by itself."""
+"""Maximum number of images in a part. A part also has a size limit. A shard that
+exceeds a limit is a part by itself."""
 _MAX_NAME_BYTES = 255
 """Maximum length of a folder name in common file systems, in bytes."""
 

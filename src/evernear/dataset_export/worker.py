@@ -78,7 +78,7 @@ def _plain(dataset: Dataset) -> ReadShards:
 
 def _embedded(dataset: Dataset, store: Store, version: str) -> ReadShards:
     """Read shards with embeddings by a release's network.
-    Cached embeddings are used as far as available."""
+    Cached embeddings are used where available."""
     from evernear.embedding.embed import ExportedEmbedder
     from evernear.serving.release_source import ReleaseSource
 

@@ -1,4 +1,5 @@
-"""Deploy releases: check the policy, publish, start, verify, move the champion.
+"""Deploy releases: check the policy, publish, start and verify a release, and move the
+champion.
 
 `open_target` chooses the target. `evernear.deployment.target` defines the interface of
 a target.
@@ -161,8 +162,9 @@ def forget_releases(settings: RunSettings) -> None:
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
     """The target that ``settings.target`` names.
 
-    Without ``start_server``, the ``local`` target is the running TorchServe, on
-    whichever ports it listens, or only the registry.
+    Without ``start_server``, the ``local`` target is the running TorchServe, even if
+    its ports differ from the settings. If no TorchServe is running, it is the registry
+    alone.
 
     Raises:
         SettingsError: the target is ``kubernetes`` and the Kubernetes client is not

@@ -377,8 +377,8 @@ def stopped_by_signals(home: Path) -> Generator[None]:
 
     Raises:
         StoreError: ``home`` is not writable.
-        SystemExit: SIGTERM, with exit code 0.
-        UserInterruptError: Ctrl-C.
+        SystemExit: on SIGTERM, with exit code 0.
+        UserInterruptError: on Ctrl-C.
     """
     torchserve.adopt(home)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

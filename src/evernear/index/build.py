@@ -46,7 +46,8 @@ def build_index(
     owner: str = "",
     groups: GroupNumbers | None = None,
 ) -> IndexDescription:
-    """Index the gallery split, calibrate on the query split, and write both to ``out_dir``.
+    """Index the gallery split, calibrate the threshold on the query split, and write
+    the results to ``out_dir``.
 
     ``labels`` are the dataset's labels, by number. Images of ``exclude_labels`` are
     ignored. With ``groups``, queries whose group has images in the train split or the
@@ -109,9 +110,9 @@ def build_index(
 
 
 def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
-    """Choose the classification rule. The rule is centroid if it labels more
-    ``queries`` correctly than the vote by more than one standard error, and vote
-    otherwise.
+    """Choose the classification rule. The rule is ``centroid`` if it labels more
+    ``queries`` correctly than the vote, by more than one standard error. Otherwise, the
+    rule is ``vote``.
 
     Neighbors vote best for classes that consist of several clusters. If classes
     overlap, the few nearest vectors are a noisy sample, and the centroid averages the

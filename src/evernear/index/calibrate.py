@@ -40,8 +40,8 @@ def calibrate(
     ``reject_rate`` is the share of known images to reject according to
     `evernear.evaluation.probe`. The threshold is the distance that this share of the
     queries exceeds. It therefore follows the distances of this network, which has
-    trained longer than the probe's network. A ``threshold`` comes from a release whose
-    network is reused, and is not changed.
+    trained longer than the probe's network. If ``threshold`` is set, it comes from a
+    release whose network is reused, and is not changed.
 
     With too few classes for a probe, both are None, and impostors are used instead.
     Each query then counts as unknown once, at the distance to the nearest gallery

@@ -1,5 +1,5 @@
-"""``index.json``: the contents of an index, the network of its vectors,
-and the classification rule."""
+"""``index.json``: the contents of an index, the network that computed its vectors, and
+the classification rule."""
 
 import re
 from pathlib import Path
@@ -44,8 +44,8 @@ class Collection(Frozen):
     uri: str = Field(max_length=1000)
     """Address of the server, or absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
-    """An alias, the owner store of the collection (`owner_of`),
-    and the content hash."""
+    """An alias, the store that owns the collection (`owner_of`), and the content
+    hash."""
 
     @property
     def alias(self) -> str:

@@ -15,7 +15,7 @@ SAMPLE_SIZE = 8192
 (Wilson) of a share of 1% is 0.8% to 1.2%, and the interval of a share of 5% is 4.6% to
 5.5%."""
 QUERY_BLOCK_SIZE, VECTOR_BLOCK_SIZE = 512, 1024
-"""Dimensions of a block of scores. It has 2 MB, which fits in the cache of a core."""
+"""Dimensions of a block of scores. A block takes 2 MB and fits in a core's cache."""
 Floats = NDArray[np.float32]
 
 

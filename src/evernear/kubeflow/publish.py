@@ -91,9 +91,10 @@ class Publisher:
         """Run the newest version of ``pipeline`` on the schedule ``cron``, which
         replaces any previous schedule.
 
-        KFP cannot update a recurring run, so a new run is created. The old run is
-        disabled first, so that a start that is due between the two calls is skipped and
-        not doubled. If KFP rejects the new run, the old run is enabled again.
+        KFP cannot update a recurring run, so a new recurring run is created. The old
+        recurring run is disabled first, so that a start that is due between the two
+        calls is skipped and not doubled. If KFP rejects the new recurring run, the old
+        one is enabled again.
 
         Raises:
             SettingsError: the schedule is not valid, or a parameter is unknown or of the wrong type.

@@ -1,2 +1,2 @@
-"""The references in a store, its check and repair,
-and the deletion of objects from it."""
+"""Find references in a store, check and repair the store, and delete objects from
+it."""

@@ -79,7 +79,7 @@ class Pointer(Promotion):
     A prune writes these releases here before it removes anything. A process that read
     the pointer earlier then loses the compare-and-swap, so it cannot promote a release
     that is about to be removed. The next prune completes a killed one. ``prunes``
-    counts prunes, so that the object never returns to an earlier content (etag).
+    counts prunes, so that the object never has the same content (etag) again.
     """
 
     remedy = "run `evernear registry restore`"
@@ -180,7 +180,8 @@ class ChampionPointer:
         """Write the lost or damaged pointer again.
 
         Raises:
-            ConflictError: another process wrote the pointer in the meantime. Nothing was changed.
+            ConflictError: a different process wrote the pointer in the meantime.
+                Nothing was changed.
         """
         pointer = Pointer.model_validate(promotion.model_dump())
         etag = self._store.put_if(CHAMPION, pointer.to_json(), damaged_etag)
@@ -238,8 +239,8 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def history(self) -> Iterator[Promotion]:
-        """All readable promotions and rollbacks, oldest first.
-        The last one is the current state."""
+        """All readable promotions and rollbacks, oldest first. The last entry is the
+        current state."""
         champion = self.find()
         if champion is None:
             return

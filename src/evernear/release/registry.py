@@ -201,7 +201,8 @@ class Registry:
 
         Raises:
             StoreError: the pointer is intact, the history names no release, or the release does not exist.
-            ConflictError: another process wrote the pointer in the meantime. Nothing was changed.
+            ConflictError: a different process wrote the pointer in the meantime.
+                Nothing was changed.
         """
         damaged_etag = self.pointer.etag_if_damaged()
         highest, newest = self.pointer.newest_in_history()
@@ -336,8 +337,8 @@ class Registry:
         return anchor if anchor and self.is_published(anchor) else None
 
     def history(self) -> Iterator[Promotion]:
-        """All readable promotions and rollbacks, oldest first.
-        The last one is the current state."""
+        """All readable promotions and rollbacks, oldest first. The last entry is the
+        current state."""
         return self.pointer.history()
 
     def _promote(self, promotion: Promotion, expected: Champion | None) -> Champion:

@@ -55,8 +55,8 @@ class _Drawn(NamedTuple):
 
 
 class RandomQueries:
-    """The random queries of a store. The IDs in each log file are cached,
-    because log files do not change."""
+    """The random queries of a store. The IDs in each log file are cached, because only
+    `evernear forget` changes a log file."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

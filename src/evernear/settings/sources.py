@@ -110,8 +110,8 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
 
 
 def text_of(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark. Windows editors and PowerShell
-    write byte order marks and UTF-16."""
+    """Decode UTF-8, or UTF-16 with a byte order mark. Editors on Windows write a byte
+    order mark, and PowerShell writes UTF-16."""
     return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
 

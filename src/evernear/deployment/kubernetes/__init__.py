@@ -80,7 +80,7 @@ class KubernetesTarget:
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
         """Roll out a release and verify it through its Service. After the body, save
-        the revision as the last known good one.
+        the revision as last known good.
 
         The previous pods serve requests until the new pods are ready. If the rollout or
         the body fails, the previous revision is restored, and the error says so.

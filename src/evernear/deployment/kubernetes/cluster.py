@@ -47,8 +47,8 @@ RESOURCES = {
 }
 """The API version and the plural form of each kind in use."""
 _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
-"""Matches a 403 response of the authorizer. Admission also returns 403:
-webhooks, quotas and Pod Security."""
+"""Matches a 403 response of the authorizer. Admission control (webhooks, quotas, Pod
+Security) also returns 403."""
 
 
 class ObjectConflictError(ClusterError):

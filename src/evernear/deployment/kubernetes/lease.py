@@ -20,7 +20,7 @@ from evernear.deployment.kubernetes.objects import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
 
-OBSERVATIONS = 10  # number of reads of a foreign Lease during its duration
+OBSERVATIONS = 10  # number of reads of another holder's Lease during its duration
 
 
 class LeaseLock:

@@ -273,7 +273,7 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         },
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
         # TorchServe restarts dead workers.
-        # The container is restarted only if TorchServe fails to.
+        # The container is restarted only if TorchServe cannot restart its workers.
         "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
         "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }
@@ -393,8 +393,8 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
     readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
     ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
-    # DNS and the object store for the init containers, and Milvus.
-    # A claim needs none of them.
+    # Init containers need DNS and the object store, and servers may need Milvus. With
+    # a store on a claim and without Milvus, no egress is needed.
     is_local = kubernetes.store_claim and not kubernetes.milvus_secret
     servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {

@@ -1,4 +1,4 @@
-"""Check the permissions that a deployment needs in advance. The Role in
+"""Check in advance the permissions that a deployment needs. The Role in
 deploy/base/deployer.yaml grants them.
 
 A dry run detects only some missing permissions. A deployment uses the other permissions
@@ -49,7 +49,7 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
     if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
-        # `service_client` then goes through the API server.
+        # In this case, `service_client` connects through the API server.
         yield ("create",), "Service/proxy", f"{name}:http"
 
 

@@ -49,7 +49,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
 
 
 def is_complete(deployment: Tree) -> bool:
-    """Whether only the newest revision is live, by the criterion of
+    """Whether only the newest revision is live, by the same criterion as
     ``kubectl rollout status``."""
     status: Tree = deployment.get("status") or {}
     replicas = deployment["spec"].get("replicas", 1)

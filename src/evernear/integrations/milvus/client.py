@@ -69,7 +69,7 @@ def _token() -> str:
     """The token from the environment, or an empty string.
 
     The token is sent only to the address that the environment sets,
-    because a release could name a foreign server.
+    because a release could name someone else's server.
     """
     token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:

@@ -16,7 +16,7 @@ TIMEOUT_S = 10
 EXPERIMENT = "evernear"
 """The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
 STATES = {"failed": "FAILED", "stopped": "KILLED"}
-"""The MLflow status for a run's state. All other states become FINISHED."""
+"""The MLflow status of failed and stopped runs. All other runs are FINISHED."""
 PARAMETERS_MAX, METRICS_MAX = 100, 1000
 """Maximum number of entries in one request to MLflow."""
 PARAMETER_MAX_CHARACTERS = 6000
