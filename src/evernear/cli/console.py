@@ -43,7 +43,8 @@ def console(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Serve a page in which people try images, name unknown ones, start runs, promote and roll back."""
+    """Serve a web page on which users try images, name unknown images, start runs,
+    promote and roll back."""
     overrides = assignments(overrides, **{"console.port": port, "console.host": host})
     _serve("", run_layers(source, preset, config, overrides, workdir, retire, rename))
 
@@ -58,7 +59,8 @@ def review(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Serve the console, and print the URL of its review page: name unknown images and correct suspect labels."""
+    """Serve the console, and print the URL of its review page, on which users name
+    unknown images and correct suspect labels."""
     overrides = assignments(overrides, **{"console.port": port})
     _serve("review", run_layers(source, preset, config, overrides, workdir, retire, rename))
 

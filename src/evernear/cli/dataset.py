@@ -46,9 +46,10 @@ def export(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Export a snapshot of a dataset: images, labels, splits and digests, with a release also its embeddings.
+    """Export a dataset snapshot: images, labels, splits, digests and, with a release,
+    the release's embeddings.
 
-    Run the same command again to continue an export that was interrupted.
+    Run the same command again to continue an interrupted export.
     """
     from evernear.common.parts import Processes, run_parts
     from evernear.common.store import open_store

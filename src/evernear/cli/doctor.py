@@ -18,7 +18,8 @@ def doctor(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Check object store, cluster, Kubeflow Pipelines and Slack; report each problem with its remedy."""
+    """Check the object store, the cluster, Kubeflow Pipelines and Slack. Report each
+    problem with its remedy."""
     from evernear.doctor import PARTS, Part, check, configured
     from evernear.errors import SettingsError
 

@@ -40,7 +40,8 @@ def show(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Show signature, preprocessing, index, labels, metrics and lineage. Runs no code of the release."""
+    """Show the signature, preprocessing, index, labels, metrics and lineage of a
+    release, without running its code."""
     from evernear.release.describe import describe
     from evernear.serving import HANDLER
 

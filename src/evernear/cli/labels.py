@@ -41,10 +41,11 @@ def check(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """List images of the ingested source whose label looks wrong, for `evernear review`.
+    """List images in the ingested source whose label looks wrong, for
+    `evernear review`.
 
-    Trains twice, each time on half of the images and as briefly as the probe, because a network that was trained on an
-    image has fitted its label.
+    The command trains twice, each time on half of the images and as briefly as the
+    probe, because a network that was trained on an image has fitted the image's label.
     """
     from evernear.common.store import open_store
     from evernear.review.suspects import check_labels

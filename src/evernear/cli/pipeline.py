@@ -222,7 +222,8 @@ def schedule(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run the newest version on a schedule. Replaces the current schedule of the pipeline."""
+    """Run the newest version on a schedule, which replaces the pipeline's current
+    schedule."""
     assigned = run_assignments(source, preset, target, serving_image, parameters)
     server = server_settings(endpoint, namespace, config)
     if (cron is None) != off:

@@ -42,7 +42,8 @@ def serve(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Replace this process with TorchServe and the fetched release. The file EVERNEAR_TOKEN_FILE has the token."""
+    """Replace this process with TorchServe and the fetched release. The file that
+    EVERNEAR_TOKEN_FILE names contains the token."""
     from evernear.serving import pod
 
     settings = local_settings(config, overrides, workdir)
@@ -51,7 +52,8 @@ def serve(
 
 @app.command()
 def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Startup probe: exit with 0 if the answers to all stored queries are those recorded in the release."""
+    """Startup probe: exit with 0 if the answers to all stored queries equal the answers
+    recorded in the release."""
     from evernear.deployment.smoke import smoke
     from evernear.serving import pod
 

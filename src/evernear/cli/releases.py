@@ -101,7 +101,8 @@ def show(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Show data, network, code, verdict, metrics and parts of a release, even of a pruned one."""
+    """Show the data, network, code, verdict, metrics and parts of a release, even if it
+    was pruned."""
     from evernear.index.description import describe_threshold
 
     registry = registry_of(store, config, overrides, workdir)
@@ -141,7 +142,7 @@ def champion(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Print the version of the champion; with --json, its promotion."""
+    """Print the champion's version or, with --json, its promotion."""
     registry = registry_of(store, config, overrides, workdir)
     current = registry.require_champion()
     if as_json:
@@ -160,8 +161,9 @@ def anchor(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Print the anchor, the release that the gate also compares every candidate with, or move it to VERSION. Moving it
-    accepts the accuracy of VERSION, and requires --why.
+    """Print the anchor, which is the release that the gate also compares every
+    candidate with, or move the anchor to VERSION. Moving it accepts the accuracy of
+    VERSION, and requires --why.
     """
     from evernear.release.promotions import Cause
 
@@ -185,8 +187,8 @@ def history(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Show every promotion, change of settings, move of the anchor and rollback, oldest first: when, how, by whom and
-    why.
+    """Show every promotion, settings change, anchor move and rollback, oldest first:
+    when, how, by whom and why.
     """
     registry = registry_of(store, config, overrides, workdir)
     promotions = list(registry.history())
@@ -239,8 +241,9 @@ def apply(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Apply changed settings, such as image, memory or replicas, to the champion in Kubernetes. It must pass its stored
-    queries; otherwise the previous settings are restored.
+    """Apply changed settings, such as image, memory or replicas, to the champion in
+    Kubernetes. If it does not pass its stored queries, the previous settings are
+    restored.
     """
     from evernear.deployment import apply as apply_settings
     from evernear.release.promotions import Cause
@@ -258,7 +261,8 @@ def rollback(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Make the previous champion the champion again. Repeat the command to go further back."""
+    """Make the previous champion the champion again. Repeat the command to go back
+    further."""
     from evernear.deployment import roll_back
     from evernear.release.promotions import Cause
 
@@ -277,7 +281,8 @@ def restore(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Write the lost or damaged pointer to the champion again, from the history. Leaves servers alone."""
+    """Write the lost or damaged pointer to the champion again, from the history.
+    Servers are not changed."""
     from evernear.release.promotions import Cause
 
     registry = registry_of(store, config, overrides, workdir)
@@ -299,7 +304,7 @@ def prune(
 ) -> None:
     """Remove old releases, except the champion, its parent, the target of a rollback and the anchor.
 
-    `evernear store prune` also removes what only they needed.
+    `evernear store prune` also removes the objects that only these releases needed.
     """
     from evernear.release.pruning import prune_releases
 

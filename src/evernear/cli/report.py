@@ -23,7 +23,8 @@ def report(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Print the path of the page of a run (the last one in --workdir by default), or compare two runs."""
+    """Print the path of a run's page (by default, the last run in --workdir), or
+    compare two runs."""
     settings = local_settings(config, overrides, workdir)
     page = _write_page(settings, runs) if runs else _last(settings.workdir)
     print_line(str(page))

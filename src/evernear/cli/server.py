@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def status(
     as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
-    """Show the run in progress, the server, its releases and the champion; with target kubernetes, the cluster's."""
+    """Show the run in progress, the server, its releases and the champion. With the
+    kubernetes target, show the state of the cluster."""
     from evernear.common.run_directories import progress
     from evernear.deployment import open_target
     from evernear.deployment.follow import follow_state

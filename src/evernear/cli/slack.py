@@ -25,7 +25,8 @@ def slack(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Run the Slack bot until SIGTERM or Ctrl-C. Tokens come from the environment, see docs/slack.md."""
+    """Run the Slack bot until SIGTERM or Ctrl-C. Tokens come from the environment (see
+    docs/slack.md)."""
     if context.invoked_subcommand is not None:
         return
     settings = local_settings(config, overrides, workdir)
@@ -44,7 +45,8 @@ def slack(
 
 @app.command()
 def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Exit with 0 if the bot of this working directory is healthy, else with 1: a probe for orchestrators."""
+    """Probe for orchestrators: exit with 0 if the bot of this working directory is
+    healthy, otherwise with 1."""
     from evernear.triggers.slack.heartbeat import is_recent
 
     settings = local_settings(config, overrides, workdir)

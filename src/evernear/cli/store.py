@@ -1,4 +1,5 @@
-"""``evernear store``: check the object store, repair it, and delete what nothing needs."""
+"""``evernear store``: check and repair the object store, and delete unneeded
+objects."""
 
 import sys
 from typing import Annotated
@@ -25,7 +26,8 @@ def check(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Read and hash every object that a release, a dataset or the champion needs, and report what is damaged."""
+    """Read and hash every object that a release, a dataset or the champion needs, and
+    report damaged objects."""
     from evernear.common.store import open_store
     from evernear.maintenance.check import check_store
     from evernear.maintenance.check import repair as repair_store
@@ -70,9 +72,9 @@ def prune(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Delete what nothing needs: old releases, except the champion, its parent and the target of a rollback, and
-    snapshots, shards, embeddings, checkpoints, parts and records of runs that nothing names. Refuses while a run is in
-    progress.
+    """Delete unneeded objects: old releases, except the champion, its parent and the
+    target of a rollback, and snapshots, shards, embeddings, checkpoints, parts and run
+    records that nothing names. The command refuses to run while a run is in progress.
     """
     from evernear.common.store import open_store
     from evernear.maintenance.prune import prune_store, surplus

@@ -59,7 +59,8 @@ def schedule_store(
 def run(
     source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
-    """Run the watcher until SIGTERM or Ctrl-C: check on the schedule, and soon after MinIO reports a change."""
+    """Run the watcher until SIGTERM or Ctrl-C. It checks on the schedule, and soon
+    after MinIO reports a change."""
     from evernear.common.store import open_store
     from evernear.triggers.watch.service import WatchService
     from evernear.triggers.watch.watcher import Watcher
@@ -86,7 +87,8 @@ def once(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Check once and show the decision with its figures; nothing is changed without --act."""
+    """Check once, and show the decision with its figures. Nothing is changed without
+    --act."""
     from evernear.common.store import open_store
     from evernear.triggers.watch.watcher import Watcher
 
@@ -134,7 +136,8 @@ def start(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
 @app.command()
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Pause the watcher; its process keeps running but does nothing until `start`."""
+    """Pause the watcher. Its process continues to run but does nothing until
+    `start`."""
     from evernear.release.promotions import whoami
 
     schedule = schedule_store(config, overrides, workdir)

@@ -36,7 +36,8 @@ def export(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Write the review queue, the suspect labels and random live queries as tasks of Label Studio.
+    """Write the review queue, the suspect labels and random live queries as Label
+    Studio tasks.
 
     Its labeling config is FILE.xml.
     """
@@ -74,10 +75,11 @@ def import_(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Record the annotations of a JSON export of Label Studio as answers of the review.
+    """Record the annotations in a Label Studio JSON export as review answers.
 
-    A CSV file with the columns id and label has the true labels of live queries instead. The id is the ``id`` of the
-    server's response. These labels measure accuracy and do not enter the dataset.
+    A CSV file with the columns id and label contains the true labels of live queries
+    instead. The id is the ``id`` of the server's response. These labels measure
+    accuracy and do not enter the dataset.
     """
     from evernear.cli.labels import import_live_labels
     from evernear.common.store import open_store

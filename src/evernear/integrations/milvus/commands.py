@@ -9,7 +9,8 @@ from evernear.errors import StoreError
 def alias(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
-    """Point the alias in Milvus at the champion's collection, if a promotion or a rollback could not."""
+    """Point the Milvus alias at the champion's collection, if a promotion or a rollback
+    failed to do so."""
     from evernear.integrations.milvus.alias import point_alias
 
     collection = point_alias(registry_of(store, config, overrides, workdir))

@@ -45,7 +45,8 @@ def tune(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Search for better settings of the training on this machine; a killed study continues where it stopped."""
+    """Search for better training settings on this machine. A killed study continues
+    where it stopped."""
     from evernear.integrations.tuning.space import BUILT_IN, load_space
     from evernear.integrations.tuning.study import BEST_FILE, run_study
 
