@@ -75,7 +75,8 @@ class Command:
     name: str
     run: Callable[..., None]
     group: str = ""
-    """A command group, such as ``registry``. Empty for ``evernear NAME``."""
+    """A command group such as ``registry``, or an empty string for
+    ``evernear NAME``."""
 
 
 @dataclass(frozen=True)

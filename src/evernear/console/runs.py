@@ -60,8 +60,8 @@ class Runner(Protocol):
         ...
 
     def failure(self) -> str:
-        """Why the last run that the console started ended before it recorded anything.
-        Empty otherwise."""
+        """Why the last run that the console started ended before it recorded anything,
+        or an empty string if it did not."""
         ...
 
 
@@ -165,8 +165,8 @@ class PipelineRuns:
         return next(iter(records.in_progress()), None)
 
     def failure(self) -> str:
-        """Like `Runner.failure`. Always empty, because Kubeflow Pipelines reports a
-        failure to start immediately."""
+        """Like `Runner.failure`. The result is always empty, because Kubeflow Pipelines
+        reports a failure to start immediately."""
         return ""
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:

@@ -64,8 +64,8 @@ def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Re
 
 
 def field(form: Form, name: str) -> str:
-    """The last value of a field, without surrounding whitespace.
-    Empty if the field is missing."""
+    """The last value of a field without surrounding whitespace, or an empty string if
+    the field is missing."""
     return (form.get(name) or [""])[-1].strip()
 
 

@@ -104,8 +104,8 @@ class Calibration(Frozen):
         return low, high
 
     def describe_false_rejects(self) -> str:
-        """The range of `expected_false_rejects`, with advice if it is wide. Empty if
-        every image counts as known."""
+        """The range of `expected_false_rejects`, with advice if it is wide. The text is
+        empty if every image counts as known."""
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
@@ -119,8 +119,8 @@ class Calibration(Frozen):
         )
 
     def _grouped(self) -> str:
-        """The number of independent images as part of a sentence.
-        Empty if all images are independent."""
+        """The number of independent images as part of a sentence, or an empty string if
+        all images are independent."""
         if self.independent is None:
             return ""
         return f" of groups (data.group), as good as {quantity(round(self.independent), 'independent image')}"
@@ -143,8 +143,8 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """Why ``index.type = auto`` chose the type and its parameters.
-    Empty for an explicit type."""
+    """Why ``index.type = auto`` chose the type and its parameters, or an empty string
+    for an explicit type."""
     metric: Literal["inner product", "l2"] = "inner product"
     """The metric by which FAISS ranks. L2 ranks unit vectors in the same order."""
     dim: int = Field(ge=1)

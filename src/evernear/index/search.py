@@ -124,7 +124,7 @@ class Gallery:
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
         """Recognize unit vectors (N, D), and list up to ``k`` neighbors of each vector.
-        None lists the neighbors that vote."""
+        If ``k`` is None, list the neighbors that vote."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)

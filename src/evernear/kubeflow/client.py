@@ -25,7 +25,7 @@ UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class KfpRuns:
-    """The runs of one server. Thread-safe.
+    """The runs of one server. The class is thread-safe.
 
     Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
 

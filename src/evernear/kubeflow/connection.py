@@ -44,7 +44,7 @@ class _RepeatableError(PipelineServerError):
 
 
 class Connection:
-    """A connection to one KFP API with one identity. Thread-safe.
+    """A thread-safe connection to one KFP API with one identity.
 
     Raises:
         SettingsError: no endpoint is configured, or a secret would be sent unencrypted.

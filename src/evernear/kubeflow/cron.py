@@ -56,8 +56,8 @@ def to_kfp(cron: str) -> str:
 
 
 def _fault(cron: str) -> str:
-    """Explain why KFP does not accept six fields as a schedule.
-    Empty if KFP accepts them."""
+    """Explain why KFP does not accept six fields as a schedule. Return an empty string
+    if KFP accepts them."""
     fields = cron.split()
     if len(fields) != UNIX_FIELDS + 1 or not all(map(_FIELD.fullmatch, fields)):
         return "it does not have five or six fields of digits, names and * ? , / -"

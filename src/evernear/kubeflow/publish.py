@@ -43,7 +43,7 @@ class Schedule(Frozen):
     state: Literal["enabled", "disabled"]
     created: datetime
     next_run: datetime | None
-    """The next start, if the server's time zone is UTC. None if the schedule is
+    """The next start if the server's time zone is UTC, or None if the schedule is
     disabled or the time is unknown, as for ``@every``."""
 
 

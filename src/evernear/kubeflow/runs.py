@@ -63,7 +63,8 @@ class Run(Frozen):
     """The idempotency key of the start."""
     error: str = ""
     url: str = ""
-    """The run's page in the KFP UI. Empty if the URL of the UI is unknown."""
+    """The run's page in the KFP UI, or an empty string if the URL of the UI is
+    unknown."""
     steps: tuple[KfpStep, ...] = ()
     """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets them."""
 

@@ -43,7 +43,8 @@ class Damage(Frozen):
     """The owners, such as "release 20261120.162250.af2fb66c", "the newest snapshot of
     birds" or "the accuracy in life"."""
     repaired: str = ""
-    """The action of `repair`. Empty if the object is still missing or damaged."""
+    """The action that `repair` took, or an empty string if the object is still missing
+    or damaged."""
     consequence: str = ""
     """What does not work without the object, and the next step."""
 
@@ -54,7 +55,8 @@ class Damage(Frozen):
 
     @property
     def dataset(self) -> str:
-        """The dataset that the object belongs to. Empty for a part of the registry."""
+        """The dataset that the object belongs to, or an empty string for a part of the
+        registry."""
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 

@@ -308,7 +308,8 @@ class _Forgetting:
 
 
 def _sha256(encoded: str) -> str:
-    """The hash of an image in base64. Empty if the image is missing or damaged."""
+    """The hash of a base64-encoded image, or an empty string if the image is missing or
+    damaged."""
     try:
         return sha256_bytes(base64.b64decode(encoded, validate=True)) if encoded else ""
     except ValueError:

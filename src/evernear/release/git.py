@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def git_commit() -> str:
-    """The commit of the source tree, with ``-dirty`` if the tree has changes.
-    Empty for an installed package."""
+    """The commit of the source tree, with ``-dirty`` if the tree has changes, or an
+    empty string for an installed package."""
     module = Path(__file__)
 
     def git(*words: str) -> str:

@@ -65,9 +65,9 @@ class ReleaseManifest(Frozen):
     ``network_identity`` is the key of the network's cached embeddings. ``collection``
     contains the vectors of the index. It is None if they are in the archive.
     ``joined_gallery`` counts the train images of each class that follow the gallery
-    split in the index. ``group_distance`` is an L2 distance halfway between the median
-    distance within a class and the median distance between classes. Both are None if an
-    earlier version archived the release.
+    split in the index. ``group_distance`` is the midpoint between the median L2
+    distance within a class and the median L2 distance between classes. Both are None if
+    an earlier version archived the release.
     """
 
     format: Literal[1] = 1

@@ -64,8 +64,8 @@ class Promotion(Frozen):
     """The number of the promotion that a rollback restores,
     or None if no promotion precedes the current one."""
     anchor: Version | None = None
-    """The release that the gate also compares candidates with. None means ``version``,
-    as after the first promotion."""
+    """The release that the gate also compares candidates with. The value None means
+    ``version``, as after the first promotion."""
     how: How = "deploy"
     by: str = ""
     why: str = ""

@@ -59,10 +59,10 @@ class RunOutcome(Frozen):
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
     """``key=value`` settings with which the gate would have promoted a held candidate.
-    Empty if settings alone do not suffice."""
+    The tuple is empty if settings alone do not suffice."""
     command: tuple[str, ...] = ()
     """The arguments of an ``evernear`` command that repeats the pipeline on this
-    machine. Empty for a run on KFP."""
+    machine. The tuple is empty for a run on KFP."""
     served_here: bool = False
     """Whether the release is live on the TorchServe of the run's machine and working
     directory."""
@@ -91,8 +91,8 @@ class RunOutcome(Frozen):
                 return f"failed{where}: {reasons}" + self._live_despite_failure()
 
     def next_steps(self) -> tuple[NextStep, ...]:
-        """Suggested actions after the run, most likely first.
-        Empty if the run only moved the champion."""
+        """Suggested actions after the run, most likely first. The tuple is empty if the
+        run only moved the champion."""
         if self.state == "held" and self.candidate:
             return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:
@@ -151,7 +151,7 @@ def load_outcome(store: Store, run: str) -> RunOutcome | None:
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules of the run's verdict. Empty before the gate."""
+    """The rules of the run's verdict, or an empty tuple before the gate."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
@@ -214,7 +214,8 @@ def _reasons(move: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """The settings of the failed rules. Empty if a failed rule has no setting."""
+    """The settings of the failed rules, or an empty tuple if a failed rule has no
+    setting."""
     settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
     return settings if all(settings) else ()
 

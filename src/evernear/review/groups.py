@@ -129,7 +129,7 @@ def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[Gr
 
 def _gray(image: bytes) -> Vector:
     """Gray values at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean, scaled to unit
-    length. Zeros for an image of uniform brightness."""
+    length. The values are zero for an image of uniform brightness."""
     picture = decode_inspected(inspect(image, MAX_PIXELS), 16).image
     gray = picture.convert("L").resize((_SIDE_PX, _SIDE_PX), Image.Resampling.BOX)
     vector = np.asarray(gray, np.float32).ravel()

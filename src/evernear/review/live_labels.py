@@ -32,8 +32,8 @@ _CLOCK_TOLERANCE = timedelta(days=1)
 
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 Labels: TypeAlias = dict[_Text, _Text]
-"""The true label of each query, keyed by query ID.
-Used with a `pydantic.TypeAdapter`."""
+"""The true label of each query, keyed by query ID. The type is for a
+`pydantic.TypeAdapter`."""
 
 
 class ImportedLabels(Frozen):

@@ -43,7 +43,8 @@ class Item(NamedTuple):
     dist: float
     candidates: tuple[str, ...]
     version: str = ""
-    """The release that answered the query. Empty if the release is unknown."""
+    """The release that answered the query, or an empty string if the release is
+    unknown."""
     embedding: NDArray[np.float32] | None = None
     """The release's embedding (D,) of the image,
     or None if the log has no embedding."""

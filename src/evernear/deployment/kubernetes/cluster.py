@@ -180,7 +180,8 @@ class Cluster:
             return
 
     def log(self, pod: str, container: str, *, previous: bool, lines: int) -> builtins.list[str]:
-        """The last lines of a container's log. Empty if the log is unavailable."""
+        """The last lines of a container's log, or an empty list if the log is
+        unavailable."""
         query = {"container": container, "previous": str(previous).lower(), "tailLines": str(lines)}
         try:
             with self._errors():

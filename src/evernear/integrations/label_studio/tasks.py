@@ -195,8 +195,8 @@ def _import(task: _Task, answers: Answers, queue: Queue, suspect: Suspect | None
 
 
 def _label(annotation: _Annotation, is_query: bool) -> str | None:
-    """The chosen class. Empty if the annotator skipped a query,
-    and None if nothing was decided."""
+    """The chosen class, an empty string if the annotator skipped a query, or None if
+    nothing was decided."""
     if annotation.was_cancelled:
         return "" if is_query else None
     choices = [choice for result in annotation.result if result.type == "choices" for choice in result.value.choices]

@@ -104,8 +104,8 @@ def _mark_champion(registry: Registry) -> None:
 
 
 def _versions(client: httpx.Client, name: str) -> list[dict[str, Any]]:
-    """All versions of the registered model ``name``.
-    Empty if the model does not exist."""
+    """All versions of the registered model ``name``, or an empty list if the model does
+    not exist."""
     response = client.get("/registered_model", params={"name": name})
     if response.status_code == HTTPStatus.NOT_FOUND.value:
         return []

@@ -40,8 +40,8 @@ class StudyResult(Frozen):
     """Accuracy of the unchanged settings on the query split."""
     best: Proportion
     settings: dict[str, int | float | str]
-    """The best trial's settings, by name.
-    Empty if no trial was better than the unchanged settings."""
+    """The best trial's settings, keyed by name. They are empty if no trial was better
+    than the unchanged settings."""
 
 
 def run_study(
