@@ -231,7 +231,7 @@ class _Forgetting:
             for info in self._store.list(EMBEDDINGS_PREFIX):
                 try:
                     digests = cached_digests(self._store.fetch(info.key, Path(scratch) / "cached.npy"), info.key)
-                except IntegrityError:  # the object is only a cache
+                except IntegrityError:  # only a cached object
                     yield info.key
                     continue
                 if not np.any([_contains(dataset.current, digests) for dataset in self._datasets], axis=0).all():

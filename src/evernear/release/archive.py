@@ -277,7 +277,7 @@ def _drift_baseline(
 
 def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> float | None:
     """The midpoint between the median distance within a class and the median distance
-    between classes, or None without such pairs."""
+    between classes, or None if either is undefined."""
     rows, columns = np.triu_indices(len(vectors), 1)
     distances = np.sqrt(np.maximum(2 - 2 * vectors @ vectors.T, 0))[rows, columns]
     same = labels[rows] == labels[columns]

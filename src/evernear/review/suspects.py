@@ -59,8 +59,8 @@ class Suspects(Frozen):
 
 
 def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
-    """The suspects from the last check of ``source``, or an empty tuple if the last
-    check was of a different source.
+    """The suspects from the last check of ``source``, or an empty tuple if
+    ``source`` was not the last source to be checked.
 
     Raises:
         IntegrityError: the result is damaged.
