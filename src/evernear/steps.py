@@ -427,7 +427,7 @@ def promote(
 def predict(run: str, store: str, settings: Tree, images: str, out: str, release: str, nodes: str) -> None:
     """Recognize all ``images`` with a release, the champion if ``release`` is empty, and write Parquet files."""
     with step("predict", run, store) as running:
-        from evernear.kubeflow.nodes import nodes_for_uris
+        from evernear.kubeflow.nodes import StepNodes, nodes_for_uris
         from evernear.release.registry import Registry
         from evernear.serving.batch import PART_IMAGES, Shared, open_worker, plan_predictions, summarize
 
@@ -440,12 +440,13 @@ def predict(run: str, store: str, settings: Tree, images: str, out: str, release
         shared = Shared(source=images, store_uri=store, version=version, part_images=PART_IMAGES)
         output = open_store(out)
         parts = plan_predictions(shared, output)
-        ran = _nodes(pods, running, chosen).run(parts, open_worker)
+        ran = StepNodes(pods, chosen, running.report).run(parts, open_worker, inputs={})
         summary = summarize(parts)
         summary.require_predictions(images)
         headline = f"{summary.predicted()} by release {version} in {output.uri}"
         RunRecord(open_store(store), run).save(predictions={"version": version, "summary": headline})
-        running.summary = headline + _on_nodes(ran) + (f"; {summary.left_out()}" if summary.errors else "")
+        left_out = f"; {summary.left_out()}" if summary.errors else ""
+        running.summary = headline + (ran.summary() if ran else "") + left_out
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:

@@ -77,8 +77,8 @@ def batch_predict(
         print_json({"out": output.uri, "version": shared.version, **summary.model_dump()})
     else:
         print_line(f"{summary.predicted()} by {shared.version} in {output.uri}.")
-    if summary.errors:
-        print_line(f"{summary.left_out()}.", sys.stderr)
+    if left_out := summary.left_out():
+        print_line(f"{left_out}.", sys.stderr)
     summary.require_predictions(shared.source)
 
 

@@ -106,7 +106,11 @@ class BatchSummary(Frozen):
         return quantity(self.images - self.errors, "prediction")
 
     def left_out(self) -> str:
-        """The number of images without a prediction, and the first of them."""
+        """The number and first names of the images without a prediction, or an empty
+        string if every image has a prediction.
+        """
+        if not self.errors:
+            return ""
         more = " and more" if self.errors > len(self.failed) else ""
         count = quantity(self.errors, "image has no prediction", "images have no prediction")
         return f"{count}; see the column error: {', '.join(self.failed)}{more}"
