@@ -10,7 +10,7 @@ import pytest
 from evernear.common.store import Store, open_store
 from evernear.review.live_labels import import_labels
 from evernear.review.random_queries import WEEKLY, RandomQueries
-from evernear.serving.query_log_files import LoggedQuery, Period
+from evernear.serving.query_log_files import QUERIES, LoggedQuery, Period
 from tests.review_queue import png
 
 WEDNESDAY = datetime(2026, 2, 4, 12, tzinfo=UTC)
@@ -52,6 +52,16 @@ def test_twelve_queries_of_the_release_a_week_until_they_have_labels(store: Stor
     import_labels(store, dict.fromkeys(shown, "cat"), WEDNESDAY)
     assert queries.this_week("v", WEDNESDAY).pending == []
     assert queries.this_week("v", WEDNESDAY + timedelta(days=7)) == ({}, [])
+
+
+def test_image_that_was_deleted_from_a_log_file_is_no_longer_shown(store: Store) -> None:
+    log(store, ["a1", "a2"])
+    queries = RandomQueries(store)
+    assert {query.id for query in queries.this_week("v", WEDNESDAY).pending} == {"a1", "a2"}
+    (info,) = store.list(QUERIES)
+    lines = store.get(info.key).decode().splitlines(keepends=True)
+    store.put(info.key, "".join(line for line in lines if '"a2"' not in line).encode())
+    assert {query.id for query in queries.this_week("v", WEDNESDAY).pending} == {"a1"}
 
 
 def test_query_is_as_likely_in_a_busy_period_as_in_a_quiet_one(store: Store) -> None:

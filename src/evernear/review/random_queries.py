@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store import Store
+from evernear.common.store import ObjectInfo, Store
 from evernear.errors import IntegrityError
 from evernear.review.live_labels import labeled_queries
 from evernear.review.suspects import picture
@@ -51,17 +51,18 @@ class _Drawn(NamedTuple):
     doi:10.1016/j.ipl.2005.11.003). The time is derived from the ID, so that all users
     see the same queries."""
     id: str
-    key: str
+    log: ObjectInfo
 
 
 class RandomQueries:
-    """The random queries of a store. The IDs in each log file are cached, because only
-    `evernear forget` changes a log file."""
+    """The random queries of a store. What was read from a log file is cached until the
+    file changes, as when `evernear forget` deletes an image from it.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._drawn: dict[str, tuple[str, list[_Drawn]]] = {}
-        self._images: dict[str, bytes | None] = {}
+        self._drawn: dict[ObjectInfo, tuple[str, list[_Drawn]]] = {}
+        self._images: dict[_Drawn, bytes | None] = {}
 
     def this_week(self, version: str, now: datetime) -> Week:
         """The queries of this week that the release ``version`` answered.
@@ -75,12 +76,12 @@ class RandomQueries:
         known = {query.id: query.label for query in labeled_queries(self._store, monday).queries}
         labels = {each: known[each] for each in drawn if each in known}
         pending: list[RandomQuery] = []
-        images: dict[str, bytes | None] = {}
+        images: dict[_Drawn, bytes | None] = {}
         for each in drawn.values():
             if len(labels) + len(pending) >= WEEKLY:
                 break
             if each.id not in labels:
-                images[each.id] = image = self._image(each)
+                images[each] = image = self._image(each)
                 if image is not None:
                     pending.append(RandomQuery(each.id, image))
         self._images = images
@@ -88,31 +89,31 @@ class RandomQueries:
 
     def _of_release(self, version: str, monday: datetime) -> Iterator[_Drawn]:
         logs = (info for info in self._store.list(QUERIES) if info.size_bytes <= MAX_FILE_BYTES)
-        keys = [info.key for info in logs if (closed := closed_at(info.key)) and closed >= monday]
-        chosen = sorted(keys, key=lambda key: sha256_bytes(key.encode()))[:MAX_FILES]
-        self._drawn = {key: self._drawn.get(key) or self._draw(key) for key in chosen}
+        of_week = [info for info in logs if (closed := closed_at(info.key)) and closed >= monday]
+        chosen = sorted(of_week, key=lambda info: sha256_bytes(info.key.encode()))[:MAX_FILES]
+        self._drawn = {info: self._drawn.get(info) or self._draw(info) for info in chosen}
         for answered_by, drawn in self._drawn.values():
             if answered_by == version:
                 yield from drawn
 
-    def _draw(self, key: str) -> tuple[str, list[_Drawn]]:
+    def _draw(self, log: ObjectInfo) -> tuple[str, list[_Drawn]]:
         """The release that answered the queries of a log file, and the IDs of the
         queries whose image file was logged."""
-        stored = self._store.find(key)  # the file may have been removed since
+        stored = self._store.find(log.key)  # the file may have been removed since
         try:
-            period, rows = parse_file(stored[0] if stored else b"", key)
+            period, rows = parse_file(stored[0] if stored else b"", log.key)
         except IntegrityError:  # the watcher reports the damage
             return "", []
         ids = [row.id for row in rows if row.id and row.file]
-        return period.version, [_Drawn(_arrival(each, period.queries / len(ids)), each, key) for each in ids]
+        return period.version, [_Drawn(_arrival(each, period.queries / len(ids)), each, log) for each in ids]
 
     def _image(self, drawn: _Drawn) -> bytes | None:
-        if drawn.id not in self._images:
-            stored = self._store.find(drawn.key)
-            queries = sampled_queries(stored[0], drawn.key) if stored else []
+        if drawn not in self._images:
+            stored = self._store.find(drawn.log.key)
+            queries = sampled_queries(stored[0], drawn.log.key) if stored else []
             file = next((query.file for query in queries if query.id == drawn.id), None)
             return picture(lambda _: file, drawn.id)
-        return self._images[drawn.id]
+        return self._images[drawn]
 
 
 def _arrival(query: str, rate: float) -> float:
