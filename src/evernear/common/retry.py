@@ -14,10 +14,12 @@ def retry(
     pauses_s: Iterable[float],
     report: Callable[[Exception, float], None] | None = None,
 ) -> _T:
-    """Return the result of ``attempt``, repeated after each of ``pauses_s`` while it raises ``on``.
+    """Return the result of ``attempt``,
+    which is repeated after each of ``pauses_s`` while it raises ``on``.
 
-    If the pauses are exhausted, the exception is raised. Otherwise ``report`` receives it with the
-    next pause in seconds. Each pause is requested after a failure, so it may depend on the clock.
+    If the pauses are exhausted, the exception is raised. Otherwise, ``report`` receives
+    the exception with the next pause in seconds. Each pause is requested after a
+    failure, so it may depend on the clock.
     """
     pauses = iter(pauses_s)
     while True:
@@ -32,7 +34,7 @@ def retry(
 
 
 def doubling(first_s: float, longest_s: float) -> Iterator[float]:
-    """The pauses of an exponential backoff in seconds, without end."""
+    """An endless sequence of exponential backoff pauses in seconds."""
     pause_s = first_s
     while True:
         yield pause_s

@@ -119,7 +119,7 @@ class BatchSummary(Frozen):
         """Check that at least one image of ``source`` has a prediction.
 
         Raises:
-            DataError: none has.
+            DataError: no image has a prediction.
         """
         if self.errors == self.images:
             raise DataError(f"No image of {source} has a prediction; the column error says why.")

@@ -1,6 +1,7 @@
-"""The files that `evernear.serving.query_log` writes: their format, and how they are read.
+"""The files that `evernear.serving.query_log` writes: their format,
+and functions to read them.
 
-Files in the store are untrusted: whoever may write there may have changed them.
+Files in the store are untrusted, because any writer of the store may have changed them.
 """
 
 import base64
@@ -39,24 +40,35 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     dist: float
     unknown: bool
     coordinates: tuple[float, ...] = Field(default=(), max_length=PROJECTED_DIM)
-    """The projected embedding, see `evernear.release.drift_baseline`; empty if it is unknown."""
+    """The projected embedding (`evernear.release.drift_baseline`).
+    Empty if it is unknown.
+    """
     image: str = ""
     """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding beside an image (`evernear.serving.embedding_codec`); empty in logs of earlier versions."""
+    """The embedding of ``image`` (`evernear.serving.embedding_codec`).
+    Empty in logs of earlier versions.
+    """
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
     id: str = Field(default="", max_length=128)
-    """The request's id, which its response has as ``id``; empty in logs of earlier versions."""
+    """The request's id, which is also the ``id`` of its response.
+    Empty in logs of earlier versions.
+    """
     file: str = ""
     """The file that the client sent, in base64, if the query is in the uniform sample of files."""
     preprocessed: bool = False
-    """Whether ``file`` is the preprocessed image instead, because the client's file exceeds
-    `evernear.serving.query_log.SENT_MAX_BYTES`."""
+    """Whether ``file`` is the preprocessed image.
+
+    It replaces a client's file that exceeds
+    `evernear.serving.query_log.SENT_MAX_BYTES`.
+    """
 
 
 class SampledQuery(NamedTuple):
-    """A query of the uniform sample of files, and the answer of the release ``version``."""
+    """A query from the uniform sample of files,
+    and the answer of the release ``version``.
+    """
 
     id: str
     at: datetime
@@ -69,7 +81,7 @@ class SampledQuery(NamedTuple):
 
 
 def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
-    """Parse a file of the log, which is untrusted.
+    """Parse an untrusted log file.
 
     Raises:
         IntegrityError: ``data``, which came from ``source``, is invalid.
@@ -82,7 +94,7 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
 
 
 def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
-    """The queries of the uniform sample of files in a file of the log, which is untrusted.
+    """The queries from the uniform sample of files in an untrusted log file.
 
     Raises:
         IntegrityError: ``data``, which came from ``source``, is invalid.
@@ -108,7 +120,9 @@ def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
 
 
 def closed_at(key: str) -> datetime | None:
-    """The end of the period of the file ``key``; None if it is not a file of the log."""
+    """The end of the period of the log file ``key``,
+    or None if ``key`` is not a log file.
+    """
     try:
         return datetime.strptime(PurePosixPath(key).name[:16], TIME_FORMAT).replace(tzinfo=UTC)
     except ValueError:
