@@ -290,7 +290,7 @@ class PodUsage(NamedTuple):
     retries: int
     """Number of pods that failed, so that their parts ran again."""
     cpus: float | None
-    """CPU limit of a pod; None if it has none."""
+    """CPU limit of a pod, or None without a limit."""
     memory_bytes: float | None
 
 
@@ -301,7 +301,7 @@ class PartsRecord(Frozen):
     parts: int
     retries: int
     cpus: float | None
-    """CPU limit of a pod; None if it has none."""
+    """CPU limit of a pod, or None without a limit."""
     memory_bytes: float | None
     parts_s: float
     """Total time of all parts, without pod starts.

@@ -123,7 +123,7 @@ class Step:
                 self._record = RunRecord(open_store(self._store_uri), self._run)
             if self._record is not None:
                 self._record.save_step(step)
-                if event.kind == "started":  # the event is recorded first, so that either sees the other
+                if event.kind == "started":  # the event is recorded first, so that the step or the prune sees the other
                     wait_for_release(self._record.store, self.report)
 
     def _save_progress(self) -> None:
@@ -198,7 +198,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
         sys.exit(StoreError.exit_code)
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a panic in a library that is written in Rust, or one that exits
+    except BaseException as error:  # a panic in a Rust library, or a library that exits
         _emit_bug(running, error)
         raise
     running.emit("finished", running.summary)

@@ -205,7 +205,7 @@ class RunRecord:
         self.store.put(self._key("stop"), StopRecord(by=by, at=at).to_json())
 
     def save(self, **documents: Mapping[str, Any] | BaseModel | None) -> None:
-        """Record JSON documents by name, except those that are None.
+        """Record JSON documents by name. Documents that are None are skipped.
 
         Secrets are masked, because whoever may read the store reads them.
         """

@@ -58,6 +58,6 @@ def available_cpus(root: Path = ROOT) -> int:
     limit unused. ``root`` is the directory that contains ``proc`` and ``sys``.
     """
     # os.process_cpu_count (Python 3.13) considers only the affinity. joblib.cpu_count
-    # considers limits, but not those of parent cgroups, and takes 0.2 s to import.
+    # considers limits, but ignores limits of parent cgroups, and takes 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cpus, cpu_limit(root)))

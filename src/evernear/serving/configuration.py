@@ -17,7 +17,7 @@ from evernear.settings import ServingSettings
 
 LOOPBACK = "127.0.0.1"
 GRPC_CONNECTION_AGE_MS = 60_000  # clients then reconnect, and so discover new servers
-KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # instead of an hour; new keys are created at each start
+KEYS_EXPIRE_AFTER_MIN = 10 * 365 * 24 * 60  # instead of an hour, because new keys are created at each start
 UNIX_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its terminating zero
 
 QUERY_LOG_VARIABLE = "_EVERNEAR_QUERY_LOG"

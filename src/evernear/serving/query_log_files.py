@@ -89,7 +89,7 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
     try:
         first, *rest = data[: MAX_FILE_BYTES + 1].splitlines()
         return Period.model_validate_json(first), [LoggedQuery.model_validate_json(line) for line in rest]
-    except ValueError:  # pydantic's ValidationError is one
+    except ValueError:  # includes pydantic's ValidationError
         raise IntegrityError(f"{source} is not a file of the query log.") from None
 
 
@@ -115,7 +115,7 @@ def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
             for row in rows
             if row.file
         ]
-    except ValueError:  # binascii.Error is one
+    except ValueError:  # includes binascii.Error
         raise IntegrityError(f"{source} is not a file of the query log.") from None
 
 

@@ -1,10 +1,11 @@
 """Replay stored live queries: the candidate answers them as it would answer live,
 but without a server.
 
-The candidate's files are the ones that the archive step packs: the exported network with its
+The candidate uses the files that the archive step packs: the exported network with its
 preprocessing, the index and its labels. The queries are a uniform sample
-(`evernear.serving.query_log_files.sampled_queries`), whose files are decoded as by a server. The
-champion's answer is the logged one, or computed in the same way if another release answered.
+(`evernear.serving.query_log_files.sampled_queries`). Their files are decoded as in a
+server. The champion's answer is the logged answer, or is computed in the same way if a
+different release answered the query.
 """
 
 from collections import Counter

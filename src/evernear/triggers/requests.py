@@ -228,7 +228,7 @@ class RequestStore:
 
         Raises:
             ConflictError: a different process changed the request.
-            ValueError: the new state does not follow from the current one.
+            ValueError: the new state does not follow from the current state.
         """
         key = _key(request.id)
         etag, current = self._read(key)

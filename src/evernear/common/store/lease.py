@@ -7,8 +7,8 @@ Therefore, at least one of the two always sees the other.
 
 The object `KEY` names the process that holds the lease. A thread of this process
 rewrites the object every `RENEW_S`. If the object does not change for `EXPIRES_S`, the
-process was killed, and a waiting process takes over the lease. Each process measures
-the time with its own clock, so clocks may differ.
+process was killed, and a waiting process takes over the lease. Each process uses only
+its local clock, so clocks may differ.
 """
 
 import threading

@@ -44,7 +44,7 @@ EXAMPLE_PREDICTION = {
 
 
 class Label(BaseModel):
-    """The label alone; for an unknown image it is only a guess."""
+    """Only the label. For an unknown image, the label is only a guess."""
 
     label: str = Field(examples=["7"])
     unknown: bool = Field(examples=[False])
@@ -148,19 +148,19 @@ async def predict_test(request: Request, service: CurrentService) -> Prediction:
 
 @router.get("/predict/test/label")
 async def predict_test_label(request: Request, service: CurrentService) -> Label:
-    """Recognize a test image that is stored in the release; returns the label alone."""
+    """Recognize a test image that is stored in the release. Returns only the label."""
     return _label(_record_release(request, await service.test()))
 
 
 @router.post("/predict", responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
 async def predict(request: Request, service: CurrentService) -> Prediction:
-    """Recognize an image; returns its label and nearest neighbors."""
+    """Recognize an image. Returns its label and nearest neighbors."""
     return _record_release(request, await service.predict(await _body(request)))
 
 
 @router.post("/predict/label", responses=REJECTED, openapi_extra=IMAGE_BODY)
 async def predict_label(request: Request, service: CurrentService) -> Label:
-    """Recognize an image; returns the label alone."""
+    """Recognize an image. Returns only the label."""
     return _label(_record_release(request, await service.predict(await _body(request))))
 
 

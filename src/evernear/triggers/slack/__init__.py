@@ -5,7 +5,7 @@
     Slack ─> handlers.py    identify the caller, check the permission, run the command or button, acknowledge
                  │              routes.py: the registry of commands and buttons
                  v              commands.py: the slash commands
-             the store      requests, see `evernear.triggers.requests`
+             the store      requests (`evernear.triggers.requests`)
                  │
                  v
              worker.py      advances every open request by one state per poll ─> Slack

@@ -90,7 +90,7 @@ def duration(time: timedelta) -> str:
 
 
 def link(url: str, name: str) -> str:
-    """A link, or the escaped name if there is no URL."""
+    """A link, or the escaped name without a URL."""
     if not url.startswith("http"):
         return escape(name)
     return f"<{escape(url).replace('|', '%7C')}|{escape(name).replace('|', '/')}>"

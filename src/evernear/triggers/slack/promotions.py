@@ -132,7 +132,7 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
 def _try_move(services: Services, request: Request) -> str:
     """Promote or roll back. Returns the error, or an empty string."""
     cause = Cause(by=str(request.by), why=_reason(request))
-    try:  # the bot's image lacks the serving packages; there, a pipeline does this
+    try:  # the bot's image lacks the serving packages, but there a pipeline moves the champion
         from evernear.deployment import promote_release, roll_back
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed where the bot runs; run `evernear registry` next to a server."

@@ -281,7 +281,7 @@ def http_app(app: App, max_request_size_bytes: int) -> Starlette:
             if len(body) > max_request_size_bytes:
                 return PlainTextResponse("Too large.", status_code=413)
         timestamp = request.headers.get("x-slack-request-timestamp", "")
-        if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses it before it checks the signature
+        if not timestamp.isdecimal() or len(timestamp) > 20:  # Bolt parses the timestamp before it checks the signature
             return PlainTextResponse("Not signed.", status_code=401)
         try:
             bolt_request = to_bolt_request(request, bytes(body))

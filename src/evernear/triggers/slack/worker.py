@@ -76,14 +76,14 @@ class Worker:
         try:
             step()
         except ConflictError:
-            pass  # a click changed it first; the next poll reads it
+            pass  # a click changed the request first, and the next poll reads it
         except RateLimitedError as error:
             _log.warning("%s: %s Retrying in %.0f s.", name, error, error.retry_after_s)
             self._backoff.delay(name, error.retry_after_s)
         except EvernearError as error:
             _log.warning("%s: %s Retrying later.", name, error)
             self._backoff.delay(name)
-        except Exception:  # an internal error in one request must not stop the others
+        except Exception:  # an internal error in one request must not stop other requests
             _log.exception("%s: internal error; retrying later", name)
             self._backoff.delay(name)
         else:

@@ -7,7 +7,7 @@
     proposals.py         propose or start an action once: cooldown, pending proposals, active runs
     watcher.py           a check from end to end
     service.py           the process: check on a schedule, and when the bucket reports a change
-    baker.py             compare a release with the previous one after a rollout, and roll back if it is worse
+    baker.py             after a rollout, compare a release with the previous release, and roll back if it is worse
     metrics.py           live accuracy, for Prometheus
     pod_metrics.py       the counters of the pods
     bucket_events.py     the notifications of a bucket

@@ -1,4 +1,5 @@
-"""The bake: compare a release with the one before it after a rollout, and roll back if it is worse.
+"""The bake: after a rollout, compare a release with the previous release,
+and roll back if it is worse.
 
 The watcher runs the bake, because it outlives the deploy step. Promotions by a run, by
 a command and by a button are all baked in the same way. No process waits for the end of
@@ -66,7 +67,8 @@ class Baker:
         Returns a sentence if a bake began or ended, otherwise an empty string.
 
         Raises:
-            EvernearError: the store or the pipeline server is unavailable, or the rollback failed; poll again.
+            EvernearError: the store or the pipeline server is unavailable,
+                or the rollback failed. Poll again.
         """
         champion, now = self._registry.champion(), self._clock()
         if champion is None:

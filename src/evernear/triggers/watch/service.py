@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class WatchService:
-    """The schedule of a `Watcher`, and of a `Baker` if there is one."""
+    """The schedule of a `Watcher` and an optional `Baker`."""
 
     def __init__(self, watcher: Watcher, settings: Settings, baker: Baker | None = None) -> None:
         self._watcher = watcher
@@ -132,7 +132,10 @@ class WatchService:
                 self._check_in(self._settings.watch.debounce_s)
 
     def prune(self) -> None:
-        """Prune the store to ``watch.prune_keep`` releases; retry after a failure, or if a run is in progress."""
+        """Prune the store to ``watch.prune_keep`` releases.
+
+        Retry after a failure, or if a run is in progress.
+        """
         try:
             pruning = prune_store(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
         except EvernearError as error:
