@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evernear.common.class_names import class_name, spelled
 from evernear.common.disk import disk_errors
-from evernear.common.store import open_store
+from evernear.common.store import ObjectInfo, open_store
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
@@ -191,7 +191,7 @@ class Bucket(_ClassFolders):
         self._set_layout(dict.fromkeys(folders, Contents()) | self._read_contents(read, self._contents))
         hidden: set[str] = set()
         litter: set[str] = set()
-        for info in self._store.list(""):
+        for info in self._objects():
             if skipped := skipped_path(info.key):
                 is_folder = skipped != info.key
                 if is_folder and self._is_class_folder(skipped) and not is_litter(skipped.rpartition("/")[2]):
@@ -213,6 +213,10 @@ class Bucket(_ClassFolders):
     def read(self, name: str) -> bytes:
         """The content of a file."""
         return self._get(name)
+
+    def _objects(self) -> Iterator[ObjectInfo]:
+        """The objects under the prefix, sorted by key."""
+        return self._store.list("")
 
     @cached_property
     def _get(self) -> Callable[[str], bytes]:
