@@ -31,8 +31,7 @@ POWER_LABELS = 150
 MONTHS = 12
 MONTH_LABELS = 433
 """Labels of a month, at 100 a week."""
-YEAR = np.repeat(np.arange(MONTHS), MONTH_LABELS)
-LATE = np.concatenate([YEAR, np.full(POWER_LABELS, MONTHS)])
+LATE = np.repeat(np.arange(MONTHS + 1), [*[MONTH_LABELS] * MONTHS, POWER_LABELS])
 ANY_TIME_LABELS = 300
 
 
@@ -52,12 +51,12 @@ def coverage(truth: float, repetitions: int, rng: np.random.Generator) -> float:
 
 
 def losses(
-    truth: float, test_images: int, months: NDArray[np.int_], lost: int, rng: np.random.Generator
+    truth: float, expected: ExpectedAccuracy, months: NDArray[np.int_], lost: int, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
     """With which labels a loss is significant, if the last ``lost`` labels are `LOSS` less accurate."""
     accuracy = np.full(len(months), truth)
     accuracy[len(months) - lost :] -= LOSS
-    return is_loss(rng.random(len(months)) < accuracy, months, measured(truth, test_images, rng))
+    return is_loss(rng.random(len(months)) < accuracy, months, expected)
 
 
 def best_possible(truth: float, test_images: int, rng: np.random.Generator, repetitions: int = 20_000) -> float:
@@ -74,10 +73,10 @@ def best_possible(truth: float, test_images: int, rng: np.random.Generator, repe
     return float(np.mean(worse < limit) + np.mean(worse == limit) * (LEVEL - beyond) / at_limit)
 
 
-def found_at_any_time(truth: float, test_images: int, rng: np.random.Generator) -> bool:
+def found_at_any_time(truth: float, expected: ExpectedAccuracy, rng: np.random.Generator) -> bool:
     """Whether a loss from a random label of the second month on is found within `ANY_TIME_LABELS`."""
     labels = MONTH_LABELS + int(rng.integers(MONTH_LABELS)) + ANY_TIME_LABELS
-    return bool(losses(truth, test_images, LATE[:labels], ANY_TIME_LABELS, rng)[-ANY_TIME_LABELS:].any())
+    return bool(losses(truth, expected, LATE[:labels], ANY_TIME_LABELS, rng)[-ANY_TIME_LABELS:].any())
 
 
 def main() -> None:
@@ -96,11 +95,12 @@ def main() -> None:
         for test_images in TEST_IMAGES:
             early, late, any_time, first, monthly = [], [], [], [], []
             for _ in range(repetitions):
-                early.append(losses(truth, test_images, LATE[-POWER_LABELS:], POWER_LABELS, rng).any())
-                late.append(losses(truth, test_images, LATE, POWER_LABELS, rng)[-POWER_LABELS:].any())
-                any_time.append(found_at_any_time(truth, test_images, rng))
-                quiet = losses(truth, test_images, YEAR, 0, rng)
-                alarmed = np.array([quiet[month == YEAR].any() for month in range(MONTHS)])
+                expected = measured(truth, test_images, rng)
+                early.append(losses(truth, expected, LATE[-POWER_LABELS:], POWER_LABELS, rng).any())
+                any_time.append(found_at_any_time(truth, expected, rng))
+                lost = losses(truth, expected, LATE, POWER_LABELS, rng)
+                late.append(lost[-POWER_LABELS:].any())
+                alarmed = np.array([lost[month == LATE].any() for month in range(MONTHS)])
                 first.append(alarmed[0])
                 monthly.append(alarmed.mean())
             best = best_possible(truth, test_images, rng)

@@ -14,8 +14,8 @@ from evernear.release.drift_baseline import DriftBaseline
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuery, Period, closed_at, parse_file
 
 LIVE_DAYS = 30
-MAX_FILES = 200
-"""Maximum number of files to read for a time window, evenly spaced: about 10 MB."""
+MAX_FILES = 500
+"""Number of files read for a window, evenly spaced: at most about 25 MB."""
 WANTED = 1000
 """Minimum number of sampled queries that thinning leaves in a time window.
 

@@ -28,7 +28,12 @@ class WatchSettings(Section):
     )
     new_gallery_images: int = Field(default=20, ge=1, description="New gallery images that propose a reindex.")
     drift_window_s: int = Field(default=24 * 3600, ge=1, description="Age of the live queries that a check reads.")
-    min_queries: int = Field(default=200, ge=20, description="Smallest sample of live queries to test for drift.")
+    min_queries: int = Field(
+        default=200,
+        ge=20,
+        description="Smallest sample of live queries to test for drift. If fewer of them are independent, a check also "
+        "reads older ones, up to query_retention_s.",
+    )
     false_alarm_rate: float = Field(
         default=0.001, ge=1e-4, lt=0.5, description="Largest share of checks that may report drift by chance."
     )

@@ -158,11 +158,11 @@ def test_unanswered_proposal_grows_and_does_not_multiply(watched: WatchedSystem)
 def test_proposal_of_drift_survives_checks_that_miss_it(watched: WatchedSystem) -> None:
     watched.ask(negatives(180))
     watched.watcher(drift_window_s=3600).check()
-    watched.wait(hours=5)  # the queries are too old, and there are no others
-    assert watched.watcher(drift_window_s=3600).check().action == "nothing"
+    watched.wait(hours=5)
+    assert watched.watcher(min_queries=1000).check().action == "nothing"
     assert [proposal.state for proposal in watched.proposals] == ["pending"]
     watched.wait(hours=2)
-    watched.watcher(drift_window_s=3600).check()
+    watched.watcher(min_queries=1000).check()
     assert [proposal.state for proposal in watched.proposals] == ["expired"]
 
 
@@ -265,7 +265,7 @@ def test_queries_like_the_reference_are_not_drift(watched: WatchedSystem) -> Non
     assert report.action == "nothing"
     assert report.figures["queries"] == len(queries)
     assert report.figures["drift_found"] == 0
-    assert f"No drift in {len(queries)} live queries." in report.reasons
+    assert f"No drift in {len(queries)} live queries of the last 24 h." in report.reasons
     (smallest,) = (reason for reason in report.reasons if "the smallest shifts that are found" in reason)
     assert report.figures["sampled_queries"] == 100
     assert f"100 queries and {len(queries) + watched.dataset().count('test')} reference images" in smallest
@@ -288,7 +288,7 @@ def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(wa
 
     def label(correct: int, wrong: int) -> None:
         nonlocal number
-        version, asked = watched.champion(), watched.now - timedelta(days=3)  # before the window of the drift
+        version, asked = watched.champion(), watched.now - timedelta(days=3)
         rows = [
             LoggedQuery(at=asked, pred="3", dist=0.1, unknown=False, id=f"id-{number + row}")
             for row in range(correct + wrong)
@@ -301,25 +301,25 @@ def test_loss_of_accuracy_in_life_is_proposed_once_and_again_when_it_is_worse(wa
         assert import_labels(watched.store, labels, watched.now).stored == len(rows)
         number += len(rows)
 
-    assert "live_labels" not in watched.watcher().check().figures
+    assert "live_labels" not in watched.watcher(min_queries=1000).check().figures
     label(100, 0)
-    report = watched.watcher().check()
+    report = watched.watcher(min_queries=1000).check()
     assert report.action == "nothing"
     assert report.figures["live_labels"] == 100
     assert any("100 labeled live queries: 100.00%" in reason for reason in report.reasons)
     label(0, 60)
-    report = watched.watcher().check()
+    report = watched.watcher(min_queries=1000).check()
     assert report.action == "retrain"
-    assert "significantly less than the 87.5% that the test split lets expect" in report.reasons[0]
+    assert "significantly less than the 90.0% on the test split" in report.reasons[0]
     assert report.reasons[1].startswith("But the source has nothing new to train on")
-    assert watched.watcher().check().proposal is None
+    assert watched.watcher(min_queries=1000).check().proposal is None
     (proposal,) = watched.proposals
     assert proposal.causes == ("accuracy",)
     RequestStore(watched.store).change(proposal, state="declined", answered=watched.now)
     watched.wait(days=1)
-    assert watched.watcher().check().reasons[-1].startswith(f"Declined in proposal {proposal.id}")
+    assert watched.watcher(min_queries=1000).check().reasons[-1].startswith(f"Declined in proposal {proposal.id}")
     label(0, 60)
-    assert watched.watcher().check().proposal is not None
+    assert watched.watcher(min_queries=1000).check().proposal is not None
 
 
 def test_drift_leads_to_a_training(watched: WatchedSystem) -> None:
@@ -336,11 +336,31 @@ def test_drift_leads_to_a_training(watched: WatchedSystem) -> None:
 
 def test_too_few_and_old_queries_are_not_tested(watched: WatchedSystem) -> None:
     watched.ask(negatives(39))
-    assert watched.watcher().check().reasons[-1] == "Only 39 live queries sampled, too few to test for drift."
+    only = "Only 39 live queries of the last 30 h sampled, too few to test for drift."
+    assert watched.watcher().check().reasons[-1] == only
     watched.ask(negatives(39))
     assert watched.watcher().check().action == "retrain"
-    watched.wait(days=2)
+    watched.wait(days=15)
     assert watched.watcher().check().figures["queries"] == 0
+
+
+def test_few_queries_a_day_are_tested_together(watched: WatchedSystem) -> None:
+    for day in range(4):
+        watched.wait(days=day > 0)
+        watched.ask(negatives(30))
+    report = watched.watcher(min_queries=100).check()
+    assert report.action == "retrain"
+    assert report.figures["queries"] == 120
+    assert any("120 queries of the last 4.0 days" in reason for reason in report.reasons)
+
+
+def test_window_is_not_extended_beyond_the_retention_or_without_need(watched: WatchedSystem) -> None:
+    watched.ask(negatives(60))
+    watched.wait(days=3)
+    watched.ask(negatives(60))
+    assert watched.watcher(min_queries=60).check().figures["queries"] == 60
+    retention_s = 2 * 24 * 3600
+    assert watched.watcher(min_queries=100, query_retention_s=retention_s).check().figures["queries"] == 60
 
 
 def test_mix_of_classes_is_shown_and_is_not_drift(watched: WatchedSystem) -> None:

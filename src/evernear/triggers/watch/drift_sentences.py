@@ -15,10 +15,8 @@ def drift_reasons(drift: Drift) -> list[str]:
 
 
 def no_drift_reasons(drift: Drift) -> list[str]:
-    """The reason why no drift was detected,
-    and the smallest shift that would have been detected.
-    """
-    queries = quantity(drift.queries, "live query", "live queries")
+    """The reason why nothing was detected, and the smallest shift that would have been."""
+    queries = f"{quantity(drift.queries, 'live query', 'live queries')}{_age(drift)}"
     if drift.shifts:
         return [f"No drift in {queries}{_independent(drift)}.", _detectable(drift)]
     if drift.reference < MIN_QUERIES:
@@ -26,7 +24,7 @@ def no_drift_reasons(drift: Drift) -> list[str]:
             f"Drift was not tested: the release was measured on {quantity(drift.reference, 'image')} of its query and"
             f" test splits, and the tests need {MIN_QUERIES}."
         ]
-    sampled = quantity(drift.sampled, "live query", "live queries")
+    sampled = f"{quantity(drift.sampled, 'live query', 'live queries')}{_age(drift)}"
     if drift.gap_s and drift.independent < MIN_QUERIES:
         return [f"Drift was not tested: {sampled} sampled{_independent(drift)}, and the tests need {MIN_QUERIES}."]
     return [f"Only {sampled} sampled, too few to test for drift."]
@@ -56,6 +54,11 @@ def _share(share: ClassShare) -> str:
     return f"{share.live:.0%} {share.label} (reference {share.reference:.0%})"
 
 
+def _age(drift: Drift) -> str:
+    hours = drift.window_s / 3600
+    return f" of the last {f'{hours:.0f} h' if hours < 48 else f'{hours / 24:.1f} days'}"
+
+
 def _independent(drift: Drift) -> str:
     """A remark about dependent queries, or an empty string."""
     if not drift.gap_s:
@@ -78,7 +81,7 @@ def _detectable(drift: Drift) -> str:
 
 
 def _shift_sentence(shift: Shift, drift: Drift) -> str:
-    count = quantity(drift.queries, "query", "queries")
+    count = f"{quantity(drift.queries, 'query', 'queries')}{_age(drift)}"
     certainty = f"p = {shift.p:.1g}, significant below {shift.level:.1g}; {count}{_independent(drift)}"
     match shift.measure:
         case "unknown_rise":

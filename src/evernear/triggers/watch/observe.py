@@ -36,6 +36,8 @@ from evernear.serving.live_queries import live_queries, reference_queries
 from evernear.settings import DataSettings, Settings
 
 _T = TypeVar("_T")
+_WINDOW_MARGIN = 1.2
+"""A window is extended by this factor more than its rate of independent queries needs."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Drift:
     so that they are independent of each other.
     """
     gap_s: float
+    window_s: float
+    """Age of the oldest queries: longer than ``watch.drift_window_s`` if that has too few independent ones."""
     unknown_rate: float
     reference_unknown_rate: float
     reference: int
@@ -202,11 +206,17 @@ class Observer:
 
     def _drift(self, registry: Registry, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Drift:
         watch = self.settings.watch
-        baseline = self._baseline(registry, champion.version)
-        live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=watch.drift_window_s), now)
-        faults += damaged
-        reference = reference_queries(baseline)
+        reference = reference_queries(self._baseline(registry, champion.version))
+        window_s = float(watch.drift_window_s)
+        live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
         independent, gap_s = independent_queries(live)
+        # Of few queries, chance differences exceed the bounds, so that only the p-value prevents false alarms.
+        if len(independent) < watch.min_queries and window_s < watch.query_retention_s:
+            wanted_s = _WINDOW_MARGIN * window_s * watch.min_queries / max(1, len(independent))
+            window_s = min(wanted_s, watch.query_retention_s)
+            live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
+            independent, gap_s = independent_queries(live)
+        faults += damaged
         is_enough = len(live) >= watch.min_queries
         bounds: dict[Measure, float] = {
             "unknown_rise": watch.unknown_rise,
@@ -219,6 +229,7 @@ class Observer:
             sampled=len(live),
             independent=len(independent),
             gap_s=gap_s,
+            window_s=window_s,
             unknown_rate=live.unknown_rate,
             reference_unknown_rate=reference.unknown_rate,
             reference=len(reference),
