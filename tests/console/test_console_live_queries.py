@@ -70,13 +70,21 @@ def test_system_stores_labels_by_id(store: Store, source: Path) -> None:
     )
     system.cookies["evernear-csrf"] = "1"
     answer = system.post("/labels", content=json.dumps({"q/1": "7", "q/2": "8", "other": "7"}))
-    assert answer.json() == {"stored": 2, "missing": ["other"]}
-    assert {query.id: query.correct for query in labeled_queries(store).queries} == {"q/1": True, "q/2": False}
-    for body in ("", "[]", '{"q/3": ""}', '{"q/3": 7}', '{"": "7"}', "\x00"):
+    assert answer.json() == {"stored": 2, "missing": ["other"], "unknown_classes": []}
+    assert system.post("/labels", content=b'{"q/4": "seven"}').json()["unknown_classes"] == ["seven"]
+    contradiction = system.post("/labels", content=b'{"q/5": "7", "q/5": "8"}')
+    assert (contradiction.status_code, contradiction.text) == (400, "The id q/5 has a second label.")
+    assert {query.id: query.correct for query in labeled_queries(store).queries} == {
+        "q/1": True,
+        "q/2": False,
+        "q/4": False,
+    }
+    deep = '{"q/3":' * 30_000 + "1" + "}" * 30_000
+    for body in (deep, "\xff", "NaN", "", "[]", '{"q/3": ""}', '{"q/3": 7}', '{"": "7"}', "\x00"):
         refused = system.post("/labels", content=body)
         assert (refused.status_code, "a JSON object with the label of each id" in refused.text) == (400, True)
     assert system.post("/labels", content=b"x" * (300 * 1024)).status_code == 413
-    assert len(list(store.list(LIVE_LABELS))) == 1
+    assert len(list(store.list(LIVE_LABELS))) == 2
 
 
 def test_labels_need_the_right_and_this_site(store: Store, source: Path) -> None:

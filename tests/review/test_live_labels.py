@@ -42,6 +42,17 @@ def test_labels_are_stored_with_the_logged_answer(store: Store) -> None:
     }
 
 
+def test_label_is_compared_as_a_class_name(store: Store) -> None:
+    """macOS writes folder names decomposed, and a table may contain them."""
+    key = "queries/20260203/20260203T000002Z-v1-host-1-00000000.jsonl"
+    period = Period(version="v1", since=NOW, until=NOW, queries=1, unknown=0)
+    row = LoggedQuery(at=NOW, pred="caf\xe9", dist=0.1, unknown=False, id="coffee")
+    store.put(key, f"{period.model_dump_json()}\n{row.model_dump_json()}\n".encode())
+    import_labels(store, {"coffee": "cafe\u0301\u200b"}, NOW)
+    (query,) = labeled_queries(store).queries
+    assert (query.label, query.correct) == ("caf\xe9", True)
+
+
 def test_later_label_replaces_an_earlier_one_and_labels_outlive_the_log(store: Store) -> None:
     import_labels(store, {"id-0": "b"}, NOW)
     import_labels(store, {"id-0": "a"}, NOW + timedelta(seconds=1))

@@ -88,6 +88,11 @@ def import_live_labels(store: "Store", file: Path) -> None:
             f"{quantity(len(result.missing), 'id')} not in the query log, which has a sample of the queries: "
             f"{', '.join(result.missing[:_PRINTED])}{' ...' if len(result.missing) > _PRINTED else ''}"
         )
+    if result.unknown_classes:
+        print_line(
+            "No class of the release, so its answer counts as wrong: "
+            f"{', '.join(result.unknown_classes[:_PRINTED])}{' ...' if len(result.unknown_classes) > _PRINTED else ''}"
+        )
     labels_in_store = labeled_queries(store)
     for sentence in labels_in_store.damaged.values():
         print_line(sentence, sys.stderr)

@@ -6,7 +6,8 @@ after some time. Images are neither read nor stored, and no label enters a datas
 """
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
@@ -14,13 +15,15 @@ from uuid import uuid4
 
 from pydantic import StringConstraints
 
+from evernear.common.class_names import class_name
 from evernear.common.disk import disk_errors
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.errors import DataError, IntegrityError
+from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
 from evernear.release.manifest import version_time
-from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
+from evernear.release.registry import Registry
+from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
 
 LIVE_LABELS = "live-labels/"
 _COLUMNS = ["id", "label"]
@@ -41,8 +44,9 @@ class ImportedLabels(Frozen):
 
     stored: int
     missing: tuple[str, ...]
-    """IDs that are missing from the query log because they were not sampled, were
-    removed, or have not been uploaded yet."""
+    """Ids that are not in the query log: not sampled, removed, or not shipped yet."""
+    unknown_classes: tuple[str, ...] = ()
+    """Labels that are no class of the release that answered. The answer counts as wrong."""
 
 
 def read_labels(path: Path) -> dict[str, str]:
@@ -76,7 +80,7 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     Raises:
         StoreError: the store fails. Nothing is stored.
     """
-    missing = dict(labels)
+    missing = {query: class_name(label) for query, label in labels.items()}
     found: list[LabeledQuery] = []
     keys = [info.key for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
     for key in sorted(keys, reverse=True):
@@ -103,7 +107,18 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     if found:
         lines = "".join(f"{query.model_dump_json()}\n" for query in found)
         store.put(f"{LIVE_LABELS}{now.astimezone(UTC):{_TIME}}-{uuid4().hex[:8]}.jsonl", lines.encode())
-    return ImportedLabels(stored=len(found), missing=tuple(missing))
+    return ImportedLabels(
+        stored=len(found), missing=tuple(missing), unknown_classes=tuple(_unknown_classes(store, found))
+    )
+
+
+def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:
+    """Labels that are no class of the release that answered, unless its record cannot be read."""
+    classes: dict[str, tuple[str, ...]] = {}
+    for version in {query.version for query in queries}:
+        with suppress(StoreError, IntegrityError):
+            classes[version] = Registry(store).get(version, include_pruned=True).manifest.labels
+    return sorted({query.label for query in queries if query.label not in classes.get(query.version, (query.label,))})
 
 
 class LabeledQueries(NamedTuple):

@@ -1,6 +1,9 @@
 """Labels of live queries, which measure accuracy. Users label random queries, and other
 systems send labels by query ID."""
 
+import json
+from typing import Any
+
 from pydantic import TypeAdapter, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -65,17 +68,16 @@ class LivePart:
         query, label = field(form, "query"), field(form, "label")
         if not label:
             raise DataError("Type the name of the class first.")
-        if import_labels(self._services.store, _valid({query: label}), self._services.now()).missing:
+        result = import_labels(self._services.store, _valid({query: label}), self._services.now())
+        if result.missing:
             raise DataError("The query is no longer in the log.")
-        found = self._week()
         note = f"Labeled {label}."
-        if found and label not in found[1]:
+        if result.unknown_classes:
             note += " The release has no class of this name, so its answer counts as wrong."
         return self._content(request, note)
 
     async def _store_labels(self, request: Request) -> Response:
-        """Store a JSON object that maps IDs to labels,
-        and respond with the IDs that are not in the log."""
+        """Store a JSON object with the label of each id. The answer names ids and labels that are not known."""
         require(request, "label")
         body = bytearray()
         async for chunk in request.stream():
@@ -83,13 +85,28 @@ class LivePart:
             if len(body) > MAX_FORM_BYTES:
                 raise HTTPException(413, f"More than {MAX_FORM_BYTES:,} bytes of labels; send them in parts.")
         services = self._services
-        result = await run_in_threadpool(import_labels, services.store, _valid(bytes(body)), services.now())
-        return JSONResponse({"stored": result.stored, "missing": result.missing})
+        result = await run_in_threadpool(import_labels, services.store, _parsed(bytes(body)), services.now())
+        return JSONResponse(result.model_dump(mode="json"))
 
 
-def _valid(labels: bytes | dict[str, str]) -> Labels:
+def _parsed(body: bytes) -> Labels:
     try:
-        return _LABELS.validate_json(labels) if isinstance(labels, bytes) else _LABELS.validate_python(labels)
+        return _valid(json.loads(body, object_pairs_hook=_unique))
+    except (ValueError, RecursionError):
+        return _valid(None)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    labels: dict[str, Any] = {}
+    for query, label in pairs:
+        if labels.setdefault(query, label) != label:
+            raise DataError(f"The id {query} has a second label.")
+    return labels
+
+
+def _valid(labels: Any) -> Labels:
+    try:
+        return _LABELS.validate_python(labels)
     except ValidationError:
         raise DataError(
             'The labels must be a JSON object with the label of each id, such as {"7f7c4f0e": "cat"}, neither empty.'
