@@ -7,6 +7,7 @@ tests that need them: those that install packages, and those on a real cluster.
 import json
 import os
 import re
+import signal
 import sys
 
 SHELL_VARIABLE = "EVERNEAR_TEST_SHELL"
@@ -24,12 +25,15 @@ _FOREIGN = re.compile("|".join([_PROXIES, _CERTIFICATES, _SERVICES, _THREADS, _T
 def isolate() -> None:
     """Remove the variables that the code under test reads, and limit every process to one thread.
 
-    Tests run in parallel, and most of them wait for servers.
+    Tests run in parallel, and most of them wait for servers. Every process can be interrupted.
     """
     removed = {name: os.environ.pop(name) for name in list(os.environ) if _FOREIGN.fullmatch(name)}
     os.environ.setdefault(SHELL_VARIABLE, json.dumps(removed))
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.dont_write_bytecode = False
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts a background job this way, and the commands under test would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def of_the_shell(*names: str) -> dict[str, str]:

@@ -50,3 +50,15 @@ def test_shell_variables_do_not_reach_tests() -> None:
     assert OPT_IN.items() <= variables["here"].items()
     proxies = {name: HOSTILE[name] for name in ("HTTP_PROXY", "https_proxy")}
     assert variables["child"] == [{"KUBECONFIG": "/nowhere"}, proxies], "saved, also for workers that inherit them"
+
+
+def test_commands_under_test_can_be_interrupted_in_a_background_job() -> None:
+    """A shell without job control starts ``pytest &`` with SIGINT ignored, which processes inherit."""
+    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    isolated = (
+        f"from tests import environment; import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}])"
+    )
+    for code, expected in ((program, "False"), (isolated, "True")):
+        words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
+        done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected

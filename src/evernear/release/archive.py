@@ -134,10 +134,11 @@ def make_archive(
             _link_parts(parts, candidate, (*gallery.description.parts, INDEX_DESCRIPTION), handler)
             write_atomically(parts / PREPROCESSING_FILE, network.preprocessing.model_dump_json(indent=2))
             write_atomically(parts / MODEL_CONFIG_FILE, _model_config(settings))
+            embedder = ExportedEmbedder(network_dir, store)
             queries = _write_smoke_queries(
-                parts, dataset, _embedded(dataset, "query", network_dir, store), gallery, settings.smoke_queries
+                parts, dataset, _embedded(dataset, "query", embedder), gallery, settings.smoke_queries
             )
-            baseline, group_distance = _drift_baseline(dataset, network_dir, store, gallery)
+            baseline, group_distance = _drift_baseline(dataset, embedder, gallery)
             write_atomically(parts / DRIFT_BASELINE_FILE, baseline.to_bytes())
             manifest = _describe(parts, candidate, network, gallery, settings, created, group_distance)
             write_atomically(parts / MANIFEST_FILE, manifest.to_json())
@@ -218,11 +219,10 @@ def _joined(dataset: Dataset, gallery: Gallery) -> dict[str, int]:
     return {dataset.labels[number]: count for number, count in sorted(numbers.items())}
 
 
-def _embedded(dataset: Dataset, split: Split, network_dir: Path, store: Store | None) -> EmbeddedBlocks:
-    """The blocks of a split with their embeddings, which come from the cache in
-    ``store`` if an earlier step computed them."""
+def _embedded(dataset: Dataset, split: Split, embedder: ExportedEmbedder) -> EmbeddedBlocks:
+    """The blocks of a split with their embeddings."""
     shards = ((dataset.shard_blocks(shard, SMOKE_BLOCK), shard.count) for shard in dataset.shards(split))
-    return ExportedEmbedder(network_dir, store).embed(shards)
+    return embedder.embed(shards)
 
 
 def _write_smoke_queries(
@@ -255,12 +255,12 @@ def _write_smoke_queries(
 
 
 def _drift_baseline(
-    dataset: Dataset, network_dir: Path, store: Store | None, gallery: Gallery
+    dataset: Dataset, embedder: ExportedEmbedder, gallery: Gallery
 ) -> tuple[DriftBaseline, float | None]:
     """The predictions of the release on images that it was not built from, and the
     `_group_distance` of these images."""
-    queries = _embed_evenly(dataset, "query", SIZE, network_dir, store)
-    tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), network_dir, store)
+    queries = _embed_evenly(dataset, "query", SIZE, embedder)
+    tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), embedder)
     images = np.concatenate([*queries, *tests])
     answers = gallery.recognize(images)
     projection = random_projection(images.shape[1])
@@ -287,12 +287,12 @@ def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> f
 
 
 def _embed_evenly(
-    dataset: Dataset, split: Split, size: int, network_dir: Path, store: Store | None
+    dataset: Dataset, split: Split, size: int, embedder: ExportedEmbedder
 ) -> Iterator[NDArray[np.float32]]:
     """Embeddings of at most ``size`` images of a split, evenly spaced."""
     positions = deque(evenly(dataset.count(split), size))
     before = 0
-    for block, vectors in _embedded(dataset, split, network_dir, store) if positions else ():
+    for block, vectors in _embedded(dataset, split, embedder) if positions else ():
         rows: list[int] = []
         while positions and positions[0] < before + len(block):
             rows.append(positions.popleft() - before)
