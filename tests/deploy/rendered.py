@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from evernear import settings
-from evernear.deployment.kubernetes.objects import ServedRelease, serving_objects
+from evernear.deployment.kubernetes.objects import serving_objects
+from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.settings import Settings
 
 Object = dict[str, Any]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from evernear.common.store import open_store
-from evernear.deployment import local
-from evernear.deployment.local import await_champion
+from evernear.deployment import foreground
+from evernear.deployment.foreground import await_champion
 from evernear.errors import TransientStoreError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -32,7 +32,7 @@ def test_each_reason_to_wait_is_reported_once(
             registry.set_champion(release.version, None)
         return reachable(self)
 
-    monkeypatch.setattr(local, "CHAMPION_POLL_S", 0.0)
+    monkeypatch.setattr(foreground, "CHAMPION_POLL_S", 0.0)
     monkeypatch.setattr(Registry, "champion", champion)
     await_champion(settings, lines.append)
     assert polls == 7

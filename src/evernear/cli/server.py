@@ -85,7 +85,7 @@ def serve(
     if follow_champion:
         _serve_and_follow(local_settings(config, overrides, workdir))
         return
-    from evernear.deployment.local import await_champion, follow, stopped_by_signals
+    from evernear.deployment.foreground import await_champion, follow, stopped_by_signals
     from evernear.deployment.local import serve_local as start_torchserve
     from evernear.serving.endpoints import endpoints, home_of
     from evernear.serving.torchserve import adopt, is_running
@@ -113,7 +113,7 @@ def serve(
 
 def _serve_and_follow(settings: Settings) -> None:
     from evernear.deployment.follow import Follower
-    from evernear.deployment.local import stopped_by_signals
+    from evernear.deployment.foreground import stopped_by_signals
     from evernear.serving.endpoints import endpoints, home_of
 
     home, follower = home_of(settings.workdir), Follower(settings, lambda event: print_line(event, sys.stderr))

@@ -8,10 +8,8 @@ import contextlib
 import errno
 import os
 import shutil
-import signal
-import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from evernear.common.disk import atomic_file, disk_errors, sha256_file
 from evernear.common.store import open_store
 from evernear.deployment.smoke import smoke
 from evernear.deployment.target import VerifiedRollout, unrecorded_error
-from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError, UserInterruptError
+from evernear.errors import IntegrityError, ServingError, StoreError, TransientStoreError
 from evernear.release.archive_reader import ARCHIVE_FILE, ReleaseParts
 from evernear.release.promotions import Champion
 from evernear.release.registry import Registry
@@ -31,8 +29,6 @@ from evernear.serving.management import Management, RegisteredVersion
 from evernear.settings import RunSettings
 
 DRAIN_TIMEOUT_S = 30
-FOLLOW_POLL_S = 0.5
-CHAMPION_POLL_S = 2.0
 SPARE_BYTES = 2**20  # for filesystem blocks and TorchServe's logs
 LAST_BATCH_S = 0.5  # time in which a batch that has left the queue is certainly answered
 
@@ -345,62 +341,3 @@ def serve_local(settings: RunSettings) -> str:
     with target.exclusive():
         target.follow_champion(champion)
     return champion.version
-
-
-def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
-    """Wait until the store has a champion.
-    ``report`` receives each reason for waiting once.
-
-    Raises:
-        IntegrityError: the pointer to the champion is damaged or lost.
-            StoreError: the store does not exist, or refuses read access.
-    """
-    registry = Registry(open_store(settings.store_uri))
-    reported = ""
-    while True:
-        try:
-            if registry.champion() is not None:
-                return
-            reason = registry.explain_no_champion()
-        except TransientStoreError as error:
-            reason = str(error)
-        if reason != reported:
-            report(f"{reason} Waiting.")
-        reported = reason
-        time.sleep(CHAMPION_POLL_S)
-
-
-@contextlib.contextmanager
-def stopped_by_signals(home: Path) -> Generator[None]:
-    """Bind the server in ``home`` to this process. In the body, SIGTERM and Ctrl-C
-    drain the server, then end both processes.
-
-    Raises:
-        StoreError: ``home`` is not writable.
-        SystemExit: on SIGTERM, with exit code 0.
-        UserInterruptError: on Ctrl-C.
-    """
-    torchserve.adopt(home)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        yield
-    except SystemExit:
-        torchserve.stop_server(home)
-        raise
-    except KeyboardInterrupt:
-        torchserve.stop_server(home)
-        raise UserInterruptError(
-            "Interrupted. TorchServe answered the requests in flight and stopped; `evernear serve` starts it again."
-        ) from None
-
-
-def follow(home: Path) -> None:
-    """Wait until the server in ``home`` exits.
-
-    Raises:
-        ServingError: the server died.
-    """
-    while torchserve.is_running(home):
-        time.sleep(FOLLOW_POLL_S)
-    if read_state(home) is not None:  # the server was not stopped on purpose
-        raise ServingError(f"TorchServe died; see {home}/logs.")

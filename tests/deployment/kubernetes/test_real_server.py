@@ -7,7 +7,7 @@ import pytest
 
 from evernear import deployment
 from evernear.common.store import open_store
-from evernear.deployment.kubernetes.objects import RELEASE
+from evernear.deployment.kubernetes.labels import RELEASE
 from evernear.release.registry import Registry
 from evernear.settings import Settings
 from tests.deployment.kubernetes.deployer import MakeSettings

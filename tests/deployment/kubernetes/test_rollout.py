@@ -7,7 +7,9 @@ import pytest
 from kubernetes import client, config
 
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.objects import VERSION, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.labels import VERSION
+from evernear.deployment.kubernetes.objects import serving_objects
+from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.deployment.kubernetes.revision import apply_revision
 from evernear.deployment.kubernetes.rollout import await_rollout
 from evernear.errors import ClusterError

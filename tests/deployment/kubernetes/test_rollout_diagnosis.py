@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.objects import REVISION
+from evernear.deployment.kubernetes.labels import REVISION
 from evernear.deployment.kubernetes.rollout_diagnosis import Diagnosis, diagnose
 from evernear.settings import KubernetesSettings
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
+from evernear.deployment.kubernetes.labels import RELEASE
 from evernear.deployment.kubernetes.lease import LeaseLock
-from evernear.deployment.kubernetes.objects import RELEASE, ServedRelease, serving_objects
+from evernear.deployment.kubernetes.objects import serving_objects
+from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.deployment.kubernetes.rbac_check import check_permissions
 from evernear.deployment.kubernetes.revision import (
     Revision,

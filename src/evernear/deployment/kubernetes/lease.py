@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Self
 
 from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError, Tree
-from evernear.deployment.kubernetes.objects import COMMON_LABELS
+from evernear.deployment.kubernetes.labels import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
 

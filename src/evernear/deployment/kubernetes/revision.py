@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
-from evernear.deployment.kubernetes.objects import COMMON_LABELS, RELEASE
+from evernear.deployment.kubernetes.labels import COMMON_LABELS, RELEASE
 from evernear.settings import KubernetesSettings
 
 

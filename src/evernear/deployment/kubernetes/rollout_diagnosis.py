@@ -4,7 +4,7 @@ in one sentence that quotes Kubernetes."""
 from dataclasses import dataclass
 
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
-from evernear.deployment.kubernetes.objects import REVISION, selector
+from evernear.deployment.kubernetes.labels import REVISION, selector
 from evernear.settings import KubernetesSettings
 
 LOG_LINES = 3

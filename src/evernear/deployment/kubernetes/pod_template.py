@@ -1,0 +1,254 @@
+"""The pod template of a release: its containers, probes, volumes and settings file."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kubernetes.utils import parse_quantity
+
+from evernear.common.disk import sha256_bytes
+from evernear.deployment.kubernetes.labels import REVISION, SETTINGS_SHA256, selector
+from evernear.index.description import VECTORS_FILE
+from evernear.release.records import Record
+from evernear.serving.pod import grace_period_s, pod_memory
+from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
+
+Tree = dict[str, Any]
+
+OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+CONTAINER = "torchserve"
+USER = 65532  # the user in Dockerfile.serve
+WORKDIR = "/evernear"
+CONFIG_DIR = "/etc/evernear"
+CONFIG_FILE = f"{CONFIG_DIR}/evernear.toml"
+TOKEN_DIR = "/var/run/evernear"  # noqa: S105 - a directory, not a token
+PROBE_S = 5
+PROBE_TIMEOUT_S = 5
+START_PROBE_TIMEOUT_S = 30  # Python starts and sends all stored queries
+
+
+@dataclass(frozen=True)
+class ServedRelease:
+    """The facts about a release that the objects contain."""
+
+    version: str
+    archive_sha256: str
+    manifest_sha256: str
+    index_size_bytes: int = 0
+    worker_parts_size_bytes: int = 0
+    """Total size of the parts that each worker loads separately, in bytes."""
+
+    @staticmethod
+    def of(record: Record) -> "ServedRelease":
+        """The facts about a published release."""
+        manifest = record.manifest
+        sizes_bytes = {name: part.size_bytes for name, part in manifest.parts.items()}
+        return ServedRelease(
+            manifest.version,
+            record.archive_sha256,
+            sha256_bytes(manifest.to_json()),
+            index_size_bytes=sizes_bytes.pop(VECTORS_FILE, 0),
+            worker_parts_size_bytes=sum(sizes_bytes.values()),
+        )
+
+    def memory(self, settings: RunSettings) -> str:
+        """Memory request and limit of a pod. Raises the same errors as `pod_memory`."""
+        return pod_memory(settings, self.index_size_bytes, self.worker_parts_size_bytes)
+
+
+def settings_file(settings: RunSettings) -> str:
+    """The pod's settings file, without defaults, because the image may contain a
+    different evernear version."""
+    serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
+    # A JSON scalar is valid TOML.
+    lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
+    return "\n".join(["[serving]", *lines, ""])
+
+
+def _threads(settings: RunSettings) -> int:
+    """Number of threads of each worker (its OMP_NUM_THREADS): the CPU limit less one
+    CPU for Java, divided by the number of workers.
+
+    Oversubscribed threads wait for each other. See benchmarks/results/serving.md.
+    """
+    if settings.serving.threads != ServingSettings().threads:
+        return settings.serving.threads
+    return max(1, (int(parse_quantity(settings.kubernetes.cpu)) - 1) // settings.serving.workers)
+
+
+def pod_template(
+    settings: RunSettings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
+) -> Tree:
+    """The pods of ``release`` with ``config``, the text of the `settings_file`.
+
+    A change of the file is a change of the template, so it replaces the pods.
+    """
+    annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
+    spec = _pod(settings, release)
+    revision = sha256_bytes(json.dumps([labels, annotations, spec], sort_keys=True).encode())[:12]
+    return {"metadata": {"labels": labels | {REVISION: revision}, "annotations": annotations}, "spec": spec}
+
+
+def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
+    kubernetes = settings.kubernetes
+    spec: Tree = {
+        "serviceAccountName": kubernetes.name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationGracePeriodSeconds": grace_period_s(settings.serving),
+        "topologySpreadConstraints": [
+            _spread(kubernetes, "kubernetes.io/hostname"),
+            _spread(kubernetes, "topology.kubernetes.io/zone"),
+        ],
+        "initContainers": [_init_container(settings, release), *_shippers(settings, release)],
+        "containers": [_container(settings, release)],
+        "volumes": _volumes(kubernetes),
+    }
+    if kubernetes.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+    if kubernetes.node_selector:
+        spec["nodeSelector"] = dict(kubernetes.node_selector)
+    if kubernetes.tolerations:
+        spec["tolerations"] = [dict(toleration) for toleration in kubernetes.tolerations]
+    return spec
+
+
+def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
+    """The container that downloads the archive.
+    Only this container has the keys of the object store."""
+    kubernetes = settings.kubernetes
+    command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
+    container = _any_container(settings, release, "fetch", command)
+    container["env"].append({"name": "EVERNEAR_STORE", "value": settings.store_uri})
+    if kubernetes.store_claim:
+        container["volumeMounts"].append(
+            {"name": "store", "mountPath": unquote(urlsplit(settings.store_uri).path), "readOnly": True}
+        )
+    elif kubernetes.s3_secret:
+        container["envFrom"] = [{"secretRef": {"name": kubernetes.s3_secret}}]
+    return container
+
+
+def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
+    """The sidecar that uploads logged queries with separate keys.
+    A sidecar ends after TorchServe."""
+    secret = settings.kubernetes.query_secret
+    if not secret or settings.serving.query_log == "off":
+        return []
+    container = _any_container(settings, release, "ship", [])
+    container["env"].append({"name": "EVERNEAR_STORE", "value": settings.store_uri})
+    return [
+        container
+        | {
+            "restartPolicy": "Always",
+            "command": ["evernear", "watch", "ship", "--config", CONFIG_FILE],
+            "envFrom": [{"secretRef": {"name": secret}}],
+            "resources": {
+                "requests": {"cpu": "20m", "memory": "128Mi"},
+                "limits": {"cpu": "200m", "memory": "256Mi"},
+            },
+        }
+    ]
+
+
+def _container(settings: RunSettings, release: ServedRelease) -> Tree:
+    """The TorchServe container. Its management API is bound to loopback, and is
+    unreachable from outside the pod."""
+    serving, kubernetes = settings.serving, settings.kubernetes
+    command = ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
+    container = _any_container(settings, release, CONTAINER, command)
+    if kubernetes.token_secret:
+        container["env"].append({"name": "EVERNEAR_TOKEN_FILE", "value": f"{TOKEN_DIR}/token"})
+        container["volumeMounts"].append({"name": "token", "mountPath": TOKEN_DIR, "readOnly": True})
+    if kubernetes.otlp_endpoint:
+        container["env"].append({"name": OTLP_ENDPOINT_VARIABLE, "value": kubernetes.otlp_endpoint})
+    if kubernetes.milvus_secret:
+        container["envFrom"] = [{"secretRef": {"name": kubernetes.milvus_secret}}]
+    if kubernetes.gpus:
+        container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
+    starts = math.ceil(serving.startup_timeout_s / PROBE_S)
+    alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
+    # Not read from the ConfigMap: while pods are replaced, the mounted file already
+    # contains their successors' settings.
+    drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
+    return container | {
+        "ports": [
+            {"name": "http", "containerPort": serving.inference_port, "protocol": "TCP"},
+            {"name": "grpc", "containerPort": serving.grpc_inference_port, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": serving.metrics_port, "protocol": "TCP"},
+        ],
+        "startupProbe": {
+            "exec": {"command": _command("ready")},
+            "periodSeconds": PROBE_S,
+            "timeoutSeconds": START_PROBE_TIMEOUT_S,
+            "failureThreshold": starts,
+        },
+        "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
+        # TorchServe restarts dead workers.
+        # The container is restarted only if TorchServe fails to.
+        "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
+        "lifecycle": {"preStop": {"exec": {"command": drain}}},
+    }
+
+
+def _any_container(settings: RunSettings, release: ServedRelease, name: str, command: list[str]) -> Tree:
+    kubernetes = settings.kubernetes
+    amount = {"cpu": kubernetes.cpu, "memory": release.memory(settings)}
+    return {
+        "name": name,
+        "image": kubernetes.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": _command(*command),
+        "env": [{"name": "EVERNEAR_WORKDIR", "value": WORKDIR}],
+        "resources": {"requests": dict(amount), "limits": dict(amount)},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            {"name": "work", "mountPath": WORKDIR},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - of the container, an emptyDir
+            {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+        ],
+    }
+
+
+def _command(*words: str) -> list[str]:
+    return ["evernear", "pod", *words, "--config", CONFIG_FILE]
+
+
+def _volumes(kubernetes: KubernetesSettings) -> list[Tree]:
+    volumes: list[Tree] = [
+        {"name": "work", "emptyDir": {}},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "config", "configMap": {"name": kubernetes.name}},
+    ]
+    if kubernetes.store_claim:
+        volumes.append(
+            {"name": "store", "persistentVolumeClaim": {"claimName": kubernetes.store_claim, "readOnly": True}}
+        )
+    if kubernetes.token_secret:
+        volumes.append({"name": "token", "secret": {"secretName": kubernetes.token_secret, "defaultMode": 0o440}})
+    return volumes
+
+
+def _spread(kubernetes: KubernetesSettings, key: str) -> Tree:
+    return {
+        "maxSkew": 1,
+        "topologyKey": key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": selector(kubernetes)},
+        "matchLabelKeys": [REVISION],  # terminating pods do not count
+    }
