@@ -23,7 +23,7 @@ from evernear.errors import DataError, IntegrityError, StoreError
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
 from evernear.release.manifest import version_time
 from evernear.release.registry import Registry
-from evernear.serving.query_log import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
+from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
 
 LIVE_LABELS = "live-labels/"
 _COLUMNS = ["id", "label"]
