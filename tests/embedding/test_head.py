@@ -26,6 +26,7 @@ from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
 from evernear.embedding.photographs import augment_block, augment_photographs, view_name
 from evernear.embedding.recipe import with_defaults
+from evernear.embedding.stages import prepare_epoch
 from evernear.embedding.timm_member import Whitening
 from evernear.embedding.train import Steps, prepare_training, train_network
 from evernear.errors import SettingsError
@@ -194,6 +195,11 @@ def test_fine_tuning_starts_at_the_head(digits: Dataset, of_head: TrainSettings,
         logits = training.module.logits(pixels)
     torch.testing.assert_close(embeddings, F.normalize(head.map(batch)), atol=1e-3, rtol=0)
     assert (logits.argmax(dim=1) == expected).float().mean() > 0.8
+    training.module.train()
+    prepare_epoch(training.module, 1.0, fixed_statistics=True)
+    with torch.no_grad():
+        in_training = training.module.logits(pixels[:32])
+    assert (in_training.argmax(dim=1) == expected[:32]).float().mean() > 0.6, "batch statistics would destroy it"
     random = prepare_training(digits, settings, frozenset(), torch.device("cpu"), store, start=False)
     assert (random.module.eval().logits(pixels).argmax(dim=1) == expected).float().mean() < 0.5
 
@@ -224,6 +230,19 @@ def test_about_half_of_the_images_are_mirrored_if_they_may_be() -> None:
     ]
     assert left[0] < 30  # solarizing and rotating may also brighten the left half
     assert 60 < left[1] < 140
+
+
+def test_a_quarter_of_the_images_has_an_erased_rectangle() -> None:
+    images = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    seeds = list(range(200))
+    plain, erased = (augment_photographs(images, seeds, mirror=False, erase=erase) for erase in (False, True))
+    changed = (plain != erased).any(dim=1)
+    areas = changed.float().mean(dim=(1, 2))[changed.any(dim=(1, 2))]
+    assert 0.15 < len(areas) / len(images) < 0.35
+    assert areas.min() > 0.01
+    assert areas.max() < 0.4
+    assert (erased.movedim(1, -1)[changed] == 120).all()
+    assert torch.equal(erased, augment_photographs(images, seeds, mirror=False, erase=True))
 
 
 def test_many_images_get_fewer_views(digits: Dataset, of_head: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:

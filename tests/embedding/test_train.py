@@ -28,7 +28,7 @@ from evernear.embedding.checkpoint import TrainingState, checkpoint_key
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, require_learned
 from evernear.embedding.recipe import TOTAL_DECAY, choose_optimizer, learning_rate, with_defaults
-from evernear.embedding.train import Steps, train_network
+from evernear.embedding.train import Steps, prepare_training, train_network, train_step
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
 from tests.limits import largest_file
@@ -133,7 +133,7 @@ def test_killed_training_resumes_to_the_same_weights(
     digits: Dataset, digits_dir: Path, tiny: TrainSettings, tmp_path: Path, every: int, kill_after: int,
     resumed_after: int,
 ) -> None:  # fmt: skip
-    settings = tiny.model_copy(update={"checkpoint_every_epochs": every})
+    settings = tiny.model_copy(update={"checkpoint_every_epochs": every, "ema_decay": 0.9})
     store_uri = (tmp_path / "store").as_uri()
     script = KILLED.format(kill_after=kill_after)
     arguments = [str(digits_dir), str(tmp_path / "out"), store_uri, settings.model_dump_json()]
@@ -148,6 +148,27 @@ def test_killed_training_resumes_to_the_same_weights(
     assert weights(tmp_path / "out") == weights(tmp_path / "unbroken")
     without_times = {"epochs": {"__all__": {"duration_s"}}, "resumed_after_epoch": True}
     assert resumed.model_dump(exclude=without_times) == unbroken.model_dump(exclude=without_times)
+
+
+def test_the_average_of_the_weights_is_measured_and_saved(digits: Dataset, tiny: TrainSettings) -> None:
+    decay = 0.8
+    settings = tiny.model_copy(update={"ema_decay": decay})
+    training = prepare_training(digits, settings, frozenset(), torch.device("cpu"))
+    expected: dict[str, torch.Tensor] = {}
+    for pixels, classes in islice(training.images.batches(64, 0, 0, 0, 1), 5):
+        train_step(training, pixels, classes, 0.0, (), torch.Generator().manual_seed(0))
+        for name, tensor in training.module.network.state_dict().items():
+            if not expected.get(name, tensor).is_floating_point():
+                continue
+            expected[name] = decay * expected[name] + (1 - decay) * tensor if name in expected else tensor.clone()
+    training.state.record(epoch_of(1, 0.9))
+    saved, last = training.state.best_weights, training.module.network.state_dict()
+    assert {name for name in expected if "running_var" in name}, "statistics are averaged as well"
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor)
+    assert any(not torch.equal(saved[name], last[name]) for name in expected)
+    without = prepare_training(digits, tiny, frozenset(), torch.device("cpu"))
+    assert without.state.result is without.module
 
 
 def test_finished_training_is_loaded_from_its_checkpoint(digits: Dataset, tiny: TrainSettings, tmp_path: Path) -> None:
@@ -574,6 +595,10 @@ def test_pretrained_weights_get_the_recipe_of_a_head_or_of_fine_tuning(red_and_g
     assert (tuned.views, tuned.epochs, tuned.batch_size, tuned.learning_rate) == (0, 16, 32, 0.001)
     assert (tuned.augment, tuned.size_factor) == ("photograph", 6 / 7)
     assert with_defaults(TrainSettings(weights="hub", layers="all"), digits).augment == "affine"
+    assert tuned.ema_decay == pytest.approx(1 - 15 / 208), "an average of 200 steps may not look back at 100"
+    long = with_defaults(TrainSettings(weights="hub", layers="all", min_steps=3000), red_and_green)
+    assert long.ema_decay == 0.99
+    assert head.ema_decay == with_defaults(TrainSettings(), digits).ema_decay == 0
 
 
 def test_weight_decay_of_color_images_falls_with_the_number_of_steps(red_and_green: Dataset, digits: Dataset) -> None:

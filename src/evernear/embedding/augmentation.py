@@ -55,7 +55,7 @@ def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
     if kind == "shift":
         return random_shift(images, draws)
     if kind == "photograph":
-        return augment_photographs(images, draws.integers(2**31, len(images)).tolist(), mirror=False)
+        return augment_photographs(images, draws.integers(2**31, len(images)).tolist(), mirror=False, erase=True)
     return random_affine(images, draws, elastic=kind == "elastic")
 
 

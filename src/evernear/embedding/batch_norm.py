@@ -16,7 +16,7 @@ class GlobalBatchNorm(TorchFunctionMode):
     """A context in which `torch.nn.functional.batch_norm` normalizes by the mean and variance over all processes.
 
     `torch.nn.SyncBatchNorm` does so on GPUs only. It also replaces layers, and timm's layers that apply an activation
-    would lose it. With a single process, nothing changes.
+    would lose it. With a single process, nothing changes, but each function is intercepted.
     """
 
     def __torch_function__(

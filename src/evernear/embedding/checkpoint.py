@@ -8,10 +8,11 @@ at any time.
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from evernear.common.code_digest import code_digest
 from evernear.common.store import Store
@@ -38,11 +39,27 @@ class TrainingState:
     Networks", section 3, arXiv:1706.04599).
     """
 
-    def __init__(self, module: TrainingModule, optimizer: torch.optim.Optimizer, scaler: torch.GradScaler) -> None:
+    def __init__(
+        self,
+        module: TrainingModule,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.GradScaler,
+        average: AveragedModel | None = None,
+    ) -> None:
         self.history: list[Epoch] = []
         self.best_epoch = 0
         self.best_weights: dict[str, Tensor] = {}
-        self._module, self._optimizer, self._scaler = module, optimizer, scaler
+        self._module, self._optimizer, self._scaler, self._average = module, optimizer, scaler, average
+
+    @property
+    def result(self) -> TrainingModule:
+        """The module to measure and save: the average of the weights, if there is one."""
+        return self._module if self._average is None else cast(TrainingModule, self._average.module)
+
+    def count_step(self) -> None:
+        """Add the weights after a step to their average."""
+        if self._average is not None:
+            self._average.update_parameters(self._module)
 
     def is_finished(self, settings: TrainSettings) -> bool:
         """Whether all epochs are done, or the last ``patience_epochs`` brought no improvement."""
@@ -55,7 +72,7 @@ class TrainingState:
         highest = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
         if metrics.gallery_accuracy >= highest.gallery_accuracy - highest.gallery_accuracy_error:
             self.best_epoch = metrics.epoch
-            weights = self._module.network.state_dict()
+            weights = self.result.network.state_dict()
             self.best_weights = {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
 
     def final_checkpoint(self) -> dict[str, Any]:
@@ -69,6 +86,7 @@ class TrainingState:
             "module": self._module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
+            "average": self._average.state_dict() if self._average is not None else {},
         }
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
@@ -79,6 +97,8 @@ class TrainingState:
             self._module.load_state_dict(checkpoint["module"])
             self._optimizer.load_state_dict(checkpoint["optimizer"])
             self._scaler.load_state_dict(checkpoint["scaler"])
+            if self._average is not None:
+                self._average.load_state_dict(checkpoint["average"])
 
 
 def checkpoint_key(

@@ -1,7 +1,8 @@
-"""Random augmentation of photographs: a crop, a mirror image and an operation on color or shape.
+"""Random augmentation of photographs: a crop, a mirror image, an operation on color or shape, and an erased rectangle.
 
 Large crops and one random operation with a random strength are the augmentation of TrivialAugment (Müller and Hutter
-2021, arXiv:2103.10158), in its "wide" variant, which needs no tuning. An image and a seed determine the result.
+2021, arXiv:2103.10158), in its "wide" variant, which needs no tuning. Rectangles are erased as in Zhong et al. 2017,
+"Random Erasing Data Augmentation", arXiv:1708.04896. An image and a seed determine the result.
 """
 
 from functools import cache
@@ -17,17 +18,23 @@ from evernear.embedding.data_loader import to_tensor
 
 AREAS = (0.35, 1.0)
 """Areas of the crops, as fractions of the image's."""
+ERASED_SHARE = 0.25
+"""Share of the images in which a rectangle of 2% to 33% of the area is erased."""
+ERASED_VALUE = 120
+"""The value of erased pixels: about the mean of photographs."""
 LIBRARIES = ("torch", "torchvision")
 """Libraries whose versions affect the images."""
 
 
-def augment_photographs(images: Tensor, seeds: list[int], mirror: bool) -> Tensor:
+def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: bool = False) -> Tensor:
     """Augment images (N, C, H, W) of uint8, each by its seed. With ``mirror``, about every second one is mirrored.
+
+    With ``erase``, a rectangle of about every fourth one is erased.
 
     torchvision draws from the global random number generator, so only one thread may call this.
     """
     augmented = torch.empty_like(images, device="cpu")
-    transform = _transform(*images.shape[-2:], mirror)
+    transform = _transform(*images.shape[-2:], mirror, erase)
     with torch.random.fork_rng(devices=[]):
         for row, (image, seed) in enumerate(zip(images.cpu(), seeds, strict=True)):
             torch.manual_seed(seed)
@@ -47,7 +54,7 @@ def view_name(view: int, mirror: bool) -> str:
 
 
 @cache
-def _transform(height: int, width: int, mirror: bool) -> nn.Module:
+def _transform(height: int, width: int, mirror: bool, erase: bool) -> nn.Module:
     from torchvision.transforms import InterpolationMode, v2  # takes seconds to import
 
     aspect = width / height
@@ -56,5 +63,6 @@ def _transform(height: int, width: int, mirror: bool) -> nn.Module:
             v2.RandomResizedCrop((height, width), AREAS, (aspect * 3 / 4, aspect * 4 / 3), antialias=True),
             v2.RandomHorizontalFlip(0.5 if mirror else 0.0),
             v2.TrivialAugmentWide(interpolation=InterpolationMode.BILINEAR),
+            v2.RandomErasing(ERASED_SHARE if erase else 0.0, value=ERASED_VALUE),
         ]
     )

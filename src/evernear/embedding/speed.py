@@ -55,7 +55,7 @@ def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
     if training.settings.weights:
         from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
 
-        prepare_epoch(training.module, 1.0)
+        prepare_epoch(training.module, 1.0, training.architecture.pretrained)
     generator = torch.Generator().manual_seed(0)
     return _fastest_s(lambda: train_step(training, pixels, classes, 0.0, (), generator)) / len(pixels)
 

@@ -16,11 +16,18 @@ FROZEN_SHARE = 1 / 3
 which costs most of the time, and differ least between data sets."""
 
 
-def prepare_epoch(module: nn.Module, size_factor: float) -> None:
-    """Prepare ``module``, in train mode, for an epoch with images of ``size_factor`` times the input's side."""
+def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool) -> None:
+    """Prepare ``module``, in train mode, for an epoch with images of ``size_factor`` times the input's side.
+
+    With ``fixed_statistics``, batch normalization uses the statistics of the pretraining, to which the head was fitted.
+    Those of small batches of other sizes are so different that most images are recognized wrongly before the first step
+    (docs/decisions/0076-training-within-a-time.md). Frozen stages use them in any case.
+    """
     for part in module.modules():
         if isinstance(part, Resize):
             part.set_training_size(size_factor)
+        elif fixed_statistics and isinstance(part, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage]
+            part.eval()
     fix_frozen_statistics(module)
 
 

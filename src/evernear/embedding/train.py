@@ -15,6 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_
 from evernear.embedding.network import build_network
 from evernear.embedding.plan import Deadline
 from evernear.embedding.recipe import (
+    choose_average,
     choose_device,
     choose_micro_batches,
     choose_optimizer,
@@ -221,6 +223,7 @@ class Training:
     micro_batches: int
     steps_per_epoch: int
     state: TrainingState
+    """With the running average of the weights, if there is one."""
     key: str
     """The key of the checkpoint."""
 
@@ -280,7 +283,7 @@ def prepare_training(
         batch_size=batch_size,
         micro_batches=micro_batches,
         steps_per_epoch=steps_per_epoch(settings, images.count, batch_size * world_size),
-        state=TrainingState(module, optimizer, scaler),
+        state=TrainingState(module, optimizer, scaler, choose_average(module, settings)),
         key=checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256),
     )
 
@@ -303,7 +306,7 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
     if settings.weights:
         from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
 
-        prepare_epoch(training.module, size_factor(settings, epoch))
+        prepare_epoch(training.module, size_factor(settings, epoch), training.architecture.pretrained)
     deadline, done = Deadline(settings, training.state.history), 0
     losses, rate = torch.zeros((), device=training.device), 0.0
     batches = images.batches(training.batch_size, settings.seed, epoch, rank, world_size)
@@ -323,12 +326,12 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
         epoch=epoch + 1,
         learning_rate=rate,
         train_loss=float(distributed.all_reduce_sum(losses)) / (done * world_size),
-        **measure_gallery(training.module, images.gallery(rank, world_size), training.device),
+        **measure_gallery(training.state.result, images.gallery(rank, world_size), training.device),
         duration_s=time.monotonic() - started_s,
         skipped_steps=steps - done,
     )
     if settings.flip == "auto" and not any(earlier.flip_tests for earlier in training.state.history):
-        tests = measure_flips(training.module, images, training.device, metrics)
+        tests = measure_flips(training.state.result, images, training.device, metrics)
         metrics = metrics.model_copy(update={"flip_tests": tests})
     metrics = distributed.broadcast_from_rank_0(metrics)  # all processes must agree on when to stop
     if not math.isfinite(metrics.train_loss + metrics.gallery_loss):
@@ -359,7 +362,7 @@ def train_step(
         inputs, targets = inputs.to(device), targets.to(device)
         draws = Draws(generator.set_state(rng_state), len(pixels) * world_size, first)
         inputs = random_flips(augment(inputs, settings.augment, draws), flips, draws)
-        with GlobalBatchNorm():
+        with GlobalBatchNorm() if world_size > 1 else nullcontext():
             loss = training.forward(inputs, targets, margin_rad, batch_classes)
         loss = loss * (len(inputs) / len(pixels))
         scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
@@ -367,6 +370,7 @@ def train_step(
         first += len(inputs)
     scaler.step(training.optimizer)
     scaler.update()
+    training.state.count_step()
     return total
 
 

@@ -136,6 +136,13 @@ class TrainSettings(Section):
         description="Learning rate of the backbone, relative to that of the other layers; 0: 1. In a pretrained "
         "one, the rate falls by a fifth from stage to stage, toward the image.",
     )
+    ema_decay: float = Field(
+        default=-1.0,
+        ge=-1.0,
+        lt=1.0,
+        description="Decay, per step, of an exponential moving average of the weights, which the release gets; 0: the "
+        "weights themselves. -1: with train.weights 0.99, or less if there are fewer than 1,500 steps, otherwise 0.",
+    )
     frozen: bool = Field(default=False, description="Use the features of a pretrained backbone, without training.")
     width: int = Field(
         default=0,
@@ -149,8 +156,8 @@ class TrainSettings(Section):
     )
     augment: Literal["auto", "none", "shift", "affine", "elastic", "photograph"] = Field(
         default="auto",
-        description="Random augmentation of training images; photograph: large crops and changes of color or shape; "
-        "auto: affine if they are gray, shift if they are color, photograph with train.weights.",
+        description="Random augmentation of training images; photograph: large crops, changes of color or shape, and "
+        "erased rectangles; auto: affine if they are gray, shift if they are color, photograph with train.weights.",
     )
     flip: Literal["auto", "none", "horizontal", "vertical", "both"] = Field(
         default="auto",
@@ -199,7 +206,7 @@ class TrainSettings(Section):
         be cached."""
         return self.frozen or self.trained_layers == "head"
 
-    @field_validator("weight_decay", "label_smoothing")
+    @field_validator("weight_decay", "label_smoothing", "ema_decay")
     @classmethod
     def _not_between(cls, value: float) -> float:
         if -1 < value < 0:
