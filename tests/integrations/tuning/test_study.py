@@ -2,16 +2,24 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
 
 import evernear.integrations.tuning.study as study
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import save_manifest
+from evernear.data.manifest import SPLITS, save_manifest
 from evernear.data.shards import Dataset
+from evernear.embedding import image_vectors
+from evernear.embedding.image_vectors import embed_images
 from evernear.errors import SettingsError, TrainingError
 from evernear.evaluation.statistics import Proportion, proportion
 from evernear.integrations.tuning.space import Choices, Range, SearchSpace
-from evernear.integrations.tuning.study import BEST_FILE, run_study
+from evernear.integrations.tuning.study import BEST_FILE, run_study, with_changes
+from evernear.integrations.tuning.trial import measure_trial
 from evernear.settings import RunSettings, load
 
 SPACE = SearchSpace(
@@ -100,3 +108,25 @@ def test_trials_train_and_measure_on_the_query_split(digits: Dataset, tmp_path: 
     result = run_study(digits, quick, space, 1, tmp_path, ignore)
     assert result.baseline.total == result.best.total == digits.manifest.count("query")
     assert result.baseline.value > 0.5
+
+
+def test_trials_of_a_head_share_the_features(digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def record(network: torch.nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        seen.append(len(images))
+        return embed_images(network, images)
+
+    monkeypatch.setattr(image_vectors, "embed_images", record)
+    weights = tmp_path / "weights.safetensors"
+    save_file(timm.create_model("test_resnet", num_classes=0).state_dict(), weights)
+    settings = load(
+        environment={},
+        overrides=[
+            "train.backbone=test_resnet", f"train.weights={weights}", "train.backbone_size_px=16", "train.views=0",
+            "train.min_steps=20", "train.epochs=1",
+        ],
+    )  # fmt: skip
+    for number, margin in enumerate((0.1, 0.2)):
+        measure_trial(digits, with_changes(settings, {"train.margin": margin}), tmp_path / str(number), ignore)
+    assert sum(seen) == sum(digits.count(split) for split in SPLITS)

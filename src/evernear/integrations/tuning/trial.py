@@ -25,8 +25,8 @@ def measure_trial(
     """Measure the accuracy on the query split,
     which neither the network nor the index was built from.
 
-    Artifacts are written to ``directory``. The test split is not read, because the gate
-    judges the chosen settings on images that were not used to choose them.
+    The test split is not measured: the gate judges the chosen settings on images that were not used to choose them.
+    The features of a backbone that is not trained come from the store of ``dataset``, and so do their other splits.
 
     Raises:
         TrainingError: training fails with these settings.
@@ -37,11 +37,12 @@ def measure_trial(
     def report_epoch(epoch: Epoch) -> None:
         report(f"epoch {epoch.epoch}/{recipe.epochs}, gallery accuracy {epoch.gallery_accuracy:.2%}")
 
-    result = train_network(dataset, recipe, trained, on_epoch=report_epoch)
+    cache = dataset.store if recipe.keeps_backbone else None  # features of one trial serve the next ones
+    result = train_network(dataset, recipe, trained, cache, on_epoch=report_epoch)
     if result.epochs:
         require_learned(result, recipe)
-    export_network(trained, dataset, network, recipe.parity_tolerance)
-    embed_dataset(network, dataset, embeddings)
+    export_network(trained, dataset, network, recipe.parity_tolerance, cache)
+    embed_dataset(network, dataset, embeddings, store=cache)
     build_index(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
-    measured, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, "query")
+    measured, _ = measure(Recognizer.open(network, index, store=cache), dataset, settings.evaluation, "query")
     return measured.accuracy
