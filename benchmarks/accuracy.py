@@ -1,4 +1,4 @@
-"""Accuracy of the system as it is served, over seeds: ``python benchmarks/accuracy.py --source mnist``.
+"""Accuracy of the deployed system, over seeds: ``python benchmarks/accuracy.py --source mnist``.
 
 Each run goes through the functions of the pipeline's steps: ingest, train, export, embed, index, measure. Settings were
 chosen with ``--split query``, from which no network or index was built; ``--split test``, the default, is for the
@@ -50,7 +50,7 @@ def main() -> None:
     if arguments.split == "test" and not arguments.set:
         machine.write(
             "accuracy",
-            "Accuracy of the system as it is served, over three seeds",
+            "Accuracy of the deployed system, over three seeds",
             machine_info,
             {"summaries": summaries, "runs": runs},
             table(summaries),

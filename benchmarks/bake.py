@@ -1,4 +1,4 @@
-"""How often a bake rolls back, and how soon: ``python benchmarks/bake.py``.
+"""How often and how soon a bake rolls back a release: ``python benchmarks/bake.py``.
 
 Traffic is simulated and compared as by the watcher, which reads the pods every ten seconds: an hour of the release
 before, by minute, then ``watch.bake_s`` of the new release. 5% of the queries are unknown, 0.1% of the requests fail,
@@ -141,7 +141,7 @@ def main() -> None:
     settings = {"level": LEVEL, "bake_s": WatchSettings().bake_s, "interval_s": BAKE_INTERVAL_S}
     machine.write(
         "bake",
-        "How often a bake rolls back, and how soon",
+        "How often and how soon a bake rolls back a release",
         machine_info,
         {"settings": settings, "cases": results},
         table,

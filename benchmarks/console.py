@@ -323,7 +323,7 @@ def main() -> None:
         full.touch()
     described = machine.describe()
     pages, process = measure(directory)
-    table = [["", "first visit", "median of 20", "slowest", "asked"]]
+    table = [["", "first visit", "median of 20", "slowest", "target"]]
     table += [
         [
             name,
@@ -343,7 +343,7 @@ def main() -> None:
         ["Until the store was read once", f"{process['first_read_s']:.1f} s", "", "", "progress is shown"],
         ["Memory of the process", f"{process['resident_bytes'] / 1e6:.0f} MB", "", "", f"{ASKED_BYTES / 1e6:.0f} MB"],
     ]
-    title = "The console on a store of 1,000 runs, 100,000 queries and 1,000 classes that answers in 20 ms"
+    title = "The console on a store of 1,000 runs, 100,000 queries and 1,000 classes that responds in 20 ms"
     machine.write("console", title, described, {"pages": pages, **process}, table)
 
 

@@ -1,4 +1,4 @@
-"""Alarms and proposals of the watcher in simulated weeks of live queries: ``python benchmarks/drift.py --mnist DIR``.
+"""The watcher's alarms and proposals in simulated weeks of live queries: ``python benchmarks/drift.py --mnist DIR``.
 
 ``DIR`` contains the four IDX files of MNIST. A small release is trained on 800 of its images, with a query split of 40,
 and a large one is a reindex of it with 10,000. Their live queries are other images, in a random order. A
@@ -145,7 +145,7 @@ def main() -> None:
     values = {
         "runs": [{"scenario": asdict(scenario), "results": [asdict(r) for r in runs[scenario]]} for scenario in runs]
     }
-    title = "Alarms and proposals of the watcher in simulated weeks of live queries"
+    title = "The watcher's alarms and proposals in simulated weeks of live queries"
     machine.write(arguments.name, title, description, values, list(table(runs)))
 
 
@@ -158,8 +158,8 @@ def table(runs: dict[Scenario, list[Result]]) -> Iterator[Sequence[str]]:
         "checks that tested",
         "alarms",
         "proposals",
-        "change found in",
-        "after",
+        "runs that detected the change",
+        "median time to detection",
     )
     for scenario, results in runs.items():
         found = [result.found_h for result in results if result.found_h is not None]

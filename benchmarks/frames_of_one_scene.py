@@ -141,7 +141,8 @@ def near_share(source: str) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    heading = ["set", "data.group", "accuracy shown", "unknown", "on new scenes", "unknown", "near-duplicates", "gate"]
+    accuracies = ["reported accuracy", "unknown", "accuracy on new scenes", "unknown"]
+    heading = ["set", "data.group", *accuracies, "near-duplicates", "gate"]
     return [heading] + [
         [
             row["set"],

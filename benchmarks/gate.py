@@ -278,7 +278,7 @@ def main() -> None:
         "gate_equal", "How often the gate holds equal candidates", machine_info, *equal_table(arguments.seeds // 2)
     )
     machine.write(
-        "gate_chains", "Chains of candidates that lose a point each", machine_info, *chain_table(arguments.seeds // 5)
+        "gate_chains", "Chains of candidates that each lose one point", machine_info, *chain_table(arguments.seeds // 5)
     )
     machine.write("gate_detectable", "The smallest loss that the gate detects", machine_info, *detectable_table(200))
 

@@ -114,7 +114,11 @@ def main() -> None:
         for row in heavy_rows
     ]
     machine.write(
-        "hostile", "Valid requests next to hostile ones", machine_info, {"rows": rows, "heaviest": heavy_rows}, table
+        "hostile",
+        "Valid requests next to hostile requests",
+        machine_info,
+        {"rows": rows, "heaviest": heavy_rows},
+        table,
     )
     result = machine.RESULTS / "hostile.md"
     result.write_text(result.read_text() + "\n" + machine.markdown(heavy_table))

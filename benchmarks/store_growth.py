@@ -159,7 +159,8 @@ def table(measured: dict[str, Sizes], kept: dict[str, int]) -> list[list[str]]:
     """One row for each state of the store; the last columns are in kB."""
     fresh_bytes = total(measured["a fresh run of the last state"])
     folders = sorted({folder for sizes in measured.values() for folder in sizes})
-    heading = ["store", "objects", "MB", "of it only for other kept releases", "the rest, in fresh runs"]
+    remaining = ["MB needed only by other remaining releases", "the rest, relative to a fresh run"]
+    heading = ["store", "objects", "MB", *remaining]
     rows = [[*heading, *(f"{folder} (kB)" for folder in folders)]]
     for name, sizes in measured.items():
         objects = sum(count for count, _ in sizes.values())

@@ -108,7 +108,7 @@ def compare(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def table(study: StudyResult, runs: list[dict[str, Any]], comparison: dict[str, float]) -> list[list[str]]:
-    heading = ["settings", "query split, on which they were chosen", "test split, mean of seeds", "95% interval"]
+    heading = ["settings", "query split, used to choose the settings", "test split, mean of seeds", "95% interval"]
     rows = [heading]
     for name, chosen in {"default": study.baseline, "best trial": study.best}.items():
         s = summarize(name, [r for r in runs if r["settings"] == name])

@@ -101,7 +101,7 @@ def main() -> None:
                 f"{row['peak_bytes'] / 2**20:.0f} MiB" if "peak_bytes" in row else "",
             ]
         )
-    machine.write("scale_ingest", "Ingest of a bucket that takes 20 ms per request", machine_info, result, table)
+    machine.write("scale_ingest", "Ingest from a bucket that takes 20 ms per request", machine_info, result, table)
 
 
 def ingest(port: int, source: str, store: str, requests: int, kill_after: int) -> dict[str, float]:

@@ -127,7 +127,7 @@ def main() -> None:
     )
     machine.write(
         "scale_readers_order",
-        "What the order of shuffled images depends on, by reader",
+        "Properties of the order of shuffled images, by reader",
         here,
         {"orders": orders},
         order_table(orders),
@@ -560,7 +560,7 @@ OPENERS: dict[str, tuple[Callable[[dict[str, Any], Case], Any], str]] = {
 
 def speed_table(rows: list[dict[str, Any]], readers: list[Reader], cases: list[Case]) -> list[list[str]]:
     heading = ["images", "reader", "cold, images/s", "warm, images/s", "CPU time per image"]
-    table = [[*heading, "peak memory", "of a quarter", "bytes per image"]]
+    table = [[*heading, "peak memory", "peak memory, a quarter of the images", "bytes per image"]]
     for case, reader in itertools.product(cases, readers):
         mine = [row for row in rows if row["reader"] == reader.key and tuple(row["shape"]) == case.shape]
         whole = [row for row in mine if row["images"] == case.images]
@@ -585,7 +585,7 @@ def speed_table(rows: list[dict[str, Any]], readers: list[Reader], cases: list[C
 def order_table(orders: list[dict[str, Any]]) -> list[list[str]]:
     questions = ("same_in_another_process", "differs_by_epoch", "same_after_resume", "batches_of_two_ranks")
     sizes = list(orders[0]["spread"])
-    heading = ["reader", "same in another process", "another one each epoch", "same after a resume"]
+    heading = ["reader", "same in a different process", "different in each epoch", "same after a resume"]
     table = [[*heading, "two processes read the same batches", *(f"spread, {size}" for size in sizes)]]
     for row in orders:
         answers = ["yes" if row[question] else "no" for question in questions]
