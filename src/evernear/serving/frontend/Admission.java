@@ -19,8 +19,8 @@ import org.pytorch.serve.util.TokenAuthorization;
 import org.pytorch.serve.util.TokenAuthorization.TokenType;
 
 /**
- * Admits requests by their head: before any of the body is stored, the request must be well-formed, have the token, and
- * fit into the limit on bytes in flight. A rejection closes the connection.
+ * Admits requests by their head. Before any part of the body is stored, the request must be well-formed, have the
+ * token, and fit into the limit on in-flight bytes. A rejection closes the connection.
  */
 final class Admission extends ChannelDuplexHandler {
     // Set until TorchServe responds.
@@ -33,7 +33,7 @@ final class Admission extends ChannelDuplexHandler {
     private int reservedBytes;
     private boolean rejected;
 
-    /** Requires one of {@code tokens}, if any; if {@code hasProbe}, except for probes. */
+    /** Requires one of {@code tokens}, if any. With {@code hasProbe}, probes need no token. */
     Admission(int maxBytes, Set<TokenType> tokens, boolean hasProbe) {
         this.maxBytes = maxBytes;
         this.tokens = tokens;
@@ -103,7 +103,7 @@ final class Admission extends ChannelDuplexHandler {
                 .with(HttpHeaderNames.WWW_AUTHENTICATE, "Bearer");
     }
 
-    /** Extends the reservation to a body of this size. */
+    /** Extends the reservation to the size of this body. */
     private void reserve(long bytes) {
         if (bytes > maxBytes) {
             throw new RejectedException(

@@ -11,18 +11,18 @@ import org.pytorch.serve.wlm.ModelManager;
 import org.pytorch.serve.wlm.ModelVersionedRefs;
 
 /**
- * Requests that arrive alone do not wait for others.
+ * Lets a single request start without waiting for further requests.
  *
  * <p>TorchServe lets each batch that is not full wait for {@code maxBatchDelay}, which is at least 1 ms and longer than
- * an embedding takes. Here it waits only if the previous batch had several requests.
+ * an embedding takes. With this class, a batch waits only if the previous batch had several requests.
  */
 final class Batching {
     private Batching() {}
 
     /**
-     * Applies to all models, also to those that are registered later.
+     * Applies to all models, including models that are registered later.
      *
-     * <p>Call this when TorchServe has registered the models of its configuration: it takes seconds until their workers
+     * <p>Call this when TorchServe has registered the models of its configuration. Seconds pass before their workers
      * ask for requests.
      */
     static void install() {
@@ -63,7 +63,7 @@ final class Batching {
         return field;
     }
 
-    /** The models of TorchServe, which puts each new version here before it starts its workers. */
+    /** TorchServe's models. TorchServe adds each new version here before it starts the version's workers. */
     private static final class Models extends ConcurrentHashMap<String, ModelVersionedRefs> {
         @Override
         public ModelVersionedRefs putIfAbsent(String name, ModelVersionedRefs versions) {
@@ -73,8 +73,8 @@ final class Batching {
     }
 
     /**
-     * The requests for a model. To collect a batch, TorchServe holds a lock, and waits without limit for the first
-     * request, and for a delay for each of the others.
+     * The requests for a model. To collect a batch, TorchServe holds a lock. It waits without limit for the first
+     * request, and up to a delay for each further request.
      */
     private static final class Queue extends LinkedBlockingDeque<Job> {
         private int batchSize;

@@ -20,26 +20,26 @@ import java.util.concurrent.ScheduledFuture;
 import java.util.concurrent.TimeUnit;
 
 /**
- * One connection: reads a request after the response to the previous one, has a timeout for each state, and closes
- * without losing a response.
+ * One connection. It reads a request after the response to the previous request, has a timeout for each state, and
+ * closes without losing a response.
  */
 final class Connection extends ChannelDuplexHandler {
-    private static final int LINGER_S = 30; // for the client to read the last response and close its side
+    private static final int LINGER_S = 30; // time for the client to read the last response and close its side
 
     private enum State {
         IDLE, // waiting for the head of the next request
-        RECEIVING, // its body
+        RECEIVING, // receiving the body
         RESPONDING,
-        CLOSING // reading and dropping: unread bytes would cause a reset, which can overtake the response
+        CLOSING // reading and discarding, because unread bytes would cause a reset that can overtake the response
     }
 
     private final Traffic traffic;
     private final Requests requests = new Requests();
-    private volatile State state = State.IDLE; // changed only on the connection's own thread
+    private volatile State state = State.IDLE; // changed only on the connection's thread
     private HttpRequest request;
     private boolean responded;
-    private boolean last; // the response has Connection: close
-    private long deadline; // of the state
+    private boolean last; // whether the response has Connection: close
+    private long deadline; // end of the state's timeout
     private ScheduledFuture<?> timer; // due at the deadline or before
 
     Connection(Traffic traffic) {
@@ -151,7 +151,7 @@ final class Connection extends ChannelDuplexHandler {
         }
         enter(State.CLOSING, LINGER_S, context);
         if (context.pipeline().get(HttpObjectAggregator.class) != null) {
-            context.pipeline().remove(HttpObjectAggregator.class); // with the part of a body that it has
+            context.pipeline().remove(HttpObjectAggregator.class); // together with the part of a body that it contains
         }
         ((DuplexChannel) context.channel()).shutdownOutput();
         requests.discard();
@@ -180,7 +180,7 @@ final class Connection extends ChannelDuplexHandler {
         }
     }
 
-    /** Moves the deadline, and the timer only if it would be late: setting one is expensive. */
+    /** Moves the deadline. Moves the timer only if it would be late, because setting a timer is expensive. */
     private void enter(State next, long limitSeconds, ChannelHandlerContext context) {
         state = next;
         deadline = System.nanoTime() + TimeUnit.SECONDS.toNanos(limitSeconds);

@@ -12,7 +12,7 @@ import io.netty.handler.codec.http.multipart.HttpPostRequestDecoder.EndOfDataDec
 import io.netty.util.ReferenceCountUtil;
 import org.pytorch.serve.util.NettyUtils;
 
-/** Rejects forms that TorchServe cannot parse and would answer with 500. */
+/** Rejects forms that TorchServe cannot parse. For these forms, TorchServe would return 500. */
 final class Form extends ChannelInboundHandlerAdapter {
     private final int maxSize;
 
@@ -41,7 +41,7 @@ final class Form extends ChannelInboundHandlerAdapter {
                         HttpUtil.getMimeType(request));
     }
 
-    /** Parses forms exactly as TorchServe will. */
+    /** Parses forms exactly like TorchServe. */
     private boolean isReadable(FullHttpRequest request) {
         try {
             if (!isForm(request)) {

@@ -28,14 +28,14 @@ import org.pytorch.serve.util.ConnectorType;
 import org.pytorch.serve.util.TokenAuthorization;
 
 /**
- * TorchServe's frontend with behavior for which TorchServe 0.12 has no setting.
+ * TorchServe's frontend, with behavior that cannot be configured in TorchServe 0.12.
  *
  * <ul>
- *   <li>On SIGTERM it drains: it refuses new connections, responds to every request in flight, and exits.
- *   <li>Requests of one connection are answered in order, one after the other.
- *   <li>The token is checked before a body is stored; bytes in flight, connections and waits are limited.
+ *   <li>On SIGTERM, it drains: it rejects new connections, responds to every in-flight request, and exits.
+ *   <li>Requests of one connection are answered in order, one at a time.
+ *   <li>The token is checked before a body is stored. In-flight bytes, connections and waits are limited.
  *   <li>A request that arrives alone does not wait for a batch.
- *   <li>Malformed requests get 4xx and a sentence, not a reset or a 500.
+ *   <li>Malformed requests get a 4xx status and a message, not a reset or a 500.
  *   <li>If a process owns the server (serve --foreground), the server ends with it, even if it is killed.
  *   <li>In a pod, inference requires the token that all replicas share, and GET /ready is a readiness probe.
  * </ul>
@@ -80,7 +80,7 @@ public final class Frontend extends ModelServer {
         }
     }
 
-    /** Creates a listener as TorchServe does, but one that tracks and limits its connections and resets none. */
+    /** Creates a listener like TorchServe's that also tracks and limits its connections, and resets none of them. */
     @Override
     public ChannelFuture initializeServer(
             Connector connector, EventLoopGroup acceptors, EventLoopGroup workers, ConnectorType type)
@@ -108,7 +108,7 @@ public final class Frontend extends ModelServer {
         return bound.closeFuture();
     }
 
-    /** The address to bind. TorchServe's own pattern for addresses admits no IPv6. */
+    /** The address to bind to. TorchServe's address pattern does not accept IPv6. */
     private static SocketAddress address(Connector connector, ConnectorType type) {
         String host = System.getProperty("evernear.host");
         SocketAddress configured = connector.getSocketAddress();
@@ -117,12 +117,12 @@ public final class Frontend extends ModelServer {
                 : new InetSocketAddress(host, ((InetSocketAddress) configured).getPort());
     }
 
-    /** The shutdown hook: refuses new connections, responds to requests in flight, and exits within the timeout. */
+    /** The shutdown hook: rejects new connections, responds to in-flight requests, and exits within the timeout. */
     private void drain() {
         long deadline = System.nanoTime() + TimeUnit.SECONDS.toNanos(Long.getLong("evernear.drain_timeout_s", 30));
         try {
             if (listener != null) {
-                // First, so that a closed connection cannot reconnect.
+                // This comes first, so that a closed connection cannot reconnect.
                 listener.close().sync();
             }
             Server rpc = rpcServer();
@@ -137,7 +137,7 @@ public final class Frontend extends ModelServer {
         } catch (InterruptedException | ReflectiveOperationException fault) {
             fault.printStackTrace();
         } finally {
-            // TorchServe's own stop takes seconds; the workers exit when their connection closes.
+            // TorchServe's stop method would take seconds. Workers exit when their connection closes.
             Runtime.getRuntime().halt(0);
         }
     }
@@ -158,11 +158,11 @@ public final class Frontend extends ModelServer {
     }
 }
 
-/** The inference token: TorchServe's own, or the one that the replicas of a Service share. */
+/** The inference token: TorchServe's token, or the token that the replicas of a Service share. */
 final class Token {
     private Token() {}
 
-    /** Reads the shared token from its file, if any, for TorchServe to check on REST and gRPC. */
+    /** Reads the shared token from its file, if any, so that TorchServe checks it for REST and gRPC. */
     static void share() throws IOException, ReflectiveOperationException {
         String file = System.getProperty("evernear.token_file");
         if (file != null) {
@@ -170,7 +170,7 @@ final class Token {
         }
     }
 
-    /** The token that requests must have; null if tokens are disabled. */
+    /** The token that requests must have, or null if tokens are disabled. */
     static String get() throws ReflectiveOperationException {
         return (String) field().get(null);
     }

@@ -12,7 +12,7 @@ import io.netty.util.concurrent.GlobalEventExecutor;
 import java.util.concurrent.TimeUnit;
 import java.util.concurrent.atomic.AtomicInteger;
 
-/** Limits the bytes of gRPC calls in flight, and records successful predictions. */
+/** Limits the bytes of in-flight gRPC calls, and records successful predictions. */
 final class GrpcTraffic implements ServerInterceptor {
     private final Traffic traffic;
 

@@ -14,8 +14,8 @@ import java.util.Set;
 import java.util.regex.Pattern;
 
 /**
- * Validates the head of a request: rejects what RFC 9112 forbids, and what two servers on its way could interpret
- * differently.
+ * Validates the head of a request. Rejects requests that RFC 9112 forbids, or that two servers on the way could
+ * interpret differently.
  */
 final class Head {
     private static final String METHODS = "DELETE, GET, HEAD, OPTIONS, POST, PUT";
@@ -25,7 +25,7 @@ final class Head {
 
     private Head() {}
 
-    /** Throws {@link RejectedException}; rewrites the target to its origin-form. */
+    /** Rewrites the target to its origin-form. Throws {@link RejectedException} for an invalid head. */
     static void check(HttpRequest request) {
         checkDecoded(request);
         checkMethod(request);
@@ -36,7 +36,7 @@ final class Head {
 
     private static void checkDecoded(HttpRequest request) {
         Throwable fault = request.decoderResult().cause();
-        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // has no head
+        if (fault instanceof TooLongFrameException && request instanceof FullHttpRequest) { // without a head
             throw new RejectedException(
                     HttpResponseStatus.REQUEST_URI_TOO_LONG, "TooLong", "The request line is too long.");
         }

@@ -2,7 +2,7 @@ package evernear;
 
 import java.util.concurrent.Semaphore;
 
-/** Limits per client and for all together; evernear.serving.java computes the values. */
+/** Limits per client and for all clients together. evernear.serving.java computes the values. */
 final class Limits {
     /** Seconds for the head of a request, from the start of the connection or the previous response. */
     static final int IDLE_S = Integer.getInteger("evernear.idle_timeout_s");
@@ -19,7 +19,7 @@ final class Limits {
     /** Connections of each other API. */
     static final int OTHER_CONNECTIONS = 64;
 
-    /** Bytes of all requests in flight, over REST and gRPC. */
+    /** Bytes of all in-flight requests, over REST and gRPC. */
     static final Semaphore IN_FLIGHT_BYTES = new Semaphore(Integer.getInteger("evernear.max_in_flight_bytes"));
 
     static final String EXCEEDED = "The requests in flight have reached the server's limit in bytes; try again.";

@@ -13,10 +13,10 @@ import org.apache.logging.log4j.core.pattern.PatternConverter;
 import org.apache.logging.log4j.core.pattern.PatternFormatter;
 
 /**
- * Masks the secrets of the environment in what the server and its workers log and print.
+ * Masks the environment's secrets in the logs and the output of the server and its workers.
  *
- * <p>evernear/masking.py decides what is a secret, and lists the forms of those that the server has in a variable, one
- * per line. In log4j2.xml, <code>%masked{...}</code> encloses a whole line and its stack trace.
+ * <p>evernear/common/masking.py identifies secrets, and lists their forms in a variable of the server, one per line. In
+ * log4j2.xml, <code>%masked{...}</code> encloses a whole line and its stack trace.
  */
 @Plugin(name = "Masking", category = PatternConverter.CATEGORY)
 @ConverterKeys("masked")
@@ -38,7 +38,7 @@ public final class Masking extends LogEventPatternConverter {
         return new Masking(PatternLayout.createPatternParser(configuration).parse(options[0]));
     }
 
-    /** Masks what is printed to stdout and stderr from now on, such as the stack trace of a fault at the start. */
+    /** Masks the output to stdout and stderr from now on, such as the stack trace of a startup error. */
     static void install() {
         System.setOut(new MaskedStream(System.out));
         System.setErr(new MaskedStream(System.err));
@@ -58,7 +58,7 @@ public final class Masking extends LogEventPatternConverter {
         output.append(mask(text.toString()));
     }
 
-    /** Without this, log4j would write the stack trace once more. */
+    /** Without this method, log4j would write the stack trace a second time. */
     @Override
     public boolean handlesThrowable() {
         return true;

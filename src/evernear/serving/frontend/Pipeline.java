@@ -9,7 +9,7 @@ import org.pytorch.serve.util.ConfigManager;
 import org.pytorch.serve.util.ConnectorType;
 import org.pytorch.serve.util.TokenAuthorization.TokenType;
 
-/** TorchServe's handlers, with evernear's before and between them. */
+/** TorchServe's handlers, with evernear's handlers before and between them. */
 final class Pipeline extends ServerInitializer {
     private static final Map<ConnectorType, Set<TokenType>> TOKENS =
             Map.of(
@@ -21,7 +21,7 @@ final class Pipeline extends ServerInitializer {
     private final Traffic traffic;
     private final byte[] query;
 
-    /** {@code query} is the image with which GET /ready tests the server, null to disable that path. */
+    /** {@code query} is the image with which GET /ready tests the server, or null to disable this path. */
     Pipeline(ConnectorType type, Traffic traffic, byte[] query) {
         super(null, type);
         this.type = type;

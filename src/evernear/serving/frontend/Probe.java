@@ -17,13 +17,13 @@ import io.netty.util.ReferenceCountUtil;
 import java.util.Map;
 
 /**
- * GET /ready, which requires no token: 200 if a prediction succeeded a moment ago, or if a stored query, processed as
- * any other request, succeeds now.
+ * GET /ready, which requires no token. Returns 200 if a prediction succeeded a moment ago, or if a stored query, which
+ * is processed like any request, succeeds now.
  *
- * <p>The probe thus adds no query under load, and a full queue does not make a working server unready.
+ * <p>Under load, the probe therefore adds no query, and a full queue does not make a working server unready.
  */
 final class Probe extends ChannelDuplexHandler {
-    /** Marks the query of a probe, so that the handler does not count it as a client's; removed from others. */
+    /** Marks a probe's query, so that the handler does not count it. Removed from all other requests. */
     private static final String HEADER = "evernear-probe";
 
     private static final String MODEL = System.getProperty("evernear.model");

@@ -13,7 +13,7 @@ import io.netty.handler.codec.http.HttpVersion;
 import org.pytorch.serve.http.ErrorResponse;
 import org.pytorch.serve.util.JsonUtils;
 
-/** Error responses in the shape of TorchServe's own. */
+/** Error responses in the format of TorchServe's errors. */
 final class Rejection {
     private Rejection() {}
 
@@ -22,7 +22,7 @@ final class Rejection {
     }
 }
 
-/** Thrown when a request is rejected; has the response. */
+/** Thrown when a request is rejected. Contains the response. */
 final class RejectedException extends RuntimeException {
     private static final long serialVersionUID = 1;
 

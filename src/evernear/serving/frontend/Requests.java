@@ -16,16 +16,16 @@ import java.util.BitSet;
 import java.util.List;
 
 /**
- * Decodes one request at a time: after {@link #pause}, further bytes are not decoded until {@link #next}.
+ * Decodes one request at a time. After {@link #pause}, further bytes are not decoded until {@link #next}.
  *
- * <p>Netty's FlowControlHandler queues decoded messages instead, without a limit: a client that pipelines could fill
- * the heap.
+ * <p>Netty's FlowControlHandler would queue decoded messages without a limit, so a pipelining client could fill the
+ * heap.
  */
 final class Requests extends HttpRequestDecoder {
-    // More than a receive buffer arrives only from a client that has also closed its side (EPOLLRDHUP).
+    // Only a client that has closed its side (EPOLLRDHUP) can deliver more than a receive buffer.
     private static final int MAX_AHEAD_BYTES = 128 * 1024;
 
-    // RFC 9110, section 5.6.2. Not a regular expression, because it is applied to each header of each request.
+    // RFC 9110, section 5.6.2. This is not a regular expression, because it is applied to every header.
     private static final BitSet TOKEN_CHARACTERS = new BitSet();
 
     static {
@@ -60,7 +60,7 @@ final class Requests extends HttpRequestDecoder {
         resume(Mode.DECODE);
     }
 
-    /** Reads and drops everything until the end of the connection. */
+    /** Reads and discards all bytes until the end of the connection. */
     void discard() throws Exception {
         resume(Mode.DISCARD);
     }
@@ -108,7 +108,7 @@ final class Requests extends HttpRequestDecoder {
         }
     }
 
-    /** Netty's method reads more if no message was decoded, which is intended while paused. */
+    /** Netty's method reads more bytes if no message was decoded, which would be wrong while paused. */
     @Override
     public void channelReadComplete(ChannelHandlerContext context) throws Exception {
         if (mode == Mode.PAUSE) {
@@ -135,7 +135,7 @@ final class Requests extends HttpRequestDecoder {
                 HttpVersion.valueOf(initialLine[2]), HttpMethod.valueOf(initialLine[0]), initialLine[1], new Headers());
     }
 
-    /** Netty's method picks one of the two lengths, and a proxy may pick the other. */
+    /** Netty's method chooses one of the two lengths, and a proxy may choose the other length. */
     @Override
     protected void handleTransferEncodingChunkedWithContentLength(HttpMessage request) {
         throw new IllegalArgumentException("it has both Content-Length and Transfer-Encoding");
@@ -152,7 +152,7 @@ final class Requests extends HttpRequestDecoder {
         }
     }
 
-    /** Netty limits the size of headers, but not their number. */
+    /** Netty limits the size of headers, but not the number of headers. */
     private static final class Headers extends DefaultHttpHeaders {
         private static final int MAX_HEADERS = 100;
 

@@ -9,8 +9,8 @@ import java.util.concurrent.TimeUnit;
 
 /** The connections of one listener, and the time of the latest successful prediction. */
 final class Traffic {
-    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // age up to which a prediction proves readiness
-    private static final int SETTLE_MS = 200; // for the last accepted sockets to become connections
+    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // maximum age of a prediction that proves it
+    private static final int SETTLE_MS = 200; // time for the last accepted sockets to become connections
     private static final int QUIET_MS = 1000; // clients that send nothing for this time are idle, and may be closed
     private static final int POLL_MS = 10;
 
@@ -40,7 +40,7 @@ final class Traffic {
         return draining;
     }
 
-    /** Closes every connection after its next response, and waits for all but idle ones. */
+    /** Closes every connection after its next response, and waits for all connections that are not idle. */
     void drain(long deadline) throws InterruptedException {
         draining = true;
         Thread.sleep(SETTLE_MS);
@@ -55,10 +55,10 @@ final class Traffic {
     }
 }
 
-/** Stops accepting at the limit until a connection closes; others wait in the listener's backlog. */
+/** Stops accepting at the limit until a connection closes. New connections wait in the listener's backlog. */
 final class ConnectionLimit extends ChannelInboundHandlerAdapter {
     private final int limit;
-    private int open; // changed only on the listener's own thread
+    private int open; // changed only on the listener's thread
 
     ConnectionLimit(int limit) {
         this.limit = limit;
