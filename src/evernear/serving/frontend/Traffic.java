@@ -9,7 +9,7 @@ import java.util.concurrent.TimeUnit;
 
 /** The connections of one listener, and the time of the latest successful prediction. */
 final class Traffic {
-    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // maximum age of a prediction that proves it
+    private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // predictions up to this age prove readiness
     private static final int SETTLE_MS = 200; // time for the last accepted sockets to become connections
     private static final int QUIET_MS = 1000; // clients that send nothing for this time are idle, and may be closed
     private static final int POLL_MS = 10;
