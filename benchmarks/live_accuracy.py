@@ -1,4 +1,4 @@
-"""Accuracy in life: coverage, power and false alarms, simulated: ``python benchmarks/live_accuracy.py``.
+"""Live accuracy: coverage, power and false alarms, simulated: ``python benchmarks/live_accuracy.py``.
 
 A release has a true accuracy. Its test split and its labeled live queries are independent samples, and the expected
 accuracy comes from that test split, as for a real release. Every label counts as a look. A month has 433 labels.
@@ -114,7 +114,7 @@ def main() -> None:
             print(" | ".join(row), flush=True)
     machine.write(
         "live_accuracy",
-        "Accuracy in life: coverage, power and false alarms",
+        "Live accuracy: coverage, power and false alarms",
         machine_info,
         {"settings": {"level": LEVEL, "loss": LOSS, "repetitions": repetitions}, "cases": results},
         table,

@@ -71,7 +71,7 @@ def test_damaged_labels_are_named_and_hide_no_others(store: Store) -> None:
     assert labels.damaged.keys() == {key}
     assert key in labels.damaged[key]
     (damage,) = [damage for damage in check_store(store) if damage.key == key]
-    assert damage.needed_by == ("the accuracy in life",)
+    assert damage.needed_by == ("live accuracy",)
     assert "import the labels again" in damage.consequence
 
 

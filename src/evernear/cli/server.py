@@ -56,7 +56,7 @@ def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | N
     try:
         weeks, faults = live_accuracy(open_store(settings.store_uri), champion)
     except ModuleNotFoundError as error:  # as on a machine that only serves
-        print_line(f"The accuracy in life needs {error.name}; run `pip install evernear[triggers]`.", sys.stderr)
+        print_line(f"Live accuracy needs {error.name}; run `pip install evernear[triggers]`.", sys.stderr)
         return None
     for sentence in faults:
         print_line(sentence, sys.stderr)

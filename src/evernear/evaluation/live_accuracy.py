@@ -1,4 +1,4 @@
-"""Accuracy in life: intervals from labeled live queries, and a test for a loss.
+"""Live accuracy: intervals from labeled live queries, and a test for a loss.
 
 The labels of a release count in blocks, in the order of their arrival. A block is a sample
 of fixed size, and the test asks whether more of its labels are wrong than the accuracy on

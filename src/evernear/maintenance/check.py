@@ -31,7 +31,7 @@ from evernear.settings import DataSettings
 
 Report = Callable[[str], None]
 _PROMOTE = "`evernear registry promote VERSION`"
-_LIVE = "the accuracy in life"
+_LIVE = "live accuracy"
 
 
 class Damage(Frozen):
@@ -41,7 +41,7 @@ class Damage(Frozen):
     reason: str
     needed_by: tuple[str, ...]
     """The owners, such as "release 20261120.162250.af2fb66c", "the newest snapshot of
-    birds" or "the accuracy in life"."""
+    birds" or "live accuracy"."""
     repaired: str = ""
     """The action that `repair` took, or an empty string if the object is still missing
     or damaged."""
