@@ -15,7 +15,7 @@ from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
 from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
-from tests import hostile
+from evernear.settings import load
 
 
 def test_folder_tree_becomes_a_dataset(tree, run_ingest, contents, digest_of) -> None:
@@ -507,9 +507,13 @@ def test_invalid_dataset_name_is_rejected(tree, run_ingest) -> None:
         run_ingest(tree, dataset="../x")
 
 
-def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path: Path, run_ingest, make_image) -> None:
+@pytest.mark.parametrize(("preset", "of_ten"), [("frozen", (4, 2, 2, 2)), ("photos", (5, 2, 1, 2))])
+def test_classes_of_five_images_are_in_every_split_of_a_preset_for_photographs(
+    tmp_path: Path, run_ingest, make_image, preset: str, of_ten: tuple[int, ...]
+) -> None:
     root = tmp_path / "few"
-    fractions = {"test_fraction": 0.2, "gallery_fraction": 0.2, "query_fraction": 0.2}
+    names = {"test_fraction", "gallery_fraction", "query_fraction"}
+    fractions = load(preset=preset, environment={}, remembered=False).data.model_dump(include=names)
 
     def add(numbers: range) -> Manifest:
         for number in numbers:
@@ -523,4 +527,16 @@ def test_classes_of_five_images_are_in_every_split_if_its_share_is_one(tmp_path:
         return set(zip(*(manifest.label_counts(split).values() for split in splits), strict=True))
 
     assert per_class(add(range(30))) == {(2, 1, 1, 1)}
-    assert per_class(add(range(30, 60))) == {(4, 2, 2, 2)}
+    assert per_class(add(range(30, 60))) == {of_ten}
+
+
+def test_photographs_with_given_test_images_are_mostly_trained_on(tmp_path: Path, run_ingest, make_image) -> None:
+    for number in range(80):
+        path = tmp_path / "shops" / ("test" if number % 4 == 0 else "train") / str(number % 2) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_image(number))
+    shares = load(preset="photos", environment={}, remembered=False).data
+    fractions = shares.model_dump(include={"test_fraction", "gallery_fraction", "query_fraction"})
+    manifest = run_ingest(tmp_path / "shops", **fractions)
+    assert manifest.count("test") == 20
+    assert manifest.count("train") >= 0.7 * 60

@@ -581,6 +581,7 @@ def test_color_images_get_a_larger_network_and_more_steps(red_and_green: Dataset
         weight_decay=0.1,
         views=0,
         size_factor=1.0,
+        ema_decay=0.0,
     )
     assert with_defaults(chosen, digits) == chosen
     assert with_defaults(TrainSettings(scale=32.0), red_and_green).label_smoothing == 0.0
