@@ -16,6 +16,7 @@ from evernear.data.reduction import BitDepth
 from evernear.data.sources.folder import Folder
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import load
+from tests import hostile
 
 
 def test_folder_tree_becomes_a_dataset(tree, run_ingest, contents, digest_of) -> None:
