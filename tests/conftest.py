@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from evernear.settings import Settings, layers
 from evernear.settings.sources import Tree
 from tests.atomic_moto import start_moto
-from tests.releases import MakeRelease, System, build_system, open_system, release_maker
+from tests.releases import MakeRelease, Restamp, System, build_system, open_system, release_maker
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # an example waits while another test computes
 hypothesis.settings.load_profile("no deadline")
@@ -105,4 +105,4 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> System:
 @pytest.fixture(scope="session")
 def make_release(system: System, tmp_path_factory: pytest.TempPathFactory) -> MakeRelease:
     """Pack the system as a release; each is one second newer than the previous one."""
-    return release_maker(system, lambda: tmp_path_factory.mktemp("release"))
+    return release_maker(system, lambda: tmp_path_factory.mktemp("release"), Restamp())

@@ -21,7 +21,49 @@ from evernear.release.registry import Registry
 from evernear.serving import HANDLER
 from evernear.settings import ServingSettings
 from tests.limits import largest_file
-from tests.releases import MakeRelease, System
+from tests.releases import MakeRelease, Restamp, System, release_maker
+
+
+@pytest.fixture(scope="module")
+def make_release(system: System, tmp_path_factory: pytest.TempPathFactory) -> MakeRelease:
+    """Packs every release."""
+    return release_maker(system, lambda: tmp_path_factory.mktemp("release"))
+
+
+def test_restamped_releases_of_other_tests_are_those_that_would_be_packed(
+    system: System, make_release: MakeRelease, tmp_path: Path
+) -> None:
+    directories = (tmp_path / name for name in ("first", "second"))
+
+    def new_directory() -> Path:
+        directory = next(directories)
+        directory.mkdir()
+        return directory
+
+    maker = release_maker(system, new_directory, Restamp())
+    first = maker()
+    restamped = maker(parent=first.version, promote=False)
+    candidate = Candidate(
+        dataset=system.dataset,
+        network_dir=system.network_dir,
+        index_dir=system.index_dir,
+        verdict_file=restamped.verdict,
+        metrics=restamped.manifest.metrics,
+        parent=first.version,
+    )
+    packed = make_archive(candidate, ServingSettings(), HANDLER, tmp_path / "packed", restamped.manifest.created)
+    assert restamped.manifest == packed.manifest
+    assert (
+        restamped.archive.with_name("manifest.json").read_bytes()
+        == packed.archive.with_name("manifest.json").read_bytes()
+    )
+    with zipfile.ZipFile(restamped.archive) as ours, zipfile.ZipFile(packed.archive) as theirs:
+        assert sorted(ours.namelist()) == sorted(theirs.namelist())
+        differing = [name for name in theirs.namelist() if ours.read(name) != theirs.read(name)]
+        assert differing == ["MAR-INF/MANIFEST.json"]
+        mine, other = (json.loads(archive.read("MAR-INF/MANIFEST.json")) for archive in (ours, theirs))
+        del mine["createdOn"], other["createdOn"]
+        assert mine == other
 
 
 def test_archive_round_trip(system: System, make_release: MakeRelease, tmp_path: Path) -> None:
