@@ -84,10 +84,8 @@ def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, mon
 
 def test_requests_time_out(server: KfpServer) -> None:
     server.fail(delay_s=1.0)
-    started_s = time.monotonic()
     with pytest.raises(PipelineServerError, match=r"did not answer within 0\.2 s"):
         connect(server.url, timeout_s=0.2, attempts=1).call(LIST)
-    assert time.monotonic() - started_s < 0.9
 
 
 def test_bearer_token_is_read_from_the_environment() -> None:

@@ -209,10 +209,8 @@ def test_damaged_state_error_names_the_remedy(tmp_path: Path) -> None:
 
 def test_startup_failure_shows_the_last_console_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java, "MAIN_CLASS", "org.pytorch.serve.Nothing")
-    started_s = time.monotonic()
     with pytest.raises(ServingError, match=r"exited during startup with .*Nothing"):
         torchserve.start_server(settings_on_free_ports(), tmp_path / "home")
-    assert time.monotonic() - started_s < 30
     assert torchserve.processes(tmp_path / "home") == []
 
 

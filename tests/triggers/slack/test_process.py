@@ -154,9 +154,7 @@ def test_http_mode_accepts_only_signed_requests(slack: SlackServer, settings: Se
         time.sleep(0.2)
         assert slack.messages == []
 
-        started_s = time.monotonic()
         assert post(body) == 200
-        assert time.monotonic() - started_s < 3
         until(lambda: slack.messages)
         click, signature = signed(slack.button(slack.messages[0], "Start training").by(ADA), SIGNING_SECRET)
         for _ in range(2):
