@@ -5,7 +5,7 @@ retries and error messages.
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import unquote, unquote_plus, urlsplit
+from typing import NamedTuple
+from urllib.parse import unquote_plus, urlsplit
 from xml.etree import ElementTree
 from xml.etree.ElementTree import ParseError
 from xml.sax.saxutils import unescape
@@ -27,12 +27,9 @@ from minio.error import InvalidResponseError, MinioException, S3Error
 from minio.helpers import DictType
 
 from evernear.common.masking import usable
-from evernear.common.proxies import proxy_of
+from evernear.common.store.s3_pool import NotS3Error, pool
 from evernear.errors import SettingsError, StoreError, TransientStoreError
 
-CONNECT_TIMEOUT_S = 10.0
-# Time between two packets, not for the whole transfer.
-READ_TIMEOUT_S = 60.0
 MAX_ATTEMPTS = 4
 BACKOFF_S = 0.5
 _PAGE_OBJECTS = 1000
@@ -57,16 +54,6 @@ _BAD_KEYS = frozenset(
 )
 _DAMAGED = frozenset({"BadDigest", "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch"})
 _OTHER_REGION = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"})
-
-
-_OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
-"""Content types that S3 returns only for objects. Such a response has an etag."""
-
-
-class NotS3Error(Exception):
-    """A response that reports success but does not come from S3.
-    The message describes the response.
-    """
 
 
 class ListedObject(NamedTuple):
@@ -118,13 +105,13 @@ class S3Connection:
         keys = [usable(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")]
         credentials = EnvAWSProvider() if keys[0] else None
         certificates = _certificates()
-        http = _pool(endpoint, certificates, _retries())
+        http = pool(endpoint, certificates, _retries())
         minio = partial(Minio, parts.netloc, secure=parts.scheme == "https", region=region, credentials=credentials)
         try:
             if credentials:
                 credentials.retrieve()
             client = minio(http_client=http)
-            writer = minio(http_client=_pool(endpoint, certificates, _retries(only_unexecuted=True)))
+            writer = minio(http_client=pool(endpoint, certificates, _retries(only_unexecuted=True)))
         except ValueError as error:
             raise SettingsError(f"S3 at {endpoint} cannot be used: {str(error).lower()}.") from None
         return cls(endpoint.rstrip("/"), region, http, client, writer, credentials, certificates)
@@ -377,47 +364,3 @@ def required_etag(etag: str | None) -> str:
     if not etag:
         raise NotS3Error("success but no etag")
     return etag.strip('"')
-
-
-class _OnlyS3:
-    """A pool that rejects responses of other servers as an object, as a listing,
-    or as a successful write.
-    """
-
-    def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
-        response: urllib3.BaseHTTPResponse = super().urlopen(*args, **kwargs)  # pyright: ignore
-        kind = response.headers.get("content-type", "").lower()
-        if 200 <= response.status < 204 and kind.startswith(_OTHER_CONTENT) and "etag" not in response.headers:
-            response.release_conn()
-            content = "a web page" if "html" in kind else "content"
-            raise NotS3Error(f"{content} of type {kind.partition(';')[0]}")
-        return response
-
-
-class _PoolManager(_OnlyS3, urllib3.PoolManager):
-    pass
-
-
-class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
-    pass
-
-
-def _pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
-    """A connection pool for ``endpoint``, through the proxy in the environment."""
-    proxy = proxy_of(endpoint)
-    manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
-    return manager(
-        maxsize=64,
-        timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
-        retries=retries,
-        ca_certs=str(certificates),
-    )
-
-
-def _proxied(proxy: str) -> Callable[..., urllib3.PoolManager]:
-    parts = urlsplit(proxy)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
-    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
-    headers = urllib3.make_headers(proxy_basic_auth=login) if login else None
-    return partial(_ProxyManager, proxy, proxy_headers=headers)

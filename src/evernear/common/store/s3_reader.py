@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from evernear.common.disk import sha256_bytes
-from evernear.common.store.s3_connection import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, S3Connection
+from evernear.common.store.s3_connection import S3Connection
+from evernear.common.store.s3_pool import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config

@@ -1,0 +1,68 @@
+"""HTTP connections to S3, which reject the responses of other servers."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import urllib3
+
+from evernear.common.proxies import proxy_of
+from evernear.errors import SettingsError
+
+CONNECT_TIMEOUT_S = 10.0
+# Time between two packets, not for the whole transfer.
+READ_TIMEOUT_S = 60.0
+_OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
+"""Content types that S3 returns only for objects. Such a response has an etag."""
+
+
+class NotS3Error(Exception):
+    """A response that reports success but does not come from S3.
+    The message describes the response.
+    """
+
+
+class _OnlyS3:
+    """A pool that rejects responses of other servers as an object, as a listing,
+    or as a successful write.
+    """
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
+        response: urllib3.BaseHTTPResponse = super().urlopen(*args, **kwargs)  # pyright: ignore
+        kind = response.headers.get("content-type", "").lower()
+        if 200 <= response.status < 204 and kind.startswith(_OTHER_CONTENT) and "etag" not in response.headers:
+            response.release_conn()
+            content = "a web page" if "html" in kind else "content"
+            raise NotS3Error(f"{content} of type {kind.partition(';')[0]}")
+        return response
+
+
+class _PoolManager(_OnlyS3, urllib3.PoolManager):
+    pass
+
+
+class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
+    pass
+
+
+def pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
+    """A connection pool for ``endpoint``, through the proxy in the environment."""
+    proxy = proxy_of(endpoint)
+    manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
+    return manager(
+        maxsize=64,
+        timeout=urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S),
+        retries=retries,
+        ca_certs=str(certificates),
+    )
+
+
+def _proxied(proxy: str) -> Callable[..., urllib3.PoolManager]:
+    parts = urlsplit(proxy)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingsError("HTTP_PROXY or HTTPS_PROXY is not of the form http://host:port.")
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
+    headers = urllib3.make_headers(proxy_basic_auth=login) if login else None
+    return partial(_ProxyManager, proxy, proxy_headers=headers)
