@@ -31,7 +31,7 @@ def settings_page() -> str:
         blocks += [f"## {name}\n", f"{_first_line(section)}\n", _table(section, f"{name}.")]
     blocks += ["## Presets\n", "`--preset NAME` sets these values, which every later source may override.\n"]
     for name in presets():
-        content = resources.files("evernear").joinpath("presets", f"{name}.toml").read_text()
+        content = resources.files("evernear.settings").joinpath("presets", f"{name}.toml").read_text()
         blocks.append(f"### {name}\n\n```toml\n{content.strip()}\n```\n")
     return "\n".join(blocks)
 

@@ -1,10 +1,12 @@
 """The embed step in parts: ``python -m benchmarks.scale.embed``.
 
-Random images are embedded twice by processes that run ``python -m evernear.part``, as the pods of an Indexed Job do,
-one after the other: all images as one part, and in four parts. Each process loads the network and reads its
-shards; nothing is cached. With four nodes, the step would take as long as the longest part and combining the results.
+Random images are embedded twice by processes that run ``python -m evernear.kubeflow.part``,
+as the pods of an Indexed Job do, one after the other: all images as one part, and in four
+parts. Each process loads the network and reads its shards; nothing is cached. With four nodes,
+the step would take as long as the longest part and combining the results.
 
-CPU time is what a node with as many cores needs at least; it does not depend on what else the machine does.
+CPU time is what a node with as many cores needs at least; it does not depend on what else the
+machine does.
 """
 
 import argparse
@@ -101,7 +103,7 @@ def main() -> None:
 
 def run_part(parts: Parts, number: int) -> Took:
     """Run a part in a process, as a pod does."""
-    command = [sys.executable, "-m", "evernear.part", parts.store.uri, parts.folder]
+    command = [sys.executable, "-m", "evernear.kubeflow.part", parts.store.uri, parts.folder]
     started_s = time.monotonic()
     process = subprocess.Popen(command, env={**os.environ, "JOB_COMPLETION_INDEX": str(number)})
     _, status, usage = os.wait4(process.pid, 0)

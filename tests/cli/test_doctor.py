@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from evernear.cli.app import app, main
-from evernear.doctor import SLACK_SCOPES
+from evernear.cli.checks import SLACK_SCOPES
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, connection
 from tests.loopback.kfp import KfpServer

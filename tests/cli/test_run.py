@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evernear import demo, local_run
-from evernear.cli import run
+from evernear.cli import demo, run
 from evernear.cli.options import run_settings
 from evernear.cli.pipeline import server_settings
 from evernear.common.progress import Event, RunCommand
 from evernear.common.store import open_store
 from evernear.errors import SettingsError, TrainingError
+from evernear.kubeflow import local_run
 from evernear.release.registry import Registry
 from evernear.settings import Settings, of_run
 from evernear.settings.layers import FILE

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evernear import local_run
 from evernear.common.locations import with_absolute_locations
+from evernear.kubeflow import local_run
 from evernear.serving import java
 from evernear.settings import load
 

@@ -15,9 +15,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from typer.testing import CliRunner
 
-from evernear import demo
 from evernear.cli import app as command_line
-from evernear.cli import predict, runs, watch
+from evernear.cli import demo, predict, runs, watch
 from evernear.cli import run as run_command
 from evernear.common.output import (
     JsonFormatter,
@@ -32,8 +31,8 @@ from evernear.common.output import (
 from evernear.common.progress import EVENTS_VARIABLE, Event, read_events, step
 from evernear.common.store import open_store
 from evernear.errors import DataError, EvernearError
+from evernear.kubeflow.local_run import RunResult
 from evernear.kubeflow.runs import KfpStep, Run, State
-from evernear.local_run import RunResult
 from evernear.release.registry import Registry
 from evernear.reporting.notify import NextStep
 from evernear.settings import Settings

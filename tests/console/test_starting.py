@@ -14,7 +14,7 @@ from evernear.common.run_record import RunRecord, StepRecord
 from evernear.common.store import Store
 from evernear.console.runs import LocalRuns, PipelineRuns, Runner
 from evernear.kubeflow import GOLDEN
-from evernear.local_run import STARTED_BY_VARIABLE, pipeline_arguments
+from evernear.kubeflow.local_run import STARTED_BY_VARIABLE, pipeline_arguments
 from evernear.release.promotions import whoami
 from evernear.release.registry import Registry
 from evernear.settings import Settings, load

@@ -22,7 +22,7 @@ from evernear.dataset_export.plan import ExportPart, plan_export
 from evernear.dataset_export.samples import Samples
 from evernear.embedding.embed import ExportedEmbedder
 from evernear.errors import ConflictError, DataError, SettingsError, StoreError
-from evernear.part import worker_of
+from evernear.kubeflow.part import worker_of
 from evernear.release.registry import Registry
 from evernear.serving import batch
 from tests.dataset_images import described, write_images

@@ -16,8 +16,8 @@ from evernear.embedding import embed
 from evernear.embedding.embed import combine_embeddings, embed_dataset, network_folder, open_here, plan_embedding
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError
-from evernear.part import main as run_pod
-from evernear.part import worker_of
+from evernear.kubeflow.part import main as run_pod
+from evernear.kubeflow.part import worker_of
 from evernear.settings import DataSettings
 
 EACH_SHARD = 1

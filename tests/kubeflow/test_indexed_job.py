@@ -37,7 +37,7 @@ from tests.releases import MakeRelease, System
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "many-machines"
 SETTINGS = PartsJobSettings(namespace="kubeflow", image="registry.example/evernear-train@sha256:" + "a" * 64)
-# The command of a pod: it writes the result of its part as `evernear.part` does, without loading a release.
+# The command of a pod: it writes the result of its part as `evernear.kubeflow.part` does, without loading a release.
 FINISH = """
 import os, sys
 from evernear.common.parts import Parts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evernear import local_run
+from evernear.kubeflow import local_run
 from evernear.settings import load
 from tests.scenarios.workspace import Workspace, write_digits, write_negatives
 

@@ -18,7 +18,7 @@ import pytest
 
 from evernear import steps
 from evernear.common.store import Store, open_store
-from evernear.local_run import pipeline_arguments
+from evernear.kubeflow.local_run import pipeline_arguments
 from evernear.settings import Settings, load
 from tests.loopback.kfp import KfpServer, LocalExecutor
 from tests.loopback.kfp.state import RunControl

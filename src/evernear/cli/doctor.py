@@ -20,7 +20,7 @@ def doctor(
 ) -> None:
     """Check the object store, the cluster, Kubeflow Pipelines and Slack. Report each
     problem with its remedy."""
-    from evernear.doctor import PARTS, Part, check, configured
+    from evernear.cli.checks import PARTS, Part, check, configured
     from evernear.errors import SettingsError
 
     settings = local_settings(config, overrides, workdir)

@@ -34,7 +34,7 @@ def report(
 
 def _last(workdir: Path) -> Path:
     from evernear.common.run_directories import run_directories
-    from evernear.local_run import PAGE_FILE
+    from evernear.kubeflow.local_run import PAGE_FILE
 
     runs = run_directories(workdir) if (workdir / "runs").is_dir() else []
     pages = [page for run in runs if (page := run / PAGE_FILE).exists()]

@@ -30,7 +30,7 @@ from evernear.settings.layers import Layers
 
 if TYPE_CHECKING:
     from evernear.common.progress import Event, RunCommand
-    from evernear.local_run import RunResult
+    from evernear.kubeflow.local_run import RunResult
 
 
 RereadOption = Annotated[
@@ -94,8 +94,8 @@ def demo(
     minutes: MinutesOption = None,
 ) -> None:
     """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
+    from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
-    from evernear.demo import run_demo
 
     layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
     unseen: Path | None = None
@@ -182,7 +182,7 @@ def _run_and_show(
     reread: bool,
     as_json: bool,
 ) -> None:
-    from evernear.local_run import run_pipeline
+    from evernear.kubeflow.local_run import run_pipeline
 
     settings = _rereading(layers.settings(), reread)
     command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)

@@ -75,7 +75,7 @@ class Plan(Frozen):
 
     id: str
     kind: str
-    """The worker that runs the parts (`evernear.part`)."""
+    """The worker that runs the parts (`evernear.kubeflow.part`)."""
     shared: dict[str, Any]
     """Data that all parts share, such as the source and the release.
     A different plan needs a different folder.

@@ -15,8 +15,8 @@ from evernear.common.store import Store
 from evernear.console.run_records import RunRecords, RunView
 from evernear.deployment import promote_release, roll_back
 from evernear.errors import BusyError, SettingsError
+from evernear.kubeflow.local_run import STARTED_BY_VARIABLE
 from evernear.kubeflow.parameters import combine, from_settings
-from evernear.local_run import STARTED_BY_VARIABLE
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
 from evernear.settings import Settings

@@ -148,7 +148,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     if container is None:
         raise SettingsError(f"The PodTemplate {settings.template} has no container {CONTAINER!r}; add one.")
     container["image"] = image_of(settings.image, "parts_job.image")
-    container["command"] = ["python", "-m", "evernear.part"]
+    container["command"] = ["python", "-m", "evernear.kubeflow.part"]
     container["args"] = [parts.store.uri, parts.folder]
     pod["spec"]["restartPolicy"] = "Never"
     digest = sha256_bytes(f"{parts.store.uri} {parts.folder} {parts.plan.id}".encode())

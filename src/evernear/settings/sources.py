@@ -86,13 +86,13 @@ def preset(model: type[BaseModel], name: str) -> Tree:
     """
     if name not in presets():
         raise SettingsError(f"No preset {name!r}; known: {', '.join(presets())}.")
-    with resources.as_file(resources.files("evernear") / "presets" / f"{name}.toml") as path:
+    with resources.as_file(resources.files("evernear.settings") / "presets" / f"{name}.toml") as path:
         return toml_file(model, path)
 
 
 def presets() -> list[str]:
     """Names of the presets that are part of evernear."""
-    return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear") / "presets").iterdir())
+    return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear.settings") / "presets").iterdir())
 
 
 def toml_file(model: type[BaseModel], path: Path) -> Tree:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from evernear.cli.checks import check
 from evernear.common.store import s3_connection
 from evernear.common.store.s3 import S3Store
-from evernear.doctor import check
 from evernear.errors import ConflictError, StoreError, TransientStoreError
 from evernear.settings import Settings
 from tests.common.store.faulty import (

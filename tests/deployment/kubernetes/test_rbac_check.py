@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from evernear.doctor import check
+from evernear.cli.checks import check
 from tests.deployment.kubernetes.deployer import BASE, MakeSettings
 from tests.loopback.kubernetes import LoopbackCluster
 

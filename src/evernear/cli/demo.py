@@ -16,7 +16,7 @@ from evernear.common.disk import disk_errors
 from evernear.common.output import printable
 from evernear.common.progress import Event, RunCommand
 from evernear.data.shards import Dataset
-from evernear.local_run import RunResult, run_pipeline
+from evernear.kubeflow.local_run import RunResult, run_pipeline
 from evernear.serving.client import Client
 from evernear.serving.endpoints import home_of
 from evernear.serving.torchserve import stop_server

@@ -1,4 +1,4 @@
-"""Run a part of a step in a separate process: ``python -m evernear.part STORE FOLDER``,
+"""Run a part of a step in a separate process: ``python -m evernear.kubeflow.part STORE FOLDER``,
 the command of an Indexed Job.
 
 The part number is the index in ``JOB_COMPLETION_INDEX``, which Kubernetes sets. An

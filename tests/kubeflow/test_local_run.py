@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from evernear import local_run
 from evernear.common.progress import Event
 from evernear.common.run_directories import DIRECTORY_FORMAT, progress, prune_runs, run_directories
 from evernear.errors import SettingsError
+from evernear.kubeflow import local_run
 from evernear.settings import load
 
 STARTED = datetime(2026, 11, 22, 9, 0, tzinfo=UTC)
