@@ -92,7 +92,7 @@ def split_by_ingest(rows: Rows) -> list[Split]:
     for number, digest in enumerate(rows["digest"]):
         if number % IMAGES_PER_CLASS == 0:
             counts.clear()
-        splits.append(choose_split(digest.tobytes(), counts, SPLITS, SETTINGS))
+        splits.append(choose_split(digest.tobytes(), counts, FRACTIONS))
         counts[splits[-1]] += 1
     return splits
 

@@ -126,14 +126,14 @@ def test_full_store_disk_is_reported(tmp_path: Path, make_image) -> None:
     store = tmp_path / "disk"
     script = f"""
     "$@"; echo "status $?"
-    find '{store}' -name '*.json' -o -name '.*.npy.*'
+    find '{store}' -name head.json -o -name '.*.raw.*'
     mount -o remount,size=16m none '{store}'
     "$@"; echo "status $?"
     """
     completed = with_small_disk(script, store, *child(f"folder:{tmp_path / 'tree'}", store, 2**18))
     sentence, refused, digest, well = completed.stdout.splitlines()
     assert completed.stderr == ""
-    assert sentence.startswith(f"The disk that holds {store}/datasets/tree/shards/")
+    assert sentence.startswith(f"The disk that holds {store}/datasets/tree/parts/")
     assert sentence.endswith("is full; free some space and run again.")
     assert (refused, well) == ("status 4", "status 0")
     assert len(digest) == 64
@@ -155,7 +155,7 @@ def test_full_temporary_directory_is_reported(tmp_path: Path, make_image) -> Non
     assert completed.stderr == ""
     assert sentence.startswith(f"The disk that holds {scratch}/evernear-ingest-")
     assert status == "status 4"
-    assert not list((tmp_path / "store").rglob("*.json"))
+    assert not list((tmp_path / "store").rglob("head.json"))
 
 
 class InterruptedIngestError(Exception):
@@ -178,7 +178,7 @@ def read_files(monkeypatch: pytest.MonkeyPatch, interrupt_after: int = 10**9) ->
 
 
 @pytest.mark.parametrize("has_parent", [False, True])
-def test_interrupted_ingest_continues_at_its_checkpoint(
+def test_interrupted_ingest_skips_finished_parts(
     tmp_path: Path, make_image, run_ingest, monkeypatch, has_parent: bool
 ) -> None:
     root = tmp_path / "tree"
@@ -190,9 +190,10 @@ def test_interrupted_ingest_continues_at_its_checkpoint(
             path.write_bytes(make_image(number, (70, 70)))
 
     def ingest(**settings: object) -> Manifest:
-        return run_ingest(root, size_px=70, channels="gray", bit_depth=16, **settings)  # nothing to sample
+        return run_ingest(
+            root, size_px=70, channels="gray", bit_depth=16, part_names=16, **settings
+        )  # nothing to sample
 
-    monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 16)
     add(range(30))
     if has_parent:
         ingest()
@@ -200,32 +201,28 @@ def test_interrupted_ingest_continues_at_its_checkpoint(
     add(range(30, 300))
     whole = ingest(dataset="whole")
 
-    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
-    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_FRACTION", 0.0)
     with monkeypatch.context() as patch:
         read_files(patch, interrupt_after=230)
         with pytest.raises(InterruptedIngestError):
             ingest(requests_in_flight=4)
     dataset = tmp_path / "store" / "datasets" / "tree"
-    assert (dataset / "checkpoint.json").exists()
     assert (dataset / "head.json").exists() == has_parent
 
     with monkeypatch.context() as patch:
         files = read_files(patch)
         assert ingest(decode_threads=1).digest == whole.digest
     assert 30 < len(files) < 110
+    assert not [path for path in (dataset / "parts").rglob("*") if path.is_file()]
     head = (dataset / "head.json").read_bytes()
     assert run_ingest(root).digest == whole.digest
-    assert (dataset / "head.json").read_bytes() == head, "the checkpoint is obsolete"
+    assert (dataset / "head.json").read_bytes() == head
 
 
-def test_checkpoint_of_other_settings_is_ignored(tree, make_image, run_ingest, monkeypatch) -> None:
-    monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 16)
-    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
+def test_parts_of_other_settings_are_ignored(tree, make_image, run_ingest, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         read_files(patch, interrupt_after=90)
         with pytest.raises(InterruptedIngestError):
-            run_ingest(tree, size_px=6, channels="gray", requests_in_flight=4)
+            run_ingest(tree, size_px=6, channels="gray", requests_in_flight=4, part_names=16)
     manifest = run_ingest(tree, size_px=9, channels="gray")
     assert manifest.shape == (9, 9, 1)
     assert sum(shard.count for shard in manifest.shards) == 120

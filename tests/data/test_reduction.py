@@ -344,9 +344,6 @@ def test_lost_contrast_is_a_finding(tmp_path: Path, run_ingest) -> None:
 def test_bit_depth_survives_an_interrupted_ingest(tmp_path: Path, run_ingest, monkeypatch) -> None:
     """An ingest that continues does not sample again: the files may have changed."""
     root = deep_tree(tmp_path / "deep", {"a": 10, "b": 10})
-    monkeypatch.setattr("evernear.data.ingest._BATCH_IMAGES", 8)
-    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_INTERVAL_S", 0.0)
-    monkeypatch.setattr("evernear.data.ingest._CHECKPOINT_FRACTION", 0.0)
     real, decoded = Decoder._decode, 0
 
     def interrupted(*arguments):
@@ -359,7 +356,7 @@ def test_bit_depth_survives_an_interrupted_ingest(tmp_path: Path, run_ingest, mo
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "_decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run_ingest(root, decode_threads=1, requests_in_flight=1)  # in order
+            run_ingest(root, decode_threads=1, requests_in_flight=1, part_names=8)  # in order
     (root / "a" / "new.png").write_bytes(deep_png(values(12, 1, (8, 8))))
     resumed = run_ingest(root)
     assert resumed.bit_depth == 10

@@ -20,7 +20,7 @@ def assign(images: Iterable[bytes], candidates: tuple[Split, ...] = SPLITS) -> d
     counts: Counter[Split] = Counter()
     splits: dict[bytes, Split] = {}
     for digest in images:
-        splits[digest] = choose_split(digest, counts, candidates, SETTINGS)
+        splits[digest] = choose_split(digest, counts, split_fractions(candidates, SETTINGS))
         counts[splits[digest]] += 1
     return splits
 

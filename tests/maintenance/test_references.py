@@ -100,15 +100,12 @@ def test_unreadable_document_is_reported_and_the_rest_is_still_yielded(
 
 
 def test_unfinished_ingest_is_referenced_until_the_head_moves(store: Store, tmp_path: Path) -> None:
-    from evernear.data.snapshots import Checkpoint
-
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     manifest = ingest_source(settings, store.uri)
-    shard = manifest.shards[0].model_copy(update={"sha256": "0" * 64})
-    unfinished = manifest.model_copy(update={"parent": manifest.digest, "shards": (shard,)})
-    store.put("datasets/images/checkpoint.json", Checkpoint(settings=settings, manifest=unfinished).to_json())
-    assert f"datasets/images/shards/{'0' * 64}.npy" in keys(list(references(store)))
-    superseded = unfinished.model_copy(update={"parent": "1" * 64})
-    store.put("datasets/images/checkpoint.json", Checkpoint(settings=settings, manifest=superseded).to_json())
-    assert f"datasets/images/shards/{'0' * 64}.npy" not in keys(list(references(store)))
+    unfinished, superseded = (f"datasets/images/parts/{parent}/1/0/plan.json" for parent in (manifest.digest, "first"))
+    store.put(unfinished, b"")
+    store.put(superseded, b"")
+    found = keys(list(references(store)))
+    assert unfinished in found
+    assert superseded not in found

@@ -118,7 +118,7 @@ def _require_own_directory(settings: Settings) -> None:
     """Check that the working directory has no release of other images, with which the
     demo's release would be compared."""
     from evernear.common.store import open_store
-    from evernear.data.ingest import dataset_name
+    from evernear.data.listing import dataset_name
     from evernear.data.sources import open_source
     from evernear.release.registry import Registry
 

@@ -54,7 +54,7 @@ No error class and no signal uses this code.
 """
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
-STEPS_IN_PARTS = ("embed", "evaluate")
+STEPS_IN_PARTS = ("ingest", "embed", "evaluate")
 """Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several nodes."""
 REQUESTS_IN_FLIGHT = 16
 """Number of small objects that are read or written concurrently."""
@@ -147,7 +147,7 @@ class Parts:
             store.put(_key(folder, plan_id, "parts", number), part.model_dump_json().encode())
             return part.units
 
-        for part_units in _concurrently(write, enumerate(parts)):
+        for part_units in concurrently(write, enumerate(parts)):
             count, units = count + 1, units + part_units
         plan = Plan(
             id=plan_id, kind=kind, shared=shared, parts=count, units=units, notes=notes(), planned=datetime.now(UTC)
@@ -188,7 +188,7 @@ class Parts:
         def read(number: int) -> PartResult:
             return _parse_result(self.store.get(self._key("results", number)))
 
-        return _concurrently(read, range(self.plan.parts))
+        return concurrently(read, range(self.plan.parts))
 
     def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
         """Write the result of a part, unless a different process was first."""
@@ -242,15 +242,17 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
-def _concurrently(function: Callable[[Item], Value], items: Iterable[Item]) -> Iterator[Value]:
+def concurrently(
+    function: Callable[[Item], Value], items: Iterable[Item], ahead: int = REQUESTS_IN_FLIGHT
+) -> Iterator[Value]:
     """Yield the result of ``function`` for each item in order,
-    a few items ahead of the consumer.
+    at most ``ahead`` items ahead of the consumer.
     """
-    with ThreadPoolExecutor(REQUESTS_IN_FLIGHT, "parts") as pool:
+    with ThreadPoolExecutor(ahead, "parts") as pool:
         pending: deque[Future[Value]] = deque()
         for item in items:
             pending.append(pool.submit(function, item))
-            if len(pending) > REQUESTS_IN_FLIGHT:
+            if len(pending) > ahead:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

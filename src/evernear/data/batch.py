@@ -1,6 +1,8 @@
 """Images on their way from a source into a shard."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
@@ -9,6 +11,14 @@ from evernear.data.decoding import DecodedImage, ImageForm
 from evernear.data.manifest import Split
 from evernear.data.preprocess import Flaw, Pixels, pixels_digest, to_array
 from evernear.data.sources import ArrayBlock
+
+_MAX_IMAGES = 256
+_MAX_BYTES = 16 * 2**20
+
+
+def images_at_once(form: ImageForm) -> int:
+    """The images of a batch: few large ones or many small ones."""
+    return max(1, min(_MAX_IMAGES, _MAX_BYTES // math.prod(form.shape)))
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class Batch:
     sizes: list[tuple[int, int]]
     flaws: list[Flaw]
     pixels: Pixels
+    former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
+    """The splits of images whose unchanged files were decoded again, by name."""
 
     @classmethod
     def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
@@ -44,7 +56,7 @@ class Batch:
         )
 
     @classmethod
-    def of_files(cls, images: list[DecodedImage]) -> "Batch":
+    def of_files(cls, images: list[DecodedImage], former_splits: Mapping[str, Split]) -> "Batch":
         """Images that were decoded from files."""
         return cls(
             names=[image.entry.name for image in images],
@@ -54,4 +66,5 @@ class Batch:
             sizes=[image.size for image in images],
             flaws=[image.flaws for image in images],
             pixels=np.stack([image.pixels for image in images]),
+            former_splits=former_splits,
         )

@@ -26,6 +26,7 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 
 # Rows of one query: SQLite limits the parameters of a statement.
 _PAGE = 500
+_CACHE_KIB = 64 * 2**10  # digests are random, so that rows of a large ledger are written all over it
 # Maximum number of problems of a kind in a manifest. Those that stop a run must be fixed one by one.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
@@ -149,6 +150,8 @@ class Ledger:
             self._db.execute(_NAMED)
             self._db.execute(_NOTED)
             self._db.execute("CREATE TEMP TABLE listed (name TEXT PRIMARY KEY) WITHOUT ROWID")
+            self._db.execute("CREATE TEMP TABLE changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
+            self._db.execute("CREATE TEMP TABLE decoded (name TEXT PRIMARY KEY) WITHOUT ROWID")
         self.groups = GroupTable(self._db, self._source)
         self.reviewed = ReviewedImages(self._db)
 
@@ -223,7 +226,7 @@ class Ledger:
                 " digest = CASE WHEN etag = excluded.etag THEN digest END,"
                 " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
                 " size_bytes = excluded.size_bytes, turn = excluded.turn",
-                ((self._source, *entry, _decode_order(entry, in_order)) for entry in page if entry not in unchanged),
+                ((self._source, *entry, decode_order(entry, in_order)) for entry in page if entry not in unchanged),
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
@@ -246,12 +249,11 @@ class Ledger:
         """Record the code that decodes the source's images."""
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
-    def decode_all_again(self) -> list[int]:
-        """Remove all images of the source, to be decoded and stored again, and return the slots to rewrite.
+    def decode_all_again(self) -> None:
+        """Remove all images of the source, to be decoded and stored again; `changed_slots` have to be rewritten.
 
         Their splits are remembered, as for removed images, by `removed_splits` and `former_splits`.
         """
-        self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
             " WHERE digest IN (SELECT digest FROM files WHERE source = ?)",
@@ -259,7 +261,6 @@ class Ledger:
         )
         self._remove_changed()
         self.read_all_again()
-        return self._changed_slots()
 
     def read_all_again(self) -> None:
         """Make all files of the source pending."""
@@ -297,16 +298,35 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
 
     def count_pending(self) -> int:
-        """The number of files to decode."""
+        """The number of files that are not in the dataset yet, or have changed since."""
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
 
-    def pending(self, page: int) -> Iterator[FileEntry]:
-        """Files to decode: held-out splits first, in an order that mixes the classes."""
+    def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
+        """Those of ``names``, at most 500, that are pending, as they are listed now."""
+        query = "SELECT name, etag, label, given, size_bytes FROM files WHERE pending AND source = ?"
+        rows = self._all(f"{query} AND name IN ({marks(names)})", self._source, *names)
+        return {row[0]: FileEntry(*row) for row in rows}
+
+    def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
+        """Leave pending files with these names and etags out of `to_decode`: a part has decoded them."""
+        self._many(
+            "INSERT OR IGNORE INTO decoded"
+            " SELECT name FROM files WHERE pending AND source = ? AND (name, etag) = (?, ?)",
+            ((self._source, *file) for file in files),
+        )
+
+    def count_to_decode(self) -> int:
+        """The number of files of `to_decode`."""
+        return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
+
+    def to_decode(self, page: int) -> Iterator[FileEntry]:
+        """Pending files: held-out splits first, in an order that mixes the classes."""
         after: tuple[int, str] = (-1, "")
         query = (
             # Without the index each page would sort all pending files.
             "SELECT name, etag, label, given, size_bytes, turn FROM files INDEXED BY files_by_turn"
-            " WHERE pending AND source = ? AND (turn, name) > (?, ?) ORDER BY turn, name LIMIT ?"
+            " WHERE pending AND source = ? AND (turn, name) > (?, ?) AND name NOT IN (SELECT name FROM decoded)"
+            " ORDER BY turn, name LIMIT ?"
         )
         while rows := self._all(query, self._source, *after, page):
             after = (rows[-1][5], rows[-1][0])
@@ -401,13 +421,12 @@ class Ledger:
 
     def lose_shards(self, sha256s: Collection[str]) -> None:
         """Forget shards that are lost: their images are removed, to be read again from the source in their splits."""
-        self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
         self._all("DELETE FROM changes")
         for slot, shard in self.shards().items():
             if shard.sha256 in sha256s:
                 self._all("INSERT INTO changes SELECT digest, slot, NULL FROM images WHERE slot = ?", slot)
         self._remove_changed()
-        for slot in self._changed_slots():
+        for slot in self.changed_slots():
             self.put_shard(slot, None)
 
     def remember_splits(self, digests: Iterable[bytes], split: Split) -> None:
@@ -416,13 +435,12 @@ class Ledger:
 
     # Files compared with shards
 
-    def reconcile(self) -> list[int]:
-        """Update ``images`` from the files, and return the slots whose shards have to be rewritten.
+    def reconcile(self) -> None:
+        """Update ``images`` from the files; `changed_slots` have to be rewritten.
 
         An image without files is removed. An image whose files all have another label is relabeled. An image whose
         files disagree is removed until they agree, and is then decoded again.
         """
-        self._all("CREATE TEMP TABLE IF NOT EXISTS changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
         self._all("DELETE FROM changes")
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
@@ -445,7 +463,6 @@ class Ledger:
             "UPDATE images SET label = c.label FROM changes c WHERE c.digest = images.digest AND c.label IS NOT NULL"
         )
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
-        return self._changed_slots()
 
     def swapped_classes(self) -> list[str]:
         """After `reconcile`: a sentence about each two classes that exchanged most of their images."""
@@ -471,7 +488,8 @@ class Ledger:
         )
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
 
-    def _changed_slots(self) -> list[int]:
+    def changed_slots(self) -> list[int]:
+        """After `reconcile` or `decode_all_again`: the slots of the changed images."""
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
@@ -635,6 +653,7 @@ def save_compact(ledger: Path, path: Path) -> None:
 
 def _without_journal(db: sqlite3.Connection) -> None:
     """The file is a scratch copy until it is published."""
+    db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     db.execute("PRAGMA journal_mode = OFF")
     db.execute("PRAGMA synchronous = OFF")
 
@@ -728,7 +747,7 @@ def _source_uri(source: str) -> str:
     return source.rstrip("/")
 
 
-def _decode_order(entry: FileEntry, in_order: bool) -> int:
+def decode_order(entry: FileEntry, in_order: bool) -> int:
     """The sort key of an image: held-out splits first, so an image that is also in ``train`` is held out.
 
     Within a split, a hash of the name decides, or the name itself if ``in_order``. Exported images keep their order.

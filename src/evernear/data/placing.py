@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from evernear.data.group_table import Members
 from evernear.data.groups import Grouping
@@ -9,7 +10,7 @@ from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.reviewed import TRAINING
 from evernear.data.sources.names import is_reviewed
-from evernear.data.splits import choose_group_split, choose_split
+from evernear.data.splits import choose_group_split, choose_split, split_fractions
 from evernear.settings import DataSettings
 
 
@@ -18,7 +19,8 @@ class Placer:
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
         """Continue at the images of ``ledger``; ``candidates`` are the splits that the source leaves open."""
-        self._settings, self._candidates, self._ledger, self._group = settings, candidates, ledger, group
+        self._candidates, self._ledger, self._group = candidates, ledger, group
+        self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
         self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
         for shard in ledger.shards().values():
             for label, count in shard.label_counts.items():
@@ -66,8 +68,8 @@ class Placer:
     def _choose(self, label: str, digest: bytes, group: str, members: Members, candidates: tuple[Split, ...]) -> Split:
         counts = self._counts[label]
         if not group:
-            return choose_split(digest, counts, candidates, self._settings)
-        return _followed(members, candidates) or choose_group_split(group, counts, candidates, self._settings)
+            return choose_split(digest, counts, self._fractions(candidates))
+        return _followed(members, candidates) or choose_group_split(group, counts, self._fractions(candidates))
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:

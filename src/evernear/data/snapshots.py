@@ -1,6 +1,6 @@
 """The snapshots of a dataset in the store, and the pointer to the newest one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -11,7 +11,6 @@ from evernear.common.store import Store
 from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_digests
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.errors import ConflictError, IntegrityError
-from evernear.settings import DataSettings
 
 # A ledger is stored whole again after this many sets of changes, or if together they exceed this fraction of its size.
 _MAX_CHANGES = 20
@@ -31,15 +30,6 @@ class DatasetHead(Frozen):
     """Counts `Snapshots.interrupt_ingests`."""
 
 
-class Checkpoint(Frozen):
-    """An unfinished ingest: the images that it has stored so far, and the settings that apply to them."""
-
-    settings: DataSettings
-    manifest: Manifest
-    parent_ledger: tuple[str, ...] = ()
-    """The ledger of the manifest's parent when the ingest began."""
-
-
 class Snapshots:
     """The snapshots of the dataset ``name``."""
 
@@ -48,7 +38,6 @@ class Snapshots:
         self._head_key = f"{DATASETS}{name}/head.json"
         self._head_etag: str | None = None
         self._interrupts = 0
-        self._checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
         self._ledger: tuple[str, ...] = ()
         self._changes_bytes = 0
 
@@ -68,7 +57,7 @@ class Snapshots:
         return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``; `publish` and `checkpoint` then store only its changes."""
+        """Copy the ledger of a snapshot to ``path``; `publish` then stores only its changes."""
         self._ledger, self._changes_bytes = _ledger_of(manifest), 0
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
@@ -119,29 +108,19 @@ class Snapshots:
         else:
             self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
-    def resume(self, settings: DataSettings, parent: Manifest | None) -> Manifest | None:
-        """The checkpoint of an ingest with the same settings that was killed after ``parent`` was published, if any."""
-        stored = self.store.find(self._checkpoint_key)
-        if stored is None:
-            return None
-        try:
-            checkpoint = Checkpoint.from_json(stored[0], f"{self.store.uri}/{self._checkpoint_key}")
-        except IntegrityError:  # another version of evernear wrote it
-            return None
-        begun_with = checkpoint.manifest.parent, checkpoint.parent_ledger
-        current = begun_with == ((parent.digest, _ledger_of(parent)) if parent else (None, ()))
-        if not current or checkpoint.settings != _of_content(settings):
-            return None
-        return checkpoint.manifest.model_copy(update={"store_uri": self.store.uri})
+    def parts_folder(self, parent: Manifest | None) -> str:
+        """Where the ingests that begin with the snapshot ``parent`` have their parts; ends with a slash."""
+        return parts_folder(self.name, parent.digest if parent else None)
 
-    def checkpoint(
-        self, settings: DataSettings, manifest: Manifest, parent: Manifest | None, ledger: Ledger, scratch: Path
-    ) -> None:
-        """Store ``manifest`` for `resume`; readers do not see it, and it is ignored once ``parent`` is replaced."""
-        manifest = self._with_ledger(manifest, ledger, scratch).model_copy(update={"store_uri": ""})
-        parent_ledger = _ledger_of(parent) if parent else ()
-        checkpoint = Checkpoint(settings=_of_content(settings), manifest=manifest, parent_ledger=parent_ledger)
-        self.store.put(self._checkpoint_key, checkpoint.to_json())
+    def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
+        """Delete those parts of ingests whose keys are obsolete.
+
+        Raises:
+            StoreError: the store is unreachable, or its keys may not delete.
+        """
+        for info in self.store.list(parts_prefix(self.name)):
+            if is_obsolete(info.key):
+                self.store.delete(info.key)
 
     def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
         """Make ``manifest`` the newest snapshot.
@@ -189,7 +168,7 @@ class Snapshots:
         self.store.put_if(
             self._head_key, DatasetHead(digest=head.digest, interrupts=head.interrupts + 1).to_json(), etag
         )
-        self.store.delete(self._checkpoint_key)
+        self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
         """Store the ledgers of ``manifests`` without anything about removed images, and delete all others."""
@@ -266,11 +245,16 @@ class Snapshots:
         return manifest
 
 
+def parts_prefix(name: str) -> str:
+    """Where the ingests of the dataset ``name`` have their parts (`evernear.data.plan`)."""
+    return f"{DATASETS}{name}/parts/"
+
+
+def parts_folder(name: str, parent: str | None) -> str:
+    """As `Snapshots.parts_folder`, by the digest of the parent."""
+    return f"{parts_prefix(name)}{parent or 'first'}/"
+
+
 def _ledger_of(manifest: Manifest) -> tuple[str, ...]:
     """The files of a snapshot's ledger: the whole one, and later changes."""
     return manifest.ledger_sha256, *manifest.ledger_changes
-
-
-def _of_content(settings: DataSettings) -> DataSettings:
-    """The settings without those that do not affect the images."""
-    return settings.model_copy(update={"requests_in_flight": 1, "decode_threads": 1})

@@ -22,20 +22,17 @@ def split_fractions(candidates: Collection[Split], settings: DataSettings) -> di
     return {**fractions, "train": 1.0 - sum(fractions.values())}
 
 
-def choose_split(
-    digest: bytes, counts: Mapping[Split, int], candidates: Collection[Split], settings: DataSettings
-) -> Split:
-    """The split, out of ``candidates``, of a new image of a class that has ``counts`` images.
+def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
+    """The split, out of those of ``fractions``, of a new image of a class that has ``counts`` images.
 
     The first image of a class goes to the gallery: without one the class cannot be recognized. Then the digest decides,
     unless a split has fallen behind its share of the class: by any amount in a class of less than 20 images, by more
     than 1 image up to 40, and by more than 2 in larger classes. So a class of ten has test images, and in a large class
     the order of the images hardly matters.
     """
-    fractions = split_fractions(candidates, settings)
     if fractions.get("gallery") and not counts["gallery"]:
         return "gallery"
-    total = sum(counts[split] for split in fractions) + 1
+    total = 1 + sum(counts[split] for split in fractions)
     behind: dict[Split, float] = {split: total * fraction - counts[split] for split, fraction in fractions.items()}
     furthest_behind = max(behind, key=behind.__getitem__)
     if behind[furthest_behind] > min(_MAX_BEHIND, total // _EXACT_IMAGES):
@@ -43,21 +40,18 @@ def choose_split(
     return hash_split(digest, fractions)
 
 
-def choose_group_split(
-    group: str, counts: Mapping[Split, int], candidates: Collection[Split], settings: DataSettings
-) -> Split:
+def choose_group_split(group: str, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
     """The split of a new group, whose first image is of a class that has ``counts`` groups.
 
     The first three groups of a class go to train, test and gallery, so that a class of two groups is already tested
     with images of another scene. Train images fill an empty gallery. After them, `choose_split` decides by the hash of
     the group's name.
     """
-    fractions = split_fractions(candidates, settings)
     for split in _FIRST_GROUPS:
         if fractions.get(split) and not counts[split]:
             return split
     digest = hashlib.sha256(group.encode(errors="surrogateescape")).digest()
-    return choose_split(digest, counts, candidates, settings)
+    return choose_split(digest, counts, fractions)
 
 
 def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:

@@ -38,7 +38,7 @@ from evernear.common.store import Store
 from evernear.common.store.lease import Lease
 from evernear.data.manifest import Manifest, Shard, manifest_key
 from evernear.data.shards import Dataset, remove_cached
-from evernear.data.snapshots import DATASETS, Snapshots
+from evernear.data.snapshots import DATASETS, Snapshots, parts_prefix
 from evernear.data.writer import shard_key
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX, cached_digests
 from evernear.errors import ConflictError, IntegrityError
@@ -151,7 +151,8 @@ class _Forgetting:
         self._embeddings = list(self._stale_embeddings())
         has_affected = any(dataset.affected or dataset.shards for dataset in self._datasets)
         self._checkpoints = [info.key for info in store.list(CHECKPOINTS)] if has_affected else []
-        self._parts = [info.key for info in store.list(PARTS)] if has_affected else []
+        parts = (PARTS, *map(parts_prefix, names)) if has_affected else ()
+        self._parts = [info.key for prefix in parts for info in store.list(prefix)]
         self._pages = list(self._stale_pages())
         self._given = self._labels_given()
         self._queries = dict(self._affected_queries())

@@ -6,7 +6,7 @@ It then deletes, in this order:
 - records of runs that made no remaining release, except the newest records
 - training checkpoints, except checkpoints that may belong to a training interrupted
   after the newest release
-- parts of steps and their results, by the same rule as checkpoints
+- parts of steps other than ingest and their results, by the same rule as checkpoints
 - cached embeddings of networks without a remaining release, and of shards that begin
   with a removed image. A frozen network has cached backbone features instead.
 - pretrained weights without a remaining release, by the same rule as checkpoints
@@ -40,15 +40,12 @@ from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
 from evernear.maintenance.forget import CHECKPOINTS
-from evernear.maintenance.references import Unreadable, datasets, references
+from evernear.maintenance.references import RESUMABLE, Unreadable, datasets, references
 from evernear.release.pruning import prune_releases, surplus_releases
 from evernear.release.records import ARCHIVES, MANIFESTS, RELEASES
 from evernear.release.registry import Registry
 from evernear.settings.weight_packages import WEIGHTS
 
-RESUMABLE = timedelta(days=7)
-"""Maximum age of the checkpoint of an interrupted training.
-Older checkpoints are deleted."""
 PUBLISHING = timedelta(hours=1)
 """Maximum age of an archive without a record that may belong to a publish in
 progress."""
@@ -301,7 +298,8 @@ def _datasets(listed: Sequence[ObjectInfo], needs: _Needs) -> Iterator[Surplus]:
     for info in listed:
         if info.key not in needs:
             unneeded[info.key.removeprefix(DATASETS).split("/")[1]].append(info)
-    yield _group("unfinished ingests", "another ingest has finished since", unneeded["checkpoint.json"])
+    why = f"another ingest has finished since, or nobody has continued them for {RESUMABLE.days} days"
+    yield _group("unfinished ingests", why, [*unneeded["parts"], *unneeded["checkpoint.json"]])
     yield _group("snapshots", "neither the newest nor of a remaining release", unneeded["manifests"])
     for folder in ("ledgers", "shards"):
         yield _group(folder, "of no remaining snapshot", unneeded[folder])

@@ -2,7 +2,7 @@
 unfinished ingest and published release in a store needs.
 
 The roots are ``store.json``, ``datasets/<name>/head.json``,
-``datasets/<name>/checkpoint.json``, ``releases/manifests/``, ``releases/champion.json``
+``datasets/<name>/parts/``, ``releases/manifests/``, ``releases/champion.json``
 and its history. A release needs its archive, the snapshot that it was built from, and
 the snapshot that its network was trained on. A snapshot needs its manifest, its ledger
 and its shards.
@@ -12,6 +12,8 @@ and its shards.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -19,7 +21,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.common.store.identity import IDENTITY
 from evernear.data.manifest import Manifest, find_manifest, ledger_key, manifest_key
-from evernear.data.snapshots import DATASETS, Checkpoint, DatasetHead, Snapshots
+from evernear.data.snapshots import DATASETS, DatasetHead, Snapshots, parts_folder
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.release.manifest import NETWORK_DESCRIPTION_FILE, ReleaseManifest
@@ -27,6 +29,8 @@ from evernear.release.promotions import CHAMPION, HISTORY, Promotion
 from evernear.release.records import MANIFESTS, PRUNED, Record
 from evernear.release.registry import Registry
 
+RESUMABLE = timedelta(days=7)
+"""Age up to which the parts of a step, or the checkpoint of a training, that was interrupted may be continued."""
 NEWEST = "the newest snapshot of"
 """The owner of a newest snapshot's objects. The dataset's name follows."""
 _Document = TypeVar("_Document", bound=Frozen)
@@ -100,18 +104,19 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
     elif head is not None:
         yield Reference(head_key, owner)
         yield from snapshot_references(store, name, head.digest, owner)
-    checkpoint_key = f"{DATASETS}{name}/checkpoint.json"
-    try:
-        stored = store.find(checkpoint_key)
-        if stored is None:
-            return
-        checkpoint = Checkpoint.from_json(stored[0], checkpoint_key)
-    except IntegrityError:  # ingest ignores it too
-        return
-    parent = head.digest if head is not None and not isinstance(head, Unreadable) else None
-    if not isinstance(head, Unreadable) and checkpoint.manifest.parent == parent:
-        yield Reference(checkpoint_key, owner)
-        yield from _of_manifest(checkpoint.manifest, f"the unfinished ingest of {name}")
+    if not isinstance(head, Unreadable):
+        yield from _of_unfinished_ingests(store, name, head.digest if head else None)
+
+
+def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Iterator[Reference]:
+    """Yield all parts of an ingest that began with the newest snapshot, unless nobody has continued it for days."""
+    resumable = datetime.now(UTC) - RESUMABLE
+    folder = parts_folder(name, parent)
+    ingests = groupby(store.list(folder), key=lambda info: info.key.removeprefix(folder).partition("/")[0])
+    for _, objects in ingests:
+        listed = list(objects)
+        if max(info.modified for info in listed) >= resumable:
+            yield from (Reference(info.key, f"the unfinished ingest of {name}") for info in listed)
 
 
 def _is_first_ingest(store: Store, name: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from evernear.settings.group import check_group
+from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
@@ -82,6 +83,13 @@ class DataSettings(Section):
     requests_in_flight: int = Field(
         default=32, ge=1, le=64, description="Files to read concurrently, from a bucket or a folder."
     )
+    nodes: Nodes = Field(default=1, description="Nodes that read and decode the files of a bucket, as ``index.nodes``.")
+    part_names: int = Field(
+        default=20_000,
+        ge=1,
+        description="Files of a part: what is decoded and stored at a time, and at most lost if the ingest is killed. A"
+        " part has at most 1 GiB of files, and of pixels.",
+    )
     decode_threads: int = Field(default=0, ge=0, description="Threads that decode images; 0: one per available CPU.")
 
     @field_validator("bit_depth")
@@ -107,6 +115,11 @@ class DataSettings(Section):
             source = f"table:{source}"
         kind, _, path = source.partition(":")
         return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
+
+    def location(self) -> str:
+        """The path or URI of the source, without its kind; a name for those that are built in."""
+        kind, _, path = self.source.partition(":")
+        return path if kind in PATH_KINDS and path else self.source
 
     @model_validator(mode="after")
     def _has_splits(self) -> Self:

@@ -11,7 +11,8 @@ from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.shards import Dataset
-from evernear.data.snapshots import Checkpoint, Snapshots
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources.folder import Folder
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings
 
@@ -85,19 +86,22 @@ def test_manifest_of_an_earlier_version_is_read_from_the_store_that_has_it(tmp_p
     assert ingest_source(settings, copied.uri).digest == manifest.digest
 
 
-def test_checkpoint_does_not_name_its_store(tmp_path: Path) -> None:
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
+def test_unfinished_ingest_continues_in_a_moved_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = (open_store((tmp_path / name).as_uri()) for name in ("before", "after"))
+    settings = DataSettings(source=f"folder:{tmp_path / 'images'}", size_px=8, channels="gray")
     write_images(tmp_path / "images", 12, seed=0)
-    store = open_store((tmp_path / "store").as_uri())
-    manifest = ingest_source(settings, store.uri)
-    foreign = manifest.model_copy(update={"store_uri": "s3://elsewhere", "parent": manifest.digest})
-    ledger = (manifest.ledger_sha256, *manifest.ledger_changes)
-    normalized = settings.model_copy(update={"requests_in_flight": 1, "decode_threads": 1})
-    checkpoint = Checkpoint(settings=normalized, manifest=foreign, parent_ledger=ledger)
-    store.put(f"datasets/{manifest.name}/checkpoint.json", checkpoint.to_json())
-    resumed = Snapshots(store, manifest.name).resume(settings, manifest)
-    assert resumed is not None
-    assert resumed.store_uri == store.uri
+    with monkeypatch.context() as killing:
+        killing.setattr(Snapshots, "publish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ingest_source(settings, before.uri)
+    copy(before, after)
+    assert not any(before.uri.encode() in after.get(info.key) for info in after.list(""))
+    monkeypatch.setattr(Folder, "read", interrupt)
+    assert images(Dataset(ingest_source(settings, after.uri), after)) == 24
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"digest": 1}'])

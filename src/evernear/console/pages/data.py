@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from evernear.console.services import Services
 from evernear.console.web import after_warm_up, page, png
-from evernear.data.ingest import dataset_name
+from evernear.data.listing import dataset_name
 from evernear.data.manifest import SPLITS, Manifest, find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset

@@ -105,7 +105,7 @@ class PackedFiles(FileSource):
         Raises:
             DataError: a file is broken, or no longer has one of its images.
         """
-        for file, group in groupby(entries, key=lambda entry: self._file_of(entry.name)):
+        for file, group in groupby(entries, key=lambda entry: self.file_of(entry.name)):
             wanted = {entry.name.removeprefix(f"{file}/"): entry for entry in group}
             with self._opened(file) as path:
                 for member, data in self._images(path, file, wanted):
@@ -195,8 +195,8 @@ class PackedFiles(FileSource):
         with tempfile.TemporaryDirectory(prefix="evernear-packed-") as scratch:
             yield self._store.fetch(file, Path(scratch, "file"))
 
-    def _file_of(self, name: str) -> str:
-        """The file of an image: the shortest part of its name that ends with one of the suffixes."""
+    def file_of(self, name: str) -> str:
+        """The file of an image, by its name: the shortest part of its name that ends with one of the suffixes."""
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
         if match is None:

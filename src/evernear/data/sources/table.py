@@ -10,6 +10,7 @@ import sqlite3
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from evernear.common.class_names import class_name, spelled
@@ -54,7 +55,7 @@ class Table(FileSource):
             raise DataError(f"The table {location} does not exist.")
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
-        self._readers: dict[str, Callable[[str], bytes]] = {}
+        self._reader = cache(_reader)
         self._db: sqlite3.Connection | None = None
 
     def entries(self) -> Iterator[FileEntry]:
@@ -68,7 +69,6 @@ class Table(FileSource):
         splits = self._load(self._db)
         self._db.execute("CREATE INDEX rows_by_key ON rows (bucket, key)")
         for (bucket,) in self._db.execute("SELECT DISTINCT bucket FROM rows WHERE bucket != ''").fetchall():
-            self._readers[bucket] = open_store(_S3 + bucket).reader()
             self._find_objects(self._db, bucket)
         self.chosen_splits = splits.chosen_splits
         missing, folder = NameSample(), ""
@@ -92,7 +92,7 @@ class Table(FileSource):
         uri = f"{self._root}/{name}" if self._in_bucket and not name.startswith(_S3) else name
         if uri.startswith(_S3):
             bucket, _, key = uri.removeprefix(_S3).partition("/")
-            return self._readers[bucket](key)
+            return self._reader(bucket)(key)
         path = Path(self._root, name)
         with disk_errors(path):
             return path.read_bytes()
@@ -235,6 +235,10 @@ class Table(FileSource):
             f"{self._file_name} names files that do not exist in {self._root}: {_sample(missing)}; correct the paths,"
             f" restore the files, or remove the rows.{slashes}"
         )
+
+
+def _reader(bucket: str) -> Callable[[str], bytes]:
+    return open_store(_S3 + bucket).reader()
 
 
 def _sample(names: NameSample) -> str:

@@ -1,0 +1,149 @@
+"""How a dataset stores images: as its newest snapshot does, or else from the settings and a sample of the images."""
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from itertools import islice
+
+from evernear.data.decoding import ImageForm, read_image
+from evernear.data.ledger import Ledger
+from evernear.data.manifest import Manifest
+from evernear.data.preprocess import Resize, bit_depth_of, decode_inspected, is_gray
+from evernear.data.reduction import BIT_DEPTHS, BitDepth
+from evernear.data.sources import ArraySource, FileEntry, FileSource
+from evernear.data.sources.packed import PackedFiles
+from evernear.errors import DataError
+from evernear.settings import DataSettings
+
+Shape = tuple[int, int, int]
+
+MAX_SIZE_PX = 128
+"""Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
+expect more, see `evernear.steps.ingest`."""
+_SAMPLED_FILES = 101
+_SAMPLED_AT_ONCE = 4
+_FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
+
+
+def choose_form(
+    settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None
+) -> ImageForm:
+    """How the dataset stores the images of ``source``, whose listing is in ``ledger``.
+
+    Raises:
+        DataError: the settings ask for another form than the ``parent`` snapshot has, or no image can be decoded.
+    """
+    sample = _Sample(settings, source, ledger)
+    shape = _shape(settings, sample, parent)
+    return ImageForm(shape, _resize(settings, parent), _bit_depth(settings, sample, parent))
+
+
+def _shape(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> Shape:
+    channels = {"auto": None, "gray": 1, "color": 3}[settings.channels]
+    if parent is not None:
+        default = parent.shape
+    elif settings.size_px and channels:
+        return settings.size_px, settings.size_px, channels
+    else:
+        default = sample.shape()
+    shape = (settings.size_px or default[0], settings.size_px or default[1], channels or default[2])
+    if parent is not None and shape != parent.shape:
+        raise DataError(
+            f"The dataset {parent.name!r} contains images of {_dimensions(parent.shape)}, but the settings"
+            f" (data.size_px, data.channels) ask for {_dimensions(shape)}; leave them out, or start over with"
+            " another --workdir or store."
+        )
+    return shape
+
+
+def _dimensions(shape: Shape) -> str:
+    return " x ".join(str(n) for n in shape)
+
+
+def _resize(settings: DataSettings, parent: Manifest | None) -> Resize:
+    if parent is None or settings.resize in ("auto", parent.resize):
+        return parent.resize if parent is not None else settings.resize
+    raise DataError(
+        f"The images of the dataset {parent.name!r} were resized by data.resize={parent.resize}, and the settings ask "
+        f"for {settings.resize}; give the new one another name (data.dataset)."
+    )
+
+
+def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | None) -> BitDepth:
+    asked: BitDepth | None = next((depth for depth in BIT_DEPTHS if depth == settings.bit_depth), None)
+    if parent is None:
+        return asked or sample.bit_depth()
+    if asked not in (None, parent.bit_depth):
+        raise DataError(
+            f"The 16-bit images of the dataset {parent.name!r} were read with data.bit_depth={parent.bit_depth}, "
+            f"and the settings ask for {asked}; leave it out, or start over with another --workdir or store."
+        )
+    return parent.bit_depth
+
+
+class _Sample:
+    """What images of a source are like, from about `_SAMPLED_FILES` of them; nothing is read before it is asked."""
+
+    def __init__(self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger) -> None:
+        self._settings, self._source, self._ledger = settings, source, ledger
+
+    def shape(self) -> Shape:
+        """(H, W, C) of the dataset.
+
+        If most images have one size, that is it. Otherwise the dataset is square, with the median of the shorter
+        sides, because photographs are upright as well as wide. A side is at most ``data.max_size_px``. The dataset is
+        gray if most images are.
+        """
+        if not isinstance(self._source, FileSource):
+            return *next(self._source.blocks()).images.shape[1:], 1
+        first = _first_file_shape(self._source, self._ledger, self._settings)
+        shapes = [shape for shape, _ in self._files]
+        sizes = [shape[:2] for shape in shapes]
+        height, width = statistics.mode(sizes) if sizes else first[:2]
+        if 2 * sizes.count((height, width)) < len(sizes):
+            height = width = statistics.median_low(min(size) for size in sizes)
+        scale = min(1.0, (self._settings.max_size_px or MAX_SIZE_PX) / max(height, width))
+        grays = sum(channels == 1 for *_, channels in shapes)
+        channels = (1 if 2 * grays > len(shapes) else 3) if shapes else first[2]
+        return max(1, round(height * scale)), max(1, round(width * scale)), channels
+
+    def bit_depth(self) -> BitDepth:
+        """The smallest bit depth that contains the values of all 16-bit files; 16 if there are none."""
+        used: list[BitDepth] = [depth for _, depth in self._files if depth]
+        return max(used) if used else 16
+
+    @cached_property
+    def _files(self) -> list[tuple[Shape, BitDepth | None]]:
+        """Shape and bit depth of the sampled files. Except for 16-bit files, their headers are enough."""
+        source = self._source
+        if not isinstance(source, FileSource):
+            return []
+
+        def describe(image: tuple[FileEntry, bytes | None]) -> tuple[Shape, BitDepth | None] | None:
+            with suppress(DataError):
+                file = read_image(source, image[0], self._settings.max_pixels, image[1])
+                turned = file.orientation >= _FIRST_TRANSPOSED
+                height, width = (file.width_px, file.height_px) if turned else (file.height_px, file.width_px)
+                return (height, width, 1 if is_gray(file) else 3), bit_depth_of(file)
+            return None
+
+        with ThreadPoolExecutor(min(self._settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
+            if isinstance(source, PackedFiles):  # a sample of all of them would read all files
+                images = source.read_in_order(islice(self._ledger.in_order(), _SAMPLED_FILES))
+            else:
+                images = ((entry, None) for entry in self._ledger.sample(_SAMPLED_FILES))
+            described = pool.map(describe, images)
+            return [file for file in described if file is not None]
+
+
+def _first_file_shape(source: FileSource, ledger: Ledger, settings: DataSettings) -> Shape:
+    reason = ""
+    for entry in ledger.in_order():
+        try:
+            image = decode_inspected(read_image(source, entry, settings.max_pixels), 16).image
+        except DataError as error:
+            reason = reason or str(error)
+        else:
+            return image.height, image.width, 1 if image.mode == "L" else 3
+    raise DataError(f"No image in {settings.source} can be decoded; the first: {reason}")

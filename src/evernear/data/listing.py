@@ -1,0 +1,105 @@
+"""List a source: record its files and labels in the ledger of the dataset."""
+
+import re
+from itertools import chain
+
+from evernear.common.output import quantity
+from evernear.data.groups import Grouping
+from evernear.data.ledger import Ledger
+from evernear.data.sources import ArraySource, FileSource, name_of
+from evernear.data.sources.packed import PackedFiles
+from evernear.errors import DataError, SettingsError
+from evernear.settings import DataSettings
+
+_MAX_NAMES = 5
+
+
+def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
+    """The name of the dataset of a source.
+
+    Raises:
+        SettingsError: ``data.dataset`` is not a valid name.
+    """
+    name = settings.dataset or (name_of(settings.moved_from) if settings.moved_from else source.name)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,62}", name):
+        raise SettingsError(f"data.dataset={name!r} is not valid: use lower-case letters, digits, '.', '_' and '-'.")
+    return name
+
+
+def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> None:
+    """Record the listing of a source and the labels in it.
+
+    Raises:
+        DataError: there are no images, or there is only one class.
+    """
+    ledger.normalize_labels()
+    labels: set[str] = set()
+    if isinstance(source, FileSource):
+        if isinstance(source, PackedFiles):
+            source.remembered = ledger.members
+        ledger.list_files(source.entries(), in_order=isinstance(source, PackedFiles))
+        ledger.forget_unlisted()
+        ledger.record_empty_folders(source.empty_folders)
+        ledger.record_hidden_folders(source.hidden_folders)
+        ledger.record_notes(source.notes)
+        if not ledger.count_listed():
+            raise DataError(
+                f"{uri} contains no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
+                f"<split>/<class>/.{_left_out(source)}"
+            )
+    else:
+        labels.update(entry.label for entry in source.entries())
+    labels.update(ledger.labels_listed())
+    if len(labels) < 2:
+        only = min(labels)
+        raise DataError(
+            f"{uri} contains images of only one class ({only!r}); a recognizer needs at least two. If {only!r} contains"
+            " the class folders, use it as the source."
+        )
+    ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
+
+
+def require_one_source(ledger: Ledger, name: str, source: str) -> None:
+    """Reject two sources that would become one dataset only because their names are alike.
+
+    Raises:
+        DataError: ``source`` is not a source of the dataset yet, which has others.
+    """
+    if others := ledger.other_sources():
+        raise DataError(
+            f"The dataset {name!r} was made from {others[0]}, and {source} would be added to it. If the images have"
+            f" moved, set data.moved_from={others[0]}. If they belong together, set data.dataset={name}. Otherwise"
+            " start over with another --workdir or store."
+        )
+
+
+def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
+    """Require that ``data.group`` fits at least one name of the source.
+
+    Raises:
+        DataError: it fits none.
+    """
+    entries = chain(ledger.in_order(), () if isinstance(source, FileSource) else source.entries())
+    if settings.group and not any(group(entry.name, entry.label) for entry in entries):
+        example = next(chain(ledger.in_order(), source.entries())).name
+        raise DataError(
+            f"data.group={settings.group} finds a group in none of the names of {settings.source}, such as {example};"
+            " correct it, or leave it out."
+        )
+
+
+def _left_out(source: FileSource) -> str:
+    """A sentence about the files of a source that are no images in a class folder; empty without any."""
+    notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
+    count = sum(note.count for note in notes)
+    names = [name for note in notes for name in note.names][:_MAX_NAMES]
+    if not count:
+        return ""
+    more = " and more" if count > len(names) else ""
+    return f" {quantity(count, 'file was', 'files were')} left out: {', '.join(names)}{more}."
+
+
+def _natural_order(label: str) -> tuple[list[str | int], str]:
+    """Sort key that puts 2 before 10, and orders labels that differ in case only."""
+    words = re.split(r"(\d+)", label.lower())
+    return [int(word) if i % 2 else word for i, word in enumerate(words)], label

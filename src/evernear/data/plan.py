@@ -1,0 +1,135 @@
+"""Plan the parts of an ingest, and run them: files to decode, by ranges of the order in which they are decoded.
+
+That order, and with it the parts, follow from the listing alone. An ingest that was killed and is run again first
+finishes the parts that it planned, then plans the files that have come since. Plans are numbered::
+
+    datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...   see `evernear.data.decode_part`
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from heapq import merge
+from itertools import groupby
+from uuid import uuid4
+
+from evernear.common.disk import sha256_bytes
+from evernear.common.parts import OpenWorker, Parts
+from evernear.common.store import Store
+from evernear.data.decode_part import KIND, IngestPart, LostPartsError, Shared, open_here, stored_outcomes
+from evernear.data.decoding import DecodedImage, DecodeFailure, ImageForm
+from evernear.data.ledger import Ledger, decode_order
+from evernear.data.manifest import Manifest
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import FileEntry, FileSource
+from evernear.data.sources.packed import PackedFiles
+from evernear.errors import EvernearError
+from evernear.settings import DataSettings
+
+RunParts = Callable[[Parts, OpenWorker], object]
+"""Runs all parts that have no result; the `OpenWorker` opens the worker of this process."""
+PART_SIZE_BYTES = 2**30
+"""Largest size of a part: of its files, and of their pixels in the form of the dataset."""
+_OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "reread"}
+"""Settings that do not affect what a file is."""
+
+
+def parts_folder(
+    snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, adopt: bool
+) -> str:
+    """The folder of the plans of an ingest. ``adopt`` those of an earlier one with the same beginning, if any."""
+    ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
+    # With the names of all settings, because another version could not read the plans.
+    begun = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {ledger} {decoder}"
+    key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
+    return f"{snapshots.parts_folder(parent)}{key[:16]}"
+
+
+def planned_form(store: Store, folder: str) -> ImageForm | None:
+    """The form of the images in an ingest that was killed: another sample of the files may show another one."""
+    parts = Parts.find(store, f"{folder}/0")
+    return Shared.model_validate(parts.plan.shared).form if parts else None
+
+
+def decode_in_parts(
+    source: FileSource,
+    settings: DataSettings,
+    form: ImageForm,
+    ledger: Ledger,
+    store: Store,
+    folder: str,
+    run: RunParts,
+    on_files: Callable[[int], None],
+) -> list[Parts]:
+    """Decode the pending files of ``ledger``. Return the plans whose parts have the results, the newest first.
+
+    Raises:
+        LostPartsError: another ingest of the same files finished, and deleted the parts.
+        EvernearError: a part failed.
+    """
+    plans: list[Parts] = []
+
+    def run_plan(parts: Parts) -> None:
+        try:
+            run(parts, partial(open_here, source, settings, form, on_files))
+        except EvernearError as error:
+            if Parts.find(store, parts.folder) is None:
+                raise LostPartsError("Another ingest of the same files finished in the meantime.") from error
+            raise
+
+    while (earlier := Parts.find(store, f"{folder}/{len(plans)}")) is not None:
+        with suppress(EvernearError):  # files may be gone since; the next plan has those that are not
+            run_plan(earlier)
+        ledger.note_decoded(_decoded(earlier))
+        plans.insert(0, earlier)
+    if ledger.count_to_decode():
+        parts = cut(ledger.to_decode(page=1024), source, settings.part_names, math.prod(form.shape))
+        shared = Shared(settings=settings, form=form).model_dump(mode="json")
+        plans.insert(0, Parts.make(store, f"{folder}/{len(plans)}", KIND, shared, parts))
+        run_plan(plans[0])
+    return plans
+
+
+def _decoded(parts: Parts) -> Iterator[tuple[str, str]]:
+    """Name and etag of the files that parts have decoded. A file that was broken then is read again."""
+    return ((entry.name, entry.etag) for entry, outcome in stored_outcomes(parts) if outcome.fault is None)
+
+
+def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
+    """Parts of at most ``names`` files and `PART_SIZE_BYTES`, or of one file.
+
+    Files that contain many images are not divided between parts, because each part would read all of one.
+    """
+    names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
+    part, size_bytes = list[FileEntry](), 0
+    for unit in _units(entries, source):
+        unit_bytes = sum(entry.size_bytes for entry in unit)
+        if part and (len(part) + len(unit) > names or size_bytes + unit_bytes > PART_SIZE_BYTES):
+            yield IngestPart(units=len(part), entries=tuple(part))
+            part, size_bytes = [], 0
+        part += unit
+        size_bytes += unit_bytes
+    if part:
+        yield IngestPart(units=len(part), entries=tuple(part))
+
+
+def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[FileEntry]]:
+    """What one part reads: a file, or the images in a file."""
+    if isinstance(source, PackedFiles):
+        return (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
+    return ([entry] for entry in entries)
+
+
+def in_order(
+    results: list[Iterator[DecodedImage | DecodeFailure]], source: FileSource
+) -> Iterator[DecodedImage | DecodeFailure]:
+    """Merge the results of several plans in the order in which one plan would decode the files."""
+
+    def order(result: DecodedImage | DecodeFailure) -> tuple[int, str]:
+        entry = result.entry
+        if isinstance(source, PackedFiles):
+            return decode_order(entry, in_order=True), source.file_of(entry.name)
+        return decode_order(entry, in_order=False), entry.name
+
+    return merge(*results, key=order)

@@ -1,0 +1,229 @@
+"""An ingest in parts: the snapshot does not depend on the parts, on who ran them, or on kills in between."""
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evernear.common.parts import OpenWorker, Parts, Processes, run_parts
+from evernear.common.store import FileStore, open_store
+from evernear.data import plan
+from evernear.data.decode_part import IngestPart, open_worker
+from evernear.data.ingest import ingest_source, run_here
+from evernear.data.manifest import Manifest
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources.folder import Folder
+from evernear.errors import StoreError
+from evernear.maintenance.references import references
+from evernear.settings import DataSettings
+
+RunIngest = Callable[..., Manifest]
+
+
+@pytest.fixture
+def varied(tree: Path, make_image) -> Path:
+    """`tree` with copies, copies under another label, a broken file, one that is no image, and frames of scenes."""
+    for number in range(0, 30, 3):
+        (tree / "1" / f"copy-{number:03}.png").write_bytes(make_image(number))
+    for number in range(1, 20, 3):
+        (tree / "10" / f"other-{number:03}.png").write_bytes(make_image(number))
+    (tree / "2" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    (tree / "2" / "readme").write_bytes(b"This is a text that is longer than the signature of an image.")
+    for number in range(60):
+        (tree / "2" / f"scene{number // 6}-{number}.png").write_bytes(make_image(500 + number))
+    return tree
+
+
+@pytest.fixture
+def ingest(tmp_path: Path) -> RunIngest:
+    """``ingest(source, run, **settings)`` ingests with ``run`` as what runs the parts."""
+
+    def ingest(source: Path | str, run: plan.RunParts = run_here, **settings: object) -> Manifest:
+        source = f"folder:{source}" if isinstance(source, Path) else source
+        values = {"source": source, "shard_size_bytes": 2**16, **settings}
+        return ingest_source(DataSettings.model_validate(values), (tmp_path / "store").as_uri(), run=run)
+
+    return ingest
+
+
+def parts_of(store: Path) -> list[Path]:
+    return [path for path in (store / "datasets").rglob("parts/**/*") if path.is_file()]
+
+
+def found(manifest: Manifest) -> object:
+    return manifest.digest, manifest.problems, manifest.problem_counts, manifest.groups_sha256
+
+
+@pytest.mark.parametrize("settings", [{}, {"group": "stem"}])
+def test_snapshot_does_not_depend_on_the_parts(varied: Path, ingest: RunIngest, make_image, settings) -> None:
+    counts: list[int] = []
+
+    def run(parts: Parts, open_here: OpenWorker) -> None:
+        counts.append(parts.plan.parts)
+        # The last parts first: their order does not count either.
+        worker = open_here(parts)
+        for number in reversed(range(parts.plan.parts)):
+            parts.save_result(number, worker(number, parts.part(number)))
+
+    names = {"one": 1000, "three": 70, "eight": 26, "many": 1}
+    first = {name: ingest(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()}
+    assert counts == [1, 3, 8, 198]
+    assert {"undecodable", "duplicate", "conflicting_labels", "not_an_image"} <= first["one"].problem_counts.keys()
+    for number in range(2000, 2030):
+        (varied / "1" / f"scene{number // 7}-{number}.png").write_bytes(make_image(number))
+    for path in sorted((varied / "2").glob("scene*"))[::5]:
+        path.rename(varied / "1" / path.name)
+    second = {name: ingest(varied, run, dataset=name, part_names=size, **settings) for name, size in names.items()}
+    for manifests in (first, second):
+        assert [found(manifest) for manifest in manifests.values()] == [found(manifests["one"])] * len(names)
+    assert first["one"].digest != second["one"].digest
+
+
+def test_processes_that_open_the_source_themselves_decode_the_same(varied: Path, ingest: RunIngest) -> None:
+    def run(parts: Parts, _: OpenWorker) -> None:
+        run_parts(parts, Processes(2, open_worker), lambda *_: None)
+
+    assert found(ingest(varied, run, dataset="two", part_names=50)) == found(ingest(varied, dataset="one"))
+
+
+def test_ingest_that_was_killed_ends_as_if_it_began_now(
+    varied: Path, ingest: RunIngest, make_image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are gone, new or changed since do not matter, and the parts that were finished are not read again."""
+
+    finished: set[str] = set()
+
+    def killed(parts: Parts, open_here: OpenWorker) -> None:
+        worker = open_here(parts)
+        for number in (0, 2, 3):
+            parts.save_result(number, worker(number, parts.part(number)))
+            finished.update(entry.name for entry in IngestPart.from_json(parts.part(number), "").entries)
+        decoded = IngestPart.from_json(parts.part(2), "").entries
+        waiting = IngestPart.from_json(parts.part(4), "").entries
+        (varied / waiting[0].name).unlink()
+        (varied / decoded[0].name).unlink()
+        (varied / decoded[1].name).write_bytes(make_image(3000))
+        finished.difference_update((decoded[1].name, "2/broken.png"))
+        (varied / "1" / "new.png").write_bytes(make_image(3001))
+        raise KeyboardInterrupt
+
+    form = {"size_px": 6, "channels": "gray", "bit_depth": 16, "part_names": 20}
+    with pytest.raises(KeyboardInterrupt):
+        ingest(varied, killed, dataset="killed", **form)
+    read: list[str] = []
+    real_read = Folder.read
+    monkeypatch.setattr(Folder, "read", lambda folder, name: read.append(name) or real_read(folder, name))
+    continued = ingest(varied, dataset="killed", **form)
+    assert not finished.intersection(read)
+    assert found(continued) == found(ingest(varied, dataset="whole", **form))
+    assert finished.intersection(read)
+
+
+def test_ingest_that_loses_its_parts_to_another_one_starts_over(
+    varied: Path, ingest: RunIngest, tmp_path: Path
+) -> None:
+    for moment in ("before", "after"):
+        others: list[Manifest] = []
+
+        def raced(parts: Parts, open_here: OpenWorker, moment: str = moment, others: list[Manifest] = others) -> None:
+            if moment == "after":
+                run_here(parts, open_here)
+            if not others:
+                others.append(ingest(varied, dataset=moment))
+            run_here(parts, open_here)
+
+        manifest = ingest(varied, raced, dataset=moment)
+        assert found(manifest) == found(others[0])
+        assert parts_of(tmp_path / "store") == []
+
+
+def test_damaged_result_is_decoded_again(varied: Path, ingest: RunIngest, tmp_path: Path) -> None:
+    damaged: list[Path] = []
+
+    def run(parts: Parts, open_here: OpenWorker) -> None:
+        run_here(parts, open_here)
+        if not damaged:
+            damaged.append(next(path for path in parts_of(tmp_path / "store") if path.suffix == ".raw"))
+            damaged[0].write_bytes(b"")
+
+    assert found(ingest(varied, run, dataset="damaged")) == found(ingest(varied, dataset="whole"))
+    assert damaged
+
+
+def test_keys_that_may_not_delete_leave_parts_that_nothing_needs(
+    varied: Path, ingest: RunIngest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise StoreError("403")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", refused)
+        manifest = ingest(varied, dataset="photos")
+        assert ingest(varied, dataset="photos").digest == manifest.digest
+    store = open_store((tmp_path / "store").as_uri())
+    left = {info.key for info in store.list("datasets/photos/parts/")}
+    needed = {reference.key for reference in references(store)}
+    assert left - needed
+    assert all(manifest.digest in key for key in left & needed), "the broken file was read again"
+    Snapshots(store, "photos").interrupt_ingests()
+    assert parts_of(tmp_path / "store") == []
+
+
+def test_part_is_limited_by_the_bytes_of_its_files_and_pixels(
+    varied: Path, ingest: RunIngest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[list[int]] = []
+
+    def run(parts: Parts, open_here: OpenWorker) -> None:
+        each = [IngestPart.from_json(parts.part(number), "").entries for number in range(parts.plan.parts)]
+        sizes.append([sum(entry.size_bytes for entry in entries) for entries in each])
+        run_here(parts, open_here)
+
+    monkeypatch.setattr(plan, "PART_SIZE_BYTES", 2**12)
+    whole = ingest(varied, run, dataset="small")
+    assert len(sizes[0]) > 3
+    assert max(sizes[0]) <= 2**12
+    assert found(ingest(varied, run, dataset="large", size_px=60)) != found(whole)
+    assert len(sizes[1]) == 198, "one image has 3,600 bytes of pixels"
+
+
+def test_file_of_many_images_is_in_one_part(tmp_path: Path, make_image, ingest: RunIngest) -> None:
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    for number in range(5):
+        with tarfile.open(folder / f"train-{number}.tar", "w") as tar:
+            for member in range(8):
+                image = make_image(100 * number + member)
+                for suffix, data in ((".png", image), (".cls", str(member % 2).encode())):
+                    info = tarfile.TarInfo(f"{member * 5 % 8}{suffix}")
+                    info.size = len(data)
+                    tar.addfile(info, io.BytesIO(data))
+    names: list[list[set[str]]] = []
+
+    def run(parts: Parts, open_here: OpenWorker) -> None:
+        each = [IngestPart.from_json(parts.part(number), "").entries for number in range(parts.plan.parts)]
+        names.append([{entry.name.split("/")[0] for entry in entries} for entries in each])
+        run_here(parts, open_here)
+
+    source = f"webdataset:{folder}"
+    manifests = [ingest(source, run, dataset=f"of-{size}", part_names=size) for size in (1, 16, 1000)]
+    assert [len(parts) for parts in names] == [5, 3, 1]
+    assert sum(map(len, names[1])) == 5
+    assert len({manifest.digest for manifest in manifests}) == 1
+
+
+def test_table_in_a_bucket_is_read_by_a_process_that_did_not_list_it(bucket: str, make_image, tmp_path: Path) -> None:
+    store = open_store(f"s3://{bucket}/images")
+    rows = [f"{number}.png,{'ab'[number % 2]}" for number in range(12)]
+    for number in range(12):
+        store.put(f"{number}.png", make_image(number))
+    store.put("table.csv", "\n".join(["path,label", *rows]).encode())
+
+    def run(parts: Parts, _: OpenWorker) -> None:
+        run_here(parts, open_worker)
+
+    settings = DataSettings(source=f"table:{store.uri}/table.csv")
+    manifest = ingest_source(settings, (tmp_path / "store").as_uri(), run=run)
+    assert sum(shard.count for shard in manifest.shards) == 12
