@@ -40,7 +40,7 @@ class TaskPolicy(NamedTuple):
 
 
 POLICIES = {
-    "ingest": TaskPolicy(12 * HOUR_S, reads_images=True, searches_gallery=True),
+    "ingest": TaskPolicy(PARTS_S, reads_images=True, searches_gallery=True),
     "validate": TaskPolicy(HOUR_S),
     "train": TaskPolicy(DAY_S, reads_images=True),
     "export": TaskPolicy(HOUR_S, reads_images=True),

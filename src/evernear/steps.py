@@ -49,13 +49,12 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         from evernear.data.manifest import SPLITS, save_manifest
         from evernear.data.sources import open_source
         from evernear.deployment import open_target
+        from evernear.kubeflow.nodes import IngestNodes, require_nodes
 
         chosen = of_run(settings, **parameters, store=store)
         open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
         open_target(chosen).require_deployable()  # an error here saves hours of training
-        if (chosen.index.nodes, chosen.evaluation.nodes) != (1, 1):
-            from evernear.kubeflow.nodes import require_nodes
-
+        if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
             require_nodes(chosen)
         if chosen.index.backend != FAISS:
             with index_backend(chosen.index.backend) as backend:
@@ -68,9 +67,12 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         if chosen.train.weights and not images.max_size_px:
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
         swaps: list[str] = []
-        manifest = ingest_source(images, chosen.store_uri, running.report, swaps.append)
+        nodes = IngestNodes(chosen, running.report)
+        manifest = ingest_source(images, chosen.store_uri, running.report, swaps.append, nodes.run)
         save_manifest(manifest, Path(dataset))
-        RunRecord(open_store(chosen.store_uri), run).save(settings=chosen.model_dump(mode="json"))
+        RunRecord(open_store(chosen.store_uri), run).save(
+            settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran
+        )
         counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
         height, width, channels = manifest.shape
         per_split = [manifest.label_counts(split) for split in SPLITS]
@@ -80,6 +82,7 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             running.summary += f"; {quantity(manifest.groups, 'group')}"
         if manifest.bit_depth < 16:
             running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
+        running.summary += nodes.ran.summary() if nodes.ran else ""
         running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
     # Argo copies them several times per step. All settings would make it compress the status of the workflow, and KFP's
     # API server does not read a compressed status: it would no longer report the last steps.

@@ -20,7 +20,7 @@ from evernear import steps
 from evernear.common.parts import FINAL_EXIT_CODE, Part, Parts, PartsRecord, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
-from evernear.data.manifest import save_manifest
+from evernear.data.manifest import load_manifest, save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ClusterError, PartError, SettingsError
@@ -299,6 +299,34 @@ def test_pods_of_the_template_meet_the_restricted_standard(manifests: Objects) -
 def test_indexes_of_a_status() -> None:
     assert indexes("") == frozenset()
     assert indexes("0-2,7,9-10") == {0, 1, 2, 7, 9, 10}
+
+
+@pytest.mark.slow
+def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, bucket: str, tmp_path: Path) -> None:
+    source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
+    random = np.random.default_rng(0)
+    for number in range(60):
+        Image.fromarray(random.integers(0, 255, (8, 8), np.uint8)).save(tmp_path / "image.png")
+        source.put(f"{number % 2}/{number}.png", tmp_path / "image.png")
+    source.put("1/broken.png", b"\x89PNG\r\n\x1a\n broken")
+    job = SETTINGS.model_dump(include={"namespace", "image"})
+    snapshots: list[Any] = []
+    for run, nodes in (("on-nodes", 3), ("alone", 1)):
+        data = {"source": source.uri, "dataset": run, "nodes": nodes, "part_names": 10}
+        out = str(tmp_path / run)
+        steps.ingest(run, store.uri, {}, {"data": data, "parts_job": job}, out)
+        manifest = load_manifest(Path(out))
+        snapshots.append((manifest.digest, manifest.problems, manifest.problem_counts))
+    assert snapshots[0] == snapshots[1]
+    assert snapshots[0][2] == {"undecodable": 1}
+    assert {(call.verb, call.kind.name) for call in loopback.calls} == {
+        ("get", "PodTemplate"), ("create", "Job"), ("get", "Job"), ("delete", "Job")
+    }  # fmt: skip
+    assert jobs(loopback) == []
+    ran = RunRecord(store, "on-nodes").find("parts_ingest", PartsRecord)
+    assert ran is not None
+    assert (ran.nodes, ran.parts, ran.retries) == (3, 7, 0)
+    assert not [info.key for info in store.list("datasets/") if "/parts/" in info.key]
 
 
 @pytest.mark.slow

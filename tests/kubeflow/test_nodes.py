@@ -9,7 +9,7 @@ from evernear.common.parts import Part, Parts, PodUsage, Worker, run_parts
 from evernear.common.store import open_store
 from evernear.errors import SettingsError
 from evernear.kubeflow import nodes as nodes_module
-from evernear.kubeflow.nodes import WORTH_A_NODE_S, Auto, StepNodes, nodes_for, require_nodes
+from evernear.kubeflow.nodes import WORTH_A_NODE_S, Auto, StepNodes, nodes_for, nodes_of_ingest, require_nodes
 from evernear.settings import RunSettings, load, of_run
 
 IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
@@ -78,17 +78,44 @@ def test_nodes_are_limited_by_work_parts_and_the_setting(left_s: float, parts: i
     assert nodes_for(left_s, parts, max_nodes) == nodes
 
 
-@pytest.mark.parametrize("section", ["index", "evaluation"])
+@pytest.mark.parametrize("section", ["data", "index", "evaluation"])
 def test_several_nodes_need_a_bucket_and_an_image(section: str) -> None:
-    folder = RunSettings.model_validate({section: {"nodes": 2}, "store": "file:///data/store", "parts_job": JOB})
+    tree = {"data": {"source": "s3://images"}, "store": "file:///data/store", "parts_job": JOB}
+    tree[section] = {"nodes": 2, **(tree["data"] if section == "data" else {})}
+    folder = RunSettings.model_validate(tree)
     with pytest.raises(SettingsError, match=r"Other nodes cannot reach the store, file:///data/store; use s3://"):
         require_nodes(folder)
-    bucket = RunSettings.model_validate({section: {"nodes": 2}, "store": "s3://bucket", "parts_job": JOB})
+    bucket = RunSettings.model_validate({**tree, "store": "s3://bucket"})
     require_nodes(bucket)
     for missing, sentence in (("image", "set parts_job.image"), ("namespace", "set parts_job.namespace")):
         job = bucket.parts_job.model_copy(update={missing: ""})
         with pytest.raises(SettingsError, match=sentence):
             require_nodes(bucket.model_copy(update={"parts_job": job}))
+
+
+@pytest.mark.parametrize(
+    ("source", "location"),
+    [("digits", "digits"), ("folder:/data/images", "/data/images"), ("table:/data/table.csv", "/data/table.csv")],
+)
+def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str) -> None:
+    chosen = RunSettings.model_validate(
+        {"data": {"nodes": 2, "source": source}, "store": "s3://bucket", "parts_job": JOB}
+    )
+    with pytest.raises(SettingsError, match=rf"Other nodes cannot reach the source, {location}; use s3://.*one node"):
+        require_nodes(chosen)
+    data = chosen.data.model_copy(update={"nodes": "auto"})
+    auto = chosen.model_copy(update={"data": data})
+    require_nodes(auto)
+    assert nodes_of_ingest(auto) == 1
+
+
+@pytest.mark.parametrize("source", ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images"])
+def test_source_in_a_bucket_may_use_several_nodes(source: str) -> None:
+    for nodes in (2, "auto"):
+        data = {"nodes": nodes, "source": source}
+        chosen = RunSettings.model_validate({"data": data, "store": "s3://bucket", "parts_job": JOB})
+        require_nodes(chosen)
+        assert nodes_of_ingest(chosen) == nodes
 
 
 @pytest.mark.parametrize("store", ["file:///data/store", "s3://bucket"])

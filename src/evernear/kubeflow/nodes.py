@@ -1,5 +1,5 @@
 """Choose where the parts of a step run: in the step's process, or on several nodes
-(`index.nodes`, `evaluation.nodes`).
+(`data.nodes`, `index.nodes`, `evaluation.nodes`).
 
 The Kubernetes client is imported only if a step uses other nodes.
 """
@@ -82,6 +82,19 @@ class StepNodes:
         return IndexedJob(nodes, self.chosen.parts_job, self.chosen.kubernetes, self.report)
 
 
+class IngestNodes:
+    """Runs the parts of an ingest according to `data.nodes`."""
+
+    def __init__(self, chosen: RunSettings, report: Callable[[str], None]) -> None:
+        self._nodes = StepNodes(nodes_of_ingest(chosen), chosen, report)
+        self.ran: PartsRecord | None = None
+        """The last plan that ran in pods. An ingest that continues after a kill has several plans."""
+
+    def run(self, parts: Parts, open_here: OpenWorker) -> None:
+        """Run all parts in ``parts`` that have no result, as `StepNodes.run`."""
+        self.ran = self._nodes.run(parts, open_here, {}) or self.ran
+
+
 @dataclass(frozen=True)
 class Auto:
     """Runs parts in this process until the remaining time,
@@ -125,20 +138,36 @@ def nodes_for_uris(nodes: str, *uris: str) -> Nodes:
         SettingsError: ``nodes`` is neither a number above 0 nor ``auto``, or is above 1 and other nodes cannot reach
             one of the ``uris``.
     """
-    from evernear.kubeflow.indexed_job import require_shared
-
     try:
         chosen = TypeAdapter[Nodes](Nodes).validate_python(nodes)
     except ValidationError:
         raise SettingsError(f"nodes is {nodes!r}; set a number above 0, or auto.") from None
+    return _reaching(chosen, "the images and predictions", *uris)
+
+
+def nodes_of_ingest(chosen: RunSettings) -> Nodes:
+    """Return `data.nodes`, or 1 for ``auto`` if other nodes cannot reach the source.
+
+    Raises:
+        SettingsError: it is a number above 1, and other nodes cannot reach the source.
+    """
+    return _reaching(chosen.data.nodes, "the source", chosen.data.location())
+
+
+def _reaching(nodes: Nodes, what: str, *uris: str) -> Nodes:
+    """Return ``nodes``, or 1 for ``auto`` if other nodes cannot reach ``what``."""
+    if nodes == 1:
+        return 1
+    from evernear.kubeflow.indexed_job import require_shared
+
     try:
-        for uri in uris if chosen != 1 else ():
-            require_shared(uri, "the images and predictions")
+        for uri in uris:
+            require_shared(uri, what)
     except SettingsError:
-        if chosen == AUTO:
+        if nodes == AUTO:
             return 1
         raise
-    return chosen
+    return nodes
 
 
 def require_nodes(chosen: RunSettings) -> None:
@@ -148,9 +177,10 @@ def require_nodes(chosen: RunSettings) -> None:
         SettingsError: a step requests several nodes, and the store is a directory, or
             no image or namespace is known.
     """
-    for nodes in (chosen.index.nodes, chosen.evaluation.nodes):
+    for nodes in (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes):
         if nodes not in (1, AUTO):
             _require_nodes(chosen)
+    nodes_of_ingest(chosen)
 
 
 def _require_nodes(chosen: RunSettings) -> None:

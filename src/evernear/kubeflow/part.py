@@ -24,6 +24,10 @@ def worker_of(kind: str) -> OpenWorker:
     Raises:
         SettingsError: a different version of evernear made the plan.
     """
+    if kind == "ingest":
+        from evernear.data.decode_part import open_worker
+
+        return open_worker
     if kind == "embed":
         from evernear.embedding.embed import open_worker
 
