@@ -1,8 +1,9 @@
 """Ingest in parts: ``python -m benchmarks.scale.ingest_parts``.
 
-A folder of PNG files, 28 x 28 gray, is ingested twice by processes that run ``python -m evernear.part``, as the pods of
-an Indexed Job do, one after the other: all files as one part, and in four parts. With four nodes, the step would take
-as long as the longest part and the stages in the step's own process: list, plan, combine and publish.
+A folder of PNG files, 28 x 28 gray, is ingested twice by processes that run
+``python -m evernear.kubeflow.part``, as the pods of an Indexed Job do, one after the other:
+all files as one part, and in four parts. With four nodes, the step would take as long as the
+longest part and the stages in the step's own process: list, plan, combine and publish.
 
 CPU time is what a node with as many cores needs at least; it does not depend on what else the machine does.
 """
