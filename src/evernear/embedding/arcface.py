@@ -1,4 +1,4 @@
-"""ArcFace: softmax over angles with an additive margin, and the module that trains a network with it."""
+"""ArcFace, a softmax over angles with an additive margin, and the training module."""
 
 import math
 from collections.abc import Iterable
@@ -12,22 +12,24 @@ from evernear.embedding.network import build_network
 from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7
-"""Probability of the true class that the softmax must be able to reach, without label smoothing."""
+"""True-class probability that the softmax must be able to reach without label smoothing."""
 HIGHEST_SMOOTHED_PROBABILITY = 0.999
-"""The same with label smoothing, whose targets are well below 1: a lower scale makes the loss less steep."""
+"""True-class probability that the softmax must be able to reach with label smoothing.
+The smoothed targets are well below 1, and a lower scale makes the loss less steep."""
 MIN_CLASSES_TO_SAMPLE = 10_000
-"""With at least this many classes, a training step computes the logits of a random sample of the classes only."""
+"""Number of classes from which a training step computes logits only for a random sample."""
 SAMPLE_RATE = 0.1
-"""Fraction of the classes to sample, at which Partial FC is as accurate as with all classes."""
+"""Fraction of the classes to sample. At this rate, Partial FC is as accurate as with all
+classes."""
 
 
 class ArcFace(nn.Module):
     r"""Additive angular margin logits (Deng et al. 2019, "ArcFace", arXiv:1801.07698, equation 3).
 
     With :math:`\theta_j` the angle between an embedding and the center of class j, the logit of the true class is
-    :math:`s \cos(\theta_y + m)` and every other logit is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi` the
-    cosine would rise again. There the logit is :math:`s (\cos \theta_y - m \sin m)`, as in the authors' code, so that
-    it keeps falling with the angle.
+    :math:`s \cos(\theta_y + m)` and every other logit is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the
+    cosine would rise again. The logit there is :math:`s (\cos \theta_y - m \sin m)`, as
+    in the authors' code, so that it still decreases as the angle grows.
 
     The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids the arccosine. The sine is clamped to
     `MIN_SINE` because the gradient of a square root is infinite at 0.
@@ -44,9 +46,11 @@ class ArcFace(nn.Module):
     def forward(
         self, embeddings: Tensor, labels: Tensor | None = None, margin: float = 0.0, sampled: Tensor | None = None
     ) -> Tensor:
-        """Logits (N, classes) of ``embeddings`` (N, D). If ``labels`` (N,) are passed, ``margin`` (radians) applies.
+        """Logits (N, classes) of ``embeddings`` (N, D).
 
-        With ``sampled`` (S,), only the logits (N, S) of these classes are computed, and ``labels`` index into it.
+        If ``labels`` (N,) are passed, ``margin`` (radians) applies. With ``sampled``
+        (S,), only the logits (N, S) of the sampled classes are computed, and ``labels``
+        are indices into ``sampled``.
         """
         centers = self.centers if sampled is None else self.centers[sampled]
         cosine = F.linear(F.normalize(embeddings), F.normalize(centers))
@@ -63,8 +67,9 @@ class ArcFace(nn.Module):
 def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
     """The smallest scale at which a softmax over ``classes`` classes can assign the true class a probability near 1.
 
-    It is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414, equation 6, for `HIGHEST_PROBABILITY`, or
-    `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale only sharpens the loss of hard images.
+    The scale is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414,
+    equation 6, for `HIGHEST_PROBABILITY`, or `HIGHEST_SMOOTHED_PROBABILITY` with label
+    smoothing. A larger scale only sharpens the loss of hard images.
     """
     highest = HIGHEST_SMOOTHED_PROBABILITY if label_smoothing else HIGHEST_PROBABILITY
     odds = highest / (1 - highest)
@@ -72,14 +77,16 @@ def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
 
 
 def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Sample the classes of a training step; return them and the positions of ``labels`` (N,) in the sample.
+    """Sample the classes of a training step.
 
-    ``batch_labels`` are the labels of the whole batch; ``labels`` may be the part of one process.
+    Return the sampled classes and the positions of ``labels`` (N,) in the sample.
+    ``batch_labels`` are the labels of the whole batch. ``labels`` may be the part of the
+    batch that one process trains on.
 
     With `MIN_CLASSES_TO_SAMPLE` classes or more, the sample consists of the classes of the batch and `SAMPLE_RATE` of
     all classes, drawn at random (An et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of
-    Face Recognition CNNs by Partial FC", arXiv:2203.15565), so that the network dominates the time of a step. With
-    fewer classes, the sample is None, which means all classes.
+    Face Recognition CNNs by Partial FC", arXiv:2203.15565). The network then dominates
+    the step time. With fewer classes, the sample is None, which means all classes.
     """
     if classes < MIN_CLASSES_TO_SAMPLE:
         return None, labels
@@ -102,7 +109,7 @@ class TrainingModule(nn.Module):
         precision: torch.dtype,
         network: nn.Module | None = None,
     ) -> None:
-        """Train ``network``, by default the one of ``architecture`` with random weights."""
+        """Train ``network``, by default a network of ``architecture`` with random weights."""
         super().__init__()
         self.network = network or build_network(architecture)
         self.classes, self.label_smoothing = classes, settings.label_smoothing
@@ -114,7 +121,7 @@ class TrainingModule(nn.Module):
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
         """Cross-entropy of ``images`` (N, C, H, W) with ``labels`` (N,), averaged over the members.
 
-        ``batch_labels`` are the labels of the whole batch; see `sample_classes`.
+        ``batch_labels`` are the labels of the whole batch. See `sample_classes`.
         """
         sampled, positions = sample_classes(labels, self.classes, batch_labels)
         losses = [

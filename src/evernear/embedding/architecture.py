@@ -1,4 +1,4 @@
-"""What a network is built from, apart from its weights."""
+"""The architecture that a network is built from."""
 
 from evernear.common.frozen import Frozen
 from evernear.data.preprocess import NetworkInput
@@ -13,15 +13,17 @@ class Architecture(Frozen):
     """Mean of each channel over the training images, with pixels scaled to 0..1."""
     std: tuple[float, ...]
     patch_px: int
-    """Side of the patches whose pixels become channels before the first convolution."""
+    """Side length, in pixels, of the patches whose pixels become channels before the
+    first convolution."""
     width: int
-    """Channels of the first convolution."""
+    """Number of output channels of the first convolution."""
     embedding_dim: int
-    """Dimensions of the whole embedding, of which each ensemble member computes an equal part."""
+    """Number of dimensions of the whole embedding. Each ensemble member computes an equal
+    part of the dimensions."""
     members: int = 1
     backbone: str = "compact"
-    """A name in `evernear.embedding.network.MEMBERS`, or a timm model (`evernear.embedding.timm_member`), to which
-    ``input`` and ``frozen`` apply."""
+    """A name in `evernear.embedding.network.MEMBERS`, or a timm model
+    (`evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm models."""
     input: NetworkInput | None = None
     frozen: bool = False
     """Whether only an affine map of the backbone's features was fitted or trained."""

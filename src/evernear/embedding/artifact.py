@@ -1,4 +1,4 @@
-"""The trained network on disk: weights, the architecture that they belong to, and the training history."""
+"""The trained network on disk: its weights, its architecture and its training history."""
 
 import io
 from collections.abc import Mapping
@@ -22,7 +22,10 @@ HISTORY_FILE = "history.json"
 
 
 class FlipTest(Frozen):
-    """Whether mirrored images look like images of their class; see `evernear.embedding.monitor.measure_flips`."""
+    """Whether mirrored images look like images of their class.
+
+    See `evernear.embedding.monitor.measure_flips`.
+    """
 
     direction: Flip
     gallery_accuracy: float
@@ -42,20 +45,25 @@ class Epoch(Frozen):
     """Standard error of ``gallery_accuracy``."""
     duration_s: float
     flip_tests: tuple[FlipTest, ...] = ()
-    """Measured once, after the first epoch whose accuracy is clearly above chance."""
+    """The flip tests, which run once, after the first epoch whose accuracy is clearly
+    above chance."""
     skipped_steps: int = 0
-    """Steps that the time of ``train.minutes`` did not suffice for."""
+    """Number of steps that did not fit in ``train.minutes``."""
 
 
 class HeadTest(Frozen):
-    """Share of the gallery images whose nearest training image is of their class."""
+    """Share of the gallery images whose nearest training image is of the same class.
+
+    `evernear.embedding.head.compare` measures the share and decides whether the head is
+    used.
+    """
 
     whitened: float
-    """By whitened features."""
+    """The share with whitened features."""
     trained: float
-    """By the trained head."""
+    """The share with the trained head."""
     used: bool
-    """Whether the head is used: it is not significantly worse."""
+    """Whether the head is used."""
 
     def __str__(self) -> str:
         return (
@@ -70,9 +78,9 @@ class TrainingResult(Frozen):
     remedy = "run the train step again"
 
     key: str
-    """Identifies the checkpoint; see `evernear.embedding.checkpoint.checkpoint_key`."""
+    """The key of the checkpoint. See `evernear.embedding.checkpoint.checkpoint_key`."""
     best_epoch: int
-    """The epoch whose weights were saved; 0 for a frozen network, which has no epochs."""
+    """The epoch whose weights were saved, or 0 for a frozen network, which has no epochs."""
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
@@ -81,7 +89,7 @@ class TrainingResult(Frozen):
     warnings: tuple[str, ...] = ()
     """Problems that occurred during training."""
     head: HeadTest | None = None
-    """If only a head was trained."""
+    """The head test if only a head was trained, otherwise None."""
 
     @property
     def best(self) -> Epoch:
@@ -90,7 +98,10 @@ class TrainingResult(Frozen):
 
     @property
     def resumption(self) -> str:
-        """The end of a sentence on what an earlier run had trained; empty if it had trained nothing."""
+        """The end of a sentence about the epochs that an earlier run had trained.
+
+        The text is empty if no earlier run had trained any.
+        """
         if not self.resumed_after_epoch:
             return ""
         if self.resumed_after_epoch == len(self.epochs):
@@ -98,7 +109,10 @@ class TrainingResult(Frozen):
         return f", resumed after epoch {self.resumed_after_epoch}"
 
     def summary(self, limited: bool) -> str:
-        """The best epoch and its accuracy, or the head, with warnings. ``limited`` says whether time was."""
+        """The best epoch and its accuracy, or the head test, with warnings.
+
+        ``limited`` says whether the training time was limited.
+        """
         warnings = "".join(f"; WARNING: {warning}" for warning in self.warnings)
         if not self.epochs:
             return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
@@ -109,7 +123,10 @@ class TrainingResult(Frozen):
 
     @property
     def flips(self) -> str:
-        """A short text on the measured flips and whether they were used; empty if none was measured."""
+        """A short text on the measured flips and whether they were used.
+
+        The text is empty if no flip was measured.
+        """
         return ", ".join(
             f"{test.direction} flips {'used' if test.harmless else 'not used'} "
             f"(accuracy {test.gallery_accuracy:.1%} instead of {epoch.gallery_accuracy:.1%})"
@@ -119,7 +136,7 @@ class TrainingResult(Frozen):
 
 
 class TrainedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: the architecture of the weights and the data that they were trained on."""
+    """`DESCRIPTION_FILE`: the architecture, the settings and the training data of a network."""
 
     remedy = "run the train step again"
 
@@ -128,11 +145,11 @@ class TrainedNetwork(Frozen):
     exclude_labels: tuple[str, ...]
     settings: TrainSettings
     weights_sha256: str = ""
-    """Set by `save_trained`."""
+    """sha256 of `WEIGHTS_FILE`, set by `save_trained`."""
     warnings: tuple[str, ...] = ()
-    """As in `TrainingResult`."""
+    """Problems that occurred during training, as in `TrainingResult`."""
     pretrained_sha256: str | None = None
-    """sha256 of the file of pretrained weights that training started from."""
+    """sha256 of the pretrained weights file that training started from."""
 
 
 def save_trained(directory: Path, weights: dict[str, Tensor], description: TrainedNetwork) -> None:
@@ -167,5 +184,8 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """Deserialize the output of `to_bytes` onto the CPU. Only tensors and plain values are read, no pickled code."""
+    """Deserialize the output of `to_bytes` onto the CPU.
+
+    Only tensors and plain values are read. Pickled code is rejected.
+    """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

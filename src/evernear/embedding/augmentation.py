@@ -16,20 +16,21 @@ DEGREES = 10.0
 SCALE = 0.10
 SHEAR = 0.10
 SHIFT = 0.07
-"""Largest shift as a fraction of the image's side: 2 of 28 pixels."""
+"""Largest shift as a fraction of the image's side, or 2 of 28 pixels."""
 SHIFT_PER_32_PX = 2
 """Largest shift of `random_shift`, in pixels per 32 pixels of the image's side."""
 MAX_DISPLACEMENT = 0.03
 """Largest displacement of a control point of an elastic deformation, as a fraction of the image's side."""
 CONTROL_POINTS = 4
-"""Control points per side."""
+"""Number of control points per side."""
 
 
 class Draws(NamedTuple):
-    """Random numbers for each image, drawn on the CPU, so that a GPU computes the same images.
+    """Random numbers for each image, drawn on the CPU so that a GPU computes the same images.
 
-    With a ``batch_size``, the images are the part of a batch that starts at index ``first``. The numbers are drawn for
-    the whole batch, so that an image gets the same numbers whichever process augments it.
+    With a ``batch_size``, the images are the part of a batch that starts at index
+    ``first``. The numbers are drawn for the whole batch, so an image gets the same
+    numbers in whichever process augments it.
     """
 
     generator: torch.Generator
@@ -49,7 +50,10 @@ class Draws(NamedTuple):
 
 
 def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
-    """Augment each image of (N, C, H, W) at random; ``kind`` is a value of ``train.augment`` other than auto."""
+    """Augment each image of (N, C, H, W) at random.
+
+    ``kind`` is a value of ``train.augment`` other than ``auto``.
+    """
     if kind == "none":
         return images
     if kind == "shift":
@@ -62,8 +66,9 @@ def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
 def random_shift(images: Tensor, draws: Draws) -> Tensor:
     """Shift each image of (N, C, H, W) by whole pixels, up to `SHIFT_PER_32_PX` per 32 pixels of its side.
 
-    The border is filled with the image's reflection, and no pixel is interpolated: on small photographs the blur of
-    `random_affine` costs accuracy. This is the translation of airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
+    The border is filled with the image's reflection. No pixel is interpolated, because
+    the blur of `random_affine` costs accuracy on small photographs. The shift is the
+    translation of airbench94 (Jordan 2024, arXiv:2404.00498, section 3.5).
     """
     count, _, height, width = images.shape
     max_y, max_x = (max(1, round(side * SHIFT_PER_32_PX / 32)) for side in (height, width))
@@ -79,11 +84,12 @@ def random_shift(images: Tensor, draws: Draws) -> Tensor:
 def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor:
     """Rotate, scale, shear and shift each image of (N, C, H, W) by independent random amounts.
 
-    With ``elastic``, also displace a coarse grid of control points and interpolate between them by cubic splines
-    (Ronneberger et al. 2015, section 3.1, arXiv:1505.04597; for digits Simard et al. 2003, "Best Practices for
-    Convolutional Neural Networks Applied to Visual Document Analysis").
+    With ``elastic``, also displace a coarse grid of control points and interpolate
+    between the points with cubic splines (Ronneberger et al. 2015, section 3.1,
+    arXiv:1505.04597; for digits, Simard et al. 2003, "Best Practices for Convolutional
+    Neural Networks Applied to Visual Document Analysis").
 
-    Pixels outside the image repeat its border.
+    Pixels outside the image repeat the image's border.
 
     Returns:
         Float images of the same shape, in the range of the input.

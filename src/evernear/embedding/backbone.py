@@ -27,11 +27,13 @@ from evernear.settings.weight_packages import weight_package
 DEFAULT_PRETRAINED = "resnet18"
 """The backbone that ``auto`` selects if ``train.weights`` is set: small, widely available, and fast on a CPU."""
 PRIOR_IMAGES = 0.1
-"""Shrinkage of the covariance of frozen features toward equal variances, in images per dimension."""
+"""Shrinkage of the frozen features' covariance toward equal variances, in images per
+dimension."""
 MIN_GAIN = 0.4
-"""Weight of directions in which the classes do not differ: classes that are added later may differ there."""
+"""Weight of directions in which the classes do not differ. Classes that are added later
+may differ in these directions."""
 VARIANCE_RTOL = 1e-9
-"""Variances below this, relative to all others, are rounding errors."""
+"""Relative size of a variance below which the variance is a rounding error."""
 _EVERNEAR_PREFIX = "members.0.backbone."
 REASON_MAX_CHARACTERS = 200
 
@@ -40,11 +42,12 @@ Floats = NDArray[np.float64]
 
 
 def choose_backbone(settings: TrainSettings) -> str:
-    """The name of the network that ``settings`` select: one of `MEMBERS` or a model of timm.
+    """The name of the network that ``settings`` select: a name in `MEMBERS` or a timm model.
 
     Raises:
-        TrainingError: timm has no such model, ``train.weights`` is set for the compact network, or ``train.frozen``
-            without weights or with several members.
+        TrainingError: timm has no such model, ``train.weights`` is set for the compact
+            network or for a different backbone, or ``train.frozen`` is set without
+            weights or with several members.
     """
     name, package = settings.backbone, weight_package(settings.weights)
     if name == "auto":
@@ -69,10 +72,11 @@ def choose_backbone(settings: TrainSettings) -> str:
 
 
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
-    """How to crop and resize images of ``shape`` for a timm model; None if it takes them unchanged.
+    """The crop and resize of images of ``shape`` for a timm model.
 
-    A pretrained model gets the size, crop and interpolation of its pretraining. A model with a fixed input size, such
-    as a vision transformer, gets a square.
+    Return None if the model takes the images unchanged. A pretrained model gets the size,
+    crop and interpolation of its pretraining. A model with a fixed input size, such as a
+    vision transformer, gets a square.
     """
     config = _data_config(name)
     if not settings.weights and not settings.backbone_size_px:
@@ -92,7 +96,10 @@ def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings
 
 
 def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel in pretraining, averaged over the colors for gray images."""
+    """Mean and standard deviation of each channel in pretraining.
+
+    For gray images, both are averaged over the colors.
+    """
     config = _data_config(name)
     mean, std = (tuple(float(value) for value in config[key]) for key in ("mean", "std"))
     if channels == 1:
@@ -110,10 +117,12 @@ def _data_config(name: str) -> dict[str, Any]:
 
 
 def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights: Weights) -> None:
-    """Copy pretrained ``weights`` into the backbone of each member. The classifier among them is ignored.
+    """Copy pretrained ``weights`` into the backbone of each member.
+
+    The classifier's weights are ignored.
 
     Raises:
-        TrainingError: the weights belong to another architecture.
+        TrainingError: the weights belong to a different architecture.
     """
     pretrained = _load_pretrained(architecture, weights).state_dict()
     for member in network.members:
@@ -122,7 +131,10 @@ def load_weights(network: EmbeddingNetwork, architecture: Architecture, weights:
 
 @torch.inference_mode()
 def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-    """Fit ``module``, whose matrix is square, to ``batches`` of features (N, F) and classes (N,)."""
+    """Fit ``module`` to ``batches`` of features (N, F) and classes (N,).
+
+    The matrix of ``module`` must be square.
+    """
     dim = len(module.mean)
     counts, sums = np.zeros(classes), np.zeros((classes, dim))
     products = np.zeros((dim, dim))
@@ -138,22 +150,25 @@ def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes:
 
 
 def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
-    """The mean (D,) and the matrix (D, D) that whiten features and emphasize directions that separate classes.
+    """The mean (D,) and the matrix (D, D) that whiten features and emphasize class differences.
 
-    Features of a pretrained network vary most in the directions in which its original classes differ. As in linear
-    discriminant analysis (Fukunaga 1990, "Introduction to Statistical Pattern Recognition", section 10.2), they are
-    divided by their standard deviation within classes. A direction in which the class means then have a variance of v,
-    of which u is the error of the means, is multiplied by 1 - u / v, but by at least `MIN_GAIN`. The covariance is
-    shrunk as if `PRIOR_IMAGES` per dimension varied equally in all directions, because there are often fewer images
-    than features.
+    Features of a pretrained network vary most in the directions in which the original
+    classes of the network differ. As in linear discriminant analysis (Fukunaga 1990,
+    "Introduction to Statistical Pattern Recognition", section 10.2), the features are
+    divided by their standard deviation within classes. Let v be the variance of the class
+    means in one direction after this division, and u the error of the means in v. The
+    direction is multiplied by 1 - u / v, but by at least `MIN_GAIN`. Images are often
+    fewer than features, so the covariance is shrunk as if `PRIOR_IMAGES` images per
+    dimension varied equally in all directions.
 
     Args:
-        counts: (C,), images of each class.
-        sums: (C, D), sum of the features of each class.
-        products: (D, D), sum of the outer products of all features.
+        counts: (C,), the number of images of each class.
+        sums: (C, D), the sum of the features of each class.
+        products: (D, D), the sum of the outer products of all features.
 
     Returns:
-        The identity matrix if all images of each class have the same features, or each class has one image.
+        The mean and the matrix. The matrix is the identity if all images of each class
+        have the same features, or if each class has one image.
     """
     means, dim = sums / counts[:, None], len(products)
     mean, within = means.mean(axis=0), products - sums.T @ means
@@ -165,7 +180,7 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     variances, axes = np.linalg.eigh(covariance)
     whitening = axes / np.sqrt(variances)
     whitened_means = (means - mean) @ whitening
-    # The class means span few directions. In all others, the gain is the smallest.
+    # The class means span few directions. In all other directions, the gain is `MIN_GAIN`.
     _, scales, directions = np.linalg.svd(whitened_means / np.sqrt(max(1, len(counts) - 1)), full_matrices=False)
     gains = np.maximum(1 - (1 / counts).mean() / np.maximum(scales**2, VARIANCE_RTOL), MIN_GAIN)
     emphasized = (whitening @ directions.T) * (gains - MIN_GAIN) @ directions
@@ -173,9 +188,11 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
 
 
 def _load_pretrained(architecture: Architecture, weights: Weights) -> nn.Module:
-    """Load ``weights`` into a timm model, which adapts them to its number of channels and its size.
+    """Load ``weights`` into a timm model.
 
-    With the classifier removed from model (``num_classes=0``) and weights, timm requires all other keys to match.
+    timm adapts the weights to the model's number of channels and input size. The
+    classifier is removed from the model (``num_classes=0``) and from the weights. timm
+    requires all other keys to match.
     """
     trained = {
         key.removeprefix(_EVERNEAR_PREFIX): value

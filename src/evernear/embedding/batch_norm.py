@@ -13,10 +13,12 @@ from evernear.embedding import distributed
 
 
 class GlobalBatchNorm(TorchFunctionMode):
-    """A context in which `torch.nn.functional.batch_norm` normalizes by the mean and variance over all processes.
+    """A context in which `batch_norm` uses the mean and variance over all processes.
 
-    `torch.nn.SyncBatchNorm` does so on GPUs only. It also replaces layers, and timm's layers that apply an activation
-    would lose it. With a single process, nothing changes, but each function is intercepted.
+    The context replaces `torch.nn.functional.batch_norm`. `torch.nn.SyncBatchNorm`
+    supports GPUs only. It also replaces layers, and timm's normalization layers would
+    lose their activation. With a single process, results do not change, but each function
+    call is intercepted.
     """
 
     def __torch_function__(
@@ -40,8 +42,8 @@ def _batch_norm(
 ) -> Tensor:
     """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...), with statistics over all processes.
 
-    Every process must have the same number of values. The variance is the mean of squared deviations, which is more
-    accurate than the difference of the mean square and the squared mean.
+    Every process must have the same number of values. The variance is the mean of the
+    squared deviations, which is more accurate than the mean square minus the squared mean.
     """
     if not training:
         return F.batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)

@@ -1,9 +1,10 @@
 """The state of a training run, and its checkpoint in the store.
 
-A checkpoint is the object ``checkpoints/<key>/state.pt``. Its key is a hash of everything that determines the weights,
-so training resumes only from a checkpoint with the same inputs and code. The last checkpoint has no optimizer state. It
-remains in the store so that a pipeline that fails in a later step does not train again. ``checkpoints/`` may be deleted
-at any time.
+A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of everything
+that determines the weights, so training resumes only from a checkpoint with the same
+inputs and code. The last checkpoint has no optimizer state. The last checkpoint remains in
+the store, so a pipeline that fails in a later step does not train again. ``checkpoints/``
+may be deleted at any time.
 """
 
 import hashlib
@@ -32,11 +33,12 @@ class TrainingState:
     """Everything that changes during training.
 
     The best weights follow the one-standard-error rule (Breiman et al. 1984, "Classification and Regression Trees",
-    section 3.4.3), applied to epochs: the latest weights whose gallery accuracy is within one standard error of the
-    highest. On a small gallery the highest accuracy is partly luck, and a schedule that ends at a rate of zero makes
-    later weights the better ones. The criterion is accuracy and not loss: the loss rises with the network's confidence
-    in its few wrong answers while their number still falls (Guo et al. 2017, "On Calibration of Modern Neural
-    Networks", section 3, arXiv:1706.04599).
+    section 3.4.3), applied to epochs. They are the latest weights whose gallery accuracy
+    is within one standard error of the highest. On a small gallery, the highest accuracy
+    is partly luck. A schedule that ends at a rate of zero makes later weights better. The
+    criterion is accuracy rather than loss, because the loss rises with the network's
+    confidence in its few wrong answers while the number of wrong answers still falls (Guo
+    et al. 2017, "On Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class TrainingState:
 
     @property
     def result(self) -> TrainingModule:
-        """The module to measure and save: the average of the weights, if there is one."""
+        """The module to measure and save, which has the averaged weights if weights are averaged."""
         return self._module if self._average is None else cast(TrainingModule, self._average.module)
 
     def count_step(self) -> None:
-        """Add the weights after a step to their average."""
+        """Add the weights after a step to the average of the weights."""
         if self._average is not None:
             self._average.update_parameters(self._module)
 
@@ -67,7 +69,7 @@ class TrainingState:
         return completed >= settings.epochs or completed - self.best_epoch >= settings.patience_epochs
 
     def record(self, metrics: Epoch) -> None:
-        """Add a finished epoch, and copy its weights if they are the best."""
+        """Add a finished epoch, and copy the epoch's weights if they are the best."""
         self.history.append(metrics)
         highest = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
         if metrics.gallery_accuracy >= highest.gallery_accuracy - highest.gallery_accuracy_error:

@@ -14,7 +14,7 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import TrainingError
 
 BLOCK_SIZE_BYTES = 4 * 2**20
-"""Largest size of the pixels in a validation batch."""
+"""Largest size of a validation batch's pixels."""
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
@@ -23,10 +23,13 @@ def to_tensor(images: NDArray[np.uint8]) -> Tensor:
 
 
 class TrainingImages:
-    """The train and gallery splits without the excluded labels. The other labels are renumbered from 0.
+    """The train and gallery splits without the excluded labels.
+
+    The remaining labels are numbered from 0 as classes.
 
     Raises:
-        TrainingError: fewer than two labels or images to train on, or no gallery image to validate on.
+        TrainingError: the splits have fewer than two labels or images to train on, or no
+            gallery image to validate on.
     """
 
     def __init__(self, dataset: Dataset, exclude_labels: frozenset[str]) -> None:
@@ -49,16 +52,18 @@ class TrainingImages:
             )
         has_several = np.count_nonzero(gallery) > 1
         self.chance_accuracy = float(gallery.max() / gallery.sum()) if has_several else 1 / self.classes
-        """Gallery accuracy of a network that always predicts the most frequent class, or any class if it has one."""
+        """Gallery accuracy of a network that always predicts the most frequent class. If the
+        gallery has a single class, the accuracy of a random guess."""
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of exactly ``batch_size`` images (N, C, H, W) and classes (N,), indefinitely.
 
-        The train split is repeated, and reshuffled on each pass, so that a small dataset fills an epoch of any length
-        and every process gets the same number of batches. Unless labels are excluded, the batches of all ranks,
-        concatenated in order, are the batch that a single process would get.
+        The train split is repeated, and shuffled again on each pass. A small dataset
+        therefore fills an epoch of any length, and every process gets the same number of
+        batches. Unless labels are excluded, the batches of all ranks, concatenated in
+        order, are the batch that a single process would get.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
@@ -87,7 +92,7 @@ class TrainingImages:
                 yield to_tensor(images), torch.from_numpy(classes)
 
     def classes_of(self, block: Block) -> NDArray[np.int64]:
-        """The class (N,) of each image; -1 if its label is excluded."""
+        """The class (N,) of each image, or -1 if the image's label is excluded."""
         return self._class_of_label[block.labels]
 
     def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -1,7 +1,8 @@
 """Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way and also restarts them; with several nodes, a JobSet does that. The agent of
-`torchrun` starts each process in a new session, where neither Ctrl-C nor a kill of the process group would reach it.
+`torchrun` starts processes in the same way and also restarts them. With several nodes, a
+JobSet restarts the processes. This module does not use `torchrun`, whose agent starts each
+process in a new session. Neither Ctrl-C nor a signal to the process group would reach it.
 """
 
 import multiprocessing
@@ -31,7 +32,8 @@ Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time for the processes of all nodes to join: their pods may start one after the other."""
+"""Time for the processes of all nodes to join. The nodes' pods may start one after the
+other."""
 
 
 class ProcessFailedError(TrainingError):
@@ -51,10 +53,10 @@ class Node:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Node":
-        """The node that Kubeflow Trainer describes in the environment variables of torchrun.
+        """The node that Kubeflow Trainer describes in torchrun's environment variables.
 
         Raises:
-            SettingsError: a variable is missing or not a number.
+            SettingsError: a variable is missing, or a numeric variable is not a number.
         """
         try:
             return cls(
@@ -86,8 +88,8 @@ def run_processes(
     ``function`` runs in the calling process.
 
     Raises:
-        EvernearError: a process raised it; the other processes are killed.
-        ProcessFailedError: a process failed in another way or was killed.
+        EvernearError: a process raised this error. The other processes are killed.
+        ProcessFailedError: a process raised any other error or was killed.
     """
     messages: SimpleQueue[Message | EvernearError] = multiprocessing.get_context("spawn").SimpleQueue()
     rendezvous = _serve_rendezvous(node) if node.rank == 0 else None  # the server runs as long as this object exists
@@ -120,7 +122,10 @@ def run_processes(
 
 
 def _serve_rendezvous(node: Node) -> TCPStore:
-    """Start the rendezvous server: on the loopback interface, or on all interfaces if there are other nodes."""
+    """Start the rendezvous server.
+
+    It listens on the loopback interface, or on all interfaces if there are other nodes.
+    """
     if node.count > 1:
         return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)
     listener = socket.create_server((LOOPBACK, 0))
@@ -129,7 +134,7 @@ def _serve_rendezvous(node: Node) -> TCPStore:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process and size of its process group; (0, 1) outside a process group."""
+    """Rank of this process and size of its process group, or (0, 1) outside a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -141,7 +146,10 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def all_gather(values: Tensor) -> Tensor:
-    """The ``values`` (N,) of all processes, concatenated in the order of their ranks; N is the same in each."""
+    """The ``values`` (N,) of all processes, concatenated in rank order.
+
+    N must be the same in all processes.
+    """
     if not dist.is_initialized():
         return values
     parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
@@ -198,7 +206,7 @@ def _process_group(backend: str, node: Node, rank: int, processes: int) -> Gener
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process exits, also on systems without the parent-death signal of Linux."""
+    """Exit when the parent process exits, even on systems without Linux's parent-death signal."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
