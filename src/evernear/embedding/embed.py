@@ -6,8 +6,9 @@
     <folder>/embed-<identity>/<sha256>.npy        the embeddings of one part
     <folder>/embed-<identity>/network/...         the network, if other machines run parts
 
-A part is a range of whole shards, so that it has its cached embeddings to itself and its batches are the same for any
-number of machines. Its result names the object that it wrote, and combining them reads no embedding.
+A part is a range of whole shards. No two parts share a cached object, and the batches are
+the same for any number of machines. The result of a part names the object that the part
+wrote. Combining the results reads no embeddings.
 """
 
 import json
@@ -47,8 +48,8 @@ Embed = Callable[[Iterable[ShardBlocks]], Iterator[tuple[Block, Vectors]]]
 class ExportedEmbedder:
     """Embeds the images of datasets with the exported network in ``network_dir``, except those that are cached.
 
-    The cache in ``store`` has the network's embeddings or, if the network is frozen, the features of its backbone. It
-    stays as it is if ``read_only``.
+    The cache in ``store`` has the network's embeddings or, if the network is frozen, the
+    features of the network's backbone. If ``read_only``, the cache is not written.
     """
 
     def __init__(
@@ -89,15 +90,19 @@ def _apply(head: nn.Module, features: Vectors) -> Vectors:
 
 
 class EmbedPart(Part):
-    """Images of whole shards of one split, in the order of their embeddings; ``units`` are images."""
+    """Images of whole shards of one split, in the order of their embeddings.
+
+    A unit is an image.
+    """
 
     split: Split
     shards: tuple[tuple[str, dict[str, int] | None], ...]
-    """The sha256 of each shard, and the images of each label to take from it (None: all)."""
+    """The sha256 of each shard, and the number of images of each label to take from the
+    shard, or None to take all images."""
 
 
 class Shared(Frozen):
-    """What all parts share."""
+    """The values that all parts share."""
 
     dataset: str
     digest: str
@@ -118,15 +123,16 @@ def embed_dataset(
     untrained: frozenset[str] = frozenset(),
     on_images: OnImages | None = None,
 ) -> EmbeddingsDescription:
-    """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``; write shards to ``out_dir``.
+    """Embed ``splits`` of ``dataset`` with the exported network in ``network_dir``.
 
-    As `plan_embedding` and `combine_embeddings`, in this process and without another store for the result. With a
-    ``store``, embeddings are cached there; see `evernear.embedding.embedding_cache`. ``on_images`` is called after each
-    batch.
+    Write the shards to ``out_dir``. The function combines `plan_embedding`, the embedding
+    of all parts and `combine_embeddings` in this process. With a ``store``, embeddings are
+    cached there. See `evernear.embedding.embedding_cache`. ``on_images`` is called after
+    each batch.
 
     Raises:
-        IntegrityError: the network does not match its description or expects images of another shape, or the cache is
-            damaged.
+        IntegrityError: the network does not match its description or expects images of a
+            different shape, or the cache is damaged.
     """
     parts = plan_embedding(network_dir, dataset, FileStore(out_dir), "parts", untrained, splits, batch_size)
     run_parts(parts, Processes(1, partial(open_here, network_dir, dataset, store, on_images)), lambda *_: None)
@@ -143,13 +149,16 @@ def plan_embedding(
     batch_size: int = BATCH_SIZE,
     part_size_bytes: int = PART_SIZE_BYTES,
 ) -> Parts:
-    """Plan the parts in ``folder`` of ``results``, or return those of an earlier call for the same embeddings.
+    """Plan the parts in ``folder`` of ``results``.
 
-    ``untrained`` are classes that the network was not trained on; for a frozen network, all are. Train images join the
-    gallery as `joining_gallery` says. A part has shards of at most ``part_size_bytes``, or one.
+    If an earlier call planned the same embeddings, return its parts. ``untrained`` are
+    the classes that the network was not trained on. A frozen network was trained on no
+    class, so ``untrained`` is ignored. `joining_gallery` describes which train images join
+    the gallery. A part has shards of at most ``part_size_bytes`` in total, or one larger
+    shard.
 
     Raises:
-        IntegrityError: the network expects images of another shape.
+        IntegrityError: the network expects images of a different shape.
     """
     described = describe_network(network_dir)
     expected = described.preprocessing.shape
@@ -194,13 +203,16 @@ def _part(split: Split, group: list[ShardImages]) -> EmbedPart:
 def open_here(
     network_dir: Path, dataset: Dataset, cache: Store | None, on_images: OnImages | None, parts: Parts
 ) -> Worker:
-    """Open the network in ``network_dir``, and return what embeds a part. An `OpenWorker` of its last argument."""
+    """Open the network in ``network_dir``, and return a function that embeds a part.
+
+    With all arguments except ``parts`` bound, this function is an `OpenWorker`.
+    """
     embedder = ExportedEmbedder(network_dir, cache, on_images)
     return partial(_embed_part, embedder, dataset, describe_network(network_dir).embedding_dim, parts)
 
 
 def open_worker(parts: Parts) -> Worker:
-    """As `open_here`, on another machine: the network is in the folder of the parts."""
+    """Open the network in the parts folder, as `open_here` does, on a different machine."""
     shared = Shared.model_validate(parts.plan.shared)
     dataset = Dataset.find(parts.store, shared.dataset, shared.digest)
     if dataset is None:
@@ -211,14 +223,17 @@ def open_worker(parts: Parts) -> Worker:
 
 
 def network_folder(parts: Parts) -> str:
-    """Where workers on other machines find the network."""
+    """The folder from which workers on other machines fetch the network."""
     return f"{parts.folder}/network"
 
 
 def _embed_part(
     embedder: ExportedEmbedder, dataset: Dataset, dim: int, parts: Parts, number: int, value: bytes
 ) -> bytes:
-    """Write the embeddings of a part to the store under their sha256, and return its `EmbeddingShard`."""
+    """Embed a part, write its embeddings to the store under their sha256, and return the shard.
+
+    The result is the JSON of an `EmbeddingShard`.
+    """
     part = EmbedPart.from_json(value, f"part {number} in {parts.store.uri}")
     batch_size = Shared.model_validate(parts.plan.shared).batch_size
     by_hash = {shard.sha256: shard for shard in dataset.manifest.shards}
@@ -239,7 +254,9 @@ def _embed_part(
 def combine_embeddings(
     parts: Parts, network_dir: Path, dataset: Dataset, out_dir: Path, store_uri: str
 ) -> EmbeddingsDescription:
-    """Write the description of all parts' embeddings to ``out_dir``. ``store_uri`` is empty if they are in it as well.
+    """Write the description of all parts' embeddings to ``out_dir``.
+
+    ``store_uri`` is the store of the embeddings, or empty if ``out_dir`` contains them.
 
     Raises:
         MissingObjectError: a part has no result.
@@ -260,9 +277,11 @@ def combine_embeddings(
 def write_embeddings(
     embed: Embed, dim: int, dataset: Dataset, out_dir: Path, joining: dict[str, int], network_sha256: str
 ) -> None:
-    """Write the gallery, which train images are ``joining``, and the query split to ``out_dir``, as `embed_dataset`.
+    """Write the embeddings of the gallery and query splits to ``out_dir``.
 
-    ``embed`` computes the embeddings (N, ``dim``), and ``network_sha256`` stands for the network.
+    The files have the format of `embed_dataset`. ``joining`` has the number of train
+    images of each label that join the gallery. ``embed`` computes the embeddings (N,
+    ``dim``), and ``network_sha256`` identifies the network.
     """
     shards: list[EmbeddingShard] = []
     for split in ("gallery", "query"):

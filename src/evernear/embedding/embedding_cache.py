@@ -5,11 +5,12 @@
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
     embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
-For a frozen network, the features of its backbone are cached, which every head reads; see
-`evernear.embedding.features`. There is one object per shard of a dataset. A shard grows at its end, so its first
-embedded image identifies it in later snapshots. If that image is removed from the dataset, the shard is embedded again.
-Within an object, images are looked up by digest and not by position. Labels are not cached: they belong to the dataset
-and may be corrected.
+For a frozen network, the cache has the features of its backbone, which every head reads.
+See `evernear.embedding.features`. Each shard of a dataset has one object. A shard grows at
+its end, so the first embedded image identifies the shard in later snapshots. If that image
+is removed from the dataset, the shard is embedded again. Within an object, images are
+looked up by digest rather than by position. Labels are not cached, because they belong to
+the dataset and may be corrected.
 """
 
 from collections.abc import Generator
@@ -27,8 +28,8 @@ from evernear.errors import IntegrityError
 
 EMBEDDINGS_PREFIX = "embeddings/"
 MAX_BYTES = 16 * 2**30
-"""Largest size of the cached vectors of one network or view: 3 million images with 1,280 features. The vectors of
-further shards are computed again."""
+"""Largest size of the cached vectors of one network or view, enough for 3 million images
+with 1,280 features. The vectors of further shards are computed in each run."""
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
@@ -45,9 +46,10 @@ class EmbeddingCache:
 
     @contextmanager
     def open_shard(self, first_digest: NDArray[np.uint8], count: int) -> Generator["CachedShard"]:
-        """Open the shard whose first image has ``first_digest`` (32,). The body appends its ``count`` embeddings.
+        """Open the shard whose first image has ``first_digest`` (32,).
 
-        On exit, the object is replaced if any embedding is new.
+        The body of the ``with`` statement appends the shard's ``count`` embeddings. On
+        exit, the object is replaced if any embedding is new.
 
         Raises:
             IntegrityError: the cached object is damaged.
@@ -87,7 +89,7 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The embeddings of one shard: the cached ones to look up, and a file for the ones that this run computes."""
+    """The embeddings of one shard: the cached embeddings, and a file for all of the shard's embeddings."""
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file
@@ -95,13 +97,13 @@ class CachedShard:
         self._order = np.argsort(digests)
         self._digests = digests[self._order]
         self.new = 0
-        """Appended embeddings that were not cached."""
+        """Number of appended embeddings that were not cached."""
 
     def find(self, digests: NDArray[np.uint8]) -> tuple[Vectors, NDArray[np.bool_]]:
         """Look up embeddings by image ``digests`` (N, 32).
 
         Returns:
-            Embeddings (N, D), zero where not cached, and a mask (N,) of the cached ones.
+            Embeddings (N, D), zero where not cached, and a mask (N,) of the cached embeddings.
         """
         vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
         queries = _as_bytes(digests)

@@ -1,4 +1,7 @@
-"""Embeddings: a description, and objects in a store. This module does not import torch, so that an index does not."""
+"""Embeddings, which consist of a description and of objects in a store.
+
+This module does not import torch, so building an index does not import torch either.
+"""
 
 import shutil
 import tempfile
@@ -20,7 +23,7 @@ from evernear.errors import IntegrityError, MissingObjectError
 
 DESCRIPTION_FILE = "embeddings.json"
 BLOCK_SIZE = 8_192
-"""Embeddings that are read at a time: 4.5 MB at 128 dimensions."""
+"""Number of embeddings in a block, 4.5 MB at 128 dimensions."""
 _FETCHES_IN_FLIGHT = 4
 
 
@@ -33,7 +36,7 @@ class EmbeddingShard(Frozen):
     split: Split
     count: int
     reused: int = 0
-    """Embeddings that came from the cache."""
+    """Number of embeddings that came from the cache."""
 
 
 class EmbeddingsDescription(Frozen):
@@ -45,7 +48,7 @@ class EmbeddingsDescription(Frozen):
     dataset_digest: str
     dim: int
     store_uri: str = ""
-    """The store that has the shards; empty if they are beside the description."""
+    """The store that has the shards, or empty if the shards are beside the description."""
     shards: tuple[EmbeddingShard, ...]
 
     @property
@@ -74,7 +77,7 @@ class EmbeddingBlock:
 
 
 class Embeddings:
-    """The embeddings that `embed` wrote; verified, and read in blocks."""
+    """The embeddings that the embed step wrote, verified and read in blocks."""
 
     def __init__(self, description: EmbeddingsDescription, files: dict[str, Path]) -> None:
         self.description = description
@@ -84,7 +87,9 @@ class Embeddings:
 
     @staticmethod
     def open(directory: Path) -> "Embeddings":
-        """Open the embeddings whose description is in ``directory``. Those in a bucket are copied to this machine.
+        """Open the embeddings whose description is in ``directory``.
+
+        Embeddings in a bucket are copied to this machine.
 
         Raises:
             IntegrityError: the description is missing or invalid, or a shard is missing or changed.
@@ -120,7 +125,7 @@ class Embeddings:
         return sum(shard.count for shard in self.description.shards if shard.split == split)
 
     def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """Yield the embeddings of ``split`` in the dataset's order, in blocks of `BLOCK_SIZE` and at the end less."""
+        """Yield the embeddings of ``split`` in the dataset's order, in blocks of at most `BLOCK_SIZE`."""
         for shard in self.description.shards:
             if shard.split != split:
                 continue

@@ -43,16 +43,19 @@ T = TypeVar("T")
 
 
 class ExportedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: input, output and parity with the eager network of the TorchScript file next to it."""
+    """`DESCRIPTION_FILE`: the input, output and parity of the TorchScript file next to it."""
 
     remedy = "run the export step again"
 
     sha256: str
     identity: str
-    """Key of the cached vectors: sha256 of weights, architecture and code. Torch writes the same network as another
-    file in each process. That of a frozen network covers its backbone alone, whose features are cached."""
+    """Key of the cached vectors: the sha256 of the weights, architecture and code. The
+    sha256 of the file cannot be the key, because torch writes the same network as a
+    different file in each process. The key of a frozen network covers only the backbone,
+    whose features are cached."""
     features_dim: int = 0
-    """Dimensions of the cached features of a frozen network; 0: the cache has embeddings."""
+    """Number of dimensions of a frozen network's cached features, or 0 if the cache has
+    embeddings."""
     input: Literal["uint8 NCHW, 0..255"] = "uint8 NCHW, 0..255"
     embedding_dim: int
     preprocessing: Preprocessing
@@ -63,17 +66,19 @@ class ExportedNetwork(Frozen):
     backbone: str = "compact"
     frozen: bool = False
     pretrained_sha256: str | None = None
-    """As in `evernear.embedding.artifact.TrainedNetwork`."""
+    """sha256 of the pretrained weights file, as in `evernear.embedding.artifact.TrainedNetwork`."""
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue]
-    """The settings ``train.*`` that it was trained with."""
+    """The ``train.*`` settings that the network was trained with."""
 
 
 class CenteredNetwork(nn.Module):
     """A network whose unit vectors are centered and normalized again (Wang et al. 2019, arXiv:1911.04623).
 
-    ArcFace separates classes by angle, but lets all of them share a direction, in which images of unseen classes lie as
-    well. Without that direction, they are farther from the known classes (docs/decisions/0008-unknown-images.md).
+    ArcFace separates classes by angle, but lets all classes share a direction. Images of
+    unseen classes lie in this direction as well. Without the shared direction, images of
+    unseen classes are farther from the known classes
+    (docs/decisions/0008-unknown-images.md).
     """
 
     def __init__(self, network: EmbeddingNetwork, center: Tensor) -> None:
@@ -89,14 +94,14 @@ class CenteredNetwork(nn.Module):
 
 @torch.inference_mode()
 def center(network: EmbeddingNetwork, dataset: Dataset, exclude_labels: Collection[str]) -> CenteredNetwork:
-    """Center ``network`` on the mean of the classes' mean vectors in the gallery, without ``exclude_labels``."""
+    """Center ``network`` on the mean of the gallery's class means, without ``exclude_labels``."""
     images = TrainingImages(dataset, frozenset(exclude_labels))
     vectors = ((network.eval()(pixels), classes) for pixels, classes in images.gallery())
     return CenteredNetwork(network, class_center(vectors, images.classes)).eval()
 
 
 def class_center(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tensor:
-    """The mean of the classes' mean vectors, of ``batches`` of vectors (N, D) and class numbers (N,).
+    """The mean (D,) of the class means of ``batches`` of vectors (N, D) and class numbers (N,).
 
     A mean over images would follow the largest class.
     """
@@ -154,7 +159,7 @@ def _frozen(
 def centered_head(
     network: EmbeddingNetwork, features: "FrozenFeatures", dataset: Dataset, exclude_labels: frozenset[str]
 ) -> "FrozenHead":
-    """The head of a frozen ``network`` on its ``features``, centered as `center` centers a network."""
+    """The head of a frozen ``network``, centered with ``features`` as `center` centers a network."""
     from evernear.embedding.frozen_backbone import FrozenHead
 
     head, images = FrozenHead(network).eval(), TrainingImages(dataset, exclude_labels)
@@ -171,16 +176,19 @@ def export_network(
     store: Store | None = None,
     on_images: OnImages | None = None,
 ) -> ExportedNetwork:
-    """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript with its description.
+    """Center the network of ``trained_dir``, and write it to ``out_dir`` as TorchScript.
 
-    Parity is the largest absolute difference of any coordinate between the eager network and the file as it will be
-    served (read back and optimized), over images of the query split, or of the gallery if that is empty. The features
-    of a frozen network come from ``store`` if they are cached there, so parity is that of the cached features.
-    ``on_images`` is called as features are computed.
+    The description of the network is written next to it. Parity is the largest absolute
+    difference of any coordinate between the eager network and the file as it will be
+    served (read back and optimized). The difference is measured on images of the query
+    split, or of the gallery split if the query split is empty. The features of a frozen
+    network come from ``store`` if they are cached there, so the parity check covers the
+    cached features. ``on_images`` is called as features are computed.
 
     Raises:
         TrainingError: the difference exceeds ``tolerance`` or is not a number. Nothing is written.
-        IntegrityError: ``trained_dir`` has no trained network, or one for images of another shape.
+        IntegrityError: ``trained_dir`` has no trained network, or the network takes images
+            of a different shape.
     """
     trained, uncentered = load_trained(trained_dir)
     if trained.architecture.shape != dataset.shape:
@@ -229,16 +237,16 @@ def describe_network(directory: Path) -> ExportedNetwork:
     """Read the description that `export_network` wrote.
 
     Raises:
-        IntegrityError: it is missing or invalid.
+        IntegrityError: the description is missing or invalid.
     """
     return ExportedNetwork.load(directory / DESCRIPTION_FILE)
 
 
 def training_dataset(network_dir: Path, dataset: Dataset, store: Store) -> Dataset:
-    """The snapshot that a network was trained on: ``dataset``, or an earlier one of the same name.
+    """The snapshot that a network was trained on: ``dataset``, or an earlier snapshot of it.
 
     Raises:
-        IntegrityError: the store no longer has it.
+        IntegrityError: the store no longer has the snapshot.
     """
     digest = describe_network(network_dir).dataset_digest
     snapshot = dataset if digest == dataset.digest else Dataset.find(store, dataset.manifest.name, digest)
@@ -262,9 +270,10 @@ def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes
 
 
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:
-    """Load the network of an `export_network` directory, verified by its description, and optimize it for big batches.
+    """Load the network that `export_network` wrote, and optimize it for big batches.
 
-    It maps uint8 images (N, C, H, W) to unit vectors (N, D) of float32.
+    The file is verified against its description. The network maps uint8 images (N, C, H,
+    W) to unit vectors (N, D) of float32.
 
     Raises:
         IntegrityError: the file is missing, is not TorchScript, or does not match its description.
@@ -273,16 +282,17 @@ def load_network(network_dir: Path) -> torch.jit.ScriptModule:
 
 
 def load_parts(network_dir: Path) -> tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]:
-    """Load a frozen network in two parts, as `load_network`: its backbone, and the head on the backbone's features.
+    """Load a frozen network in two parts: its backbone, and the head on the backbone's features.
 
-    The backbone is not optimized yet, because it is not needed if all features are cached.
+    The file is verified as in `load_network`. The backbone is not optimized yet, because
+    it is not needed if all features are cached.
     """
     network = read_torchscript(_verified(network_dir))
     return network.backbone, freeze_parameters(network.head)
 
 
 def _verified(network_dir: Path) -> Path:
-    """The file of a network, which matches its description."""
+    """The path of the network file, after checking that the file matches its description."""
     described, file = describe_network(network_dir), network_dir / NETWORK_FILE
     if not file.is_file() or sha256_file(file) != described.sha256:
         raise IntegrityError(f"{file} is missing or does not match {DESCRIPTION_FILE}; {described.remedy}.")
@@ -291,7 +301,7 @@ def _verified(network_dir: Path) -> Path:
 
 @torch.inference_mode()
 def max_abs_difference(expected: Tensor, scripted: torch.jit.ScriptModule, images: Tensor) -> float:
-    """Largest absolute difference of any coordinate; NaN if an output is not finite."""
+    """Largest absolute difference of any coordinate, or NaN if an output is not finite."""
     return float((expected - scripted(images)).abs().max())
 
 
@@ -310,7 +320,7 @@ def _preprocessing(architecture: Architecture, manifest: Manifest) -> Preprocess
 
 
 def _first(dataset: Dataset, blocks: Callable[[Split], Iterator[T]]) -> T:
-    """The first of the ``blocks`` of the query split, or of the gallery if that is empty."""
+    """The first of the ``blocks`` of the query split, or of the gallery if the query split is empty."""
     for split in PARITY_SPLITS:
         for block in blocks(split):
             return block

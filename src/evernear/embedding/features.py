@@ -1,7 +1,7 @@
-"""Features of a frozen backbone for the images of a dataset, computed once and cached in the store.
+"""Features of a dataset's images from a frozen backbone, computed once and cached in the store.
 
-Training, export, embedding, the probe and the evaluation read the same features. An image that the backbone has seen is
-not shown to it again, in this run or a later one.
+Training, export, embedding, the probe and the evaluation read the same features. The
+backbone processes each image once, whether in this run or an earlier one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,17 +25,22 @@ from evernear.embedding.timm_member import TimmMember, feature_dim
 from evernear.embedding.torchscript import optimized
 
 BATCH_SIZE = 32
-"""Images that the backbone sees together: small enough that the activations stay in the processor's cache."""
+"""Number of images in a batch, small enough that the activations stay in the processor's
+cache."""
 
 
 class View(NamedTuple):
-    """A variant of each image, such as an augmentation, whose features are cached beside those of the plain image."""
+    """A variant of each image, such as an augmentation.
+
+    The features of a view are cached beside the features of the plain images.
+    """
 
     name: str
-    """The folder in the cache: letters, digits and hyphens. Another augmentation requires another name."""
+    """The folder in the cache, which consists of letters, digits and hyphens. A different
+    augmentation requires a different name."""
     images: Callable[[Block], NDArray[np.uint8]]
-    """Maps a block to images of the same shape (N, H, W, C). The result depends on each image alone, not on its block:
-    seed random augmentation by the image's digest."""
+    """Maps a block to images of the same shape (N, H, W, C). The result must depend on each
+    image alone and not on its block, so seed random augmentation with the image's digest."""
 
 
 class FrozenFeatures:
@@ -54,7 +59,7 @@ class FrozenFeatures:
         self._network = network
 
     def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``split`` in the order of the dataset, with the features (N, F) of their images."""
+        """Yield the blocks of ``split`` in the dataset's order, with the features (N, F) of their images."""
         return self.of(
             ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split)), view
         )
@@ -65,7 +70,7 @@ class FrozenFeatures:
         return ImageVectors(cache, self._optimized, self._on_images, view.images if view else None).of(shards)
 
     def array(self, dataset: Dataset, split: Split, view: View | None = None) -> Vectors:
-        """The features (N, F) of ``split`` in the order of the dataset, in memory."""
+        """The features (N, F) of ``split`` in the dataset's order, in memory."""
         vectors = np.empty((dataset.count(split), self.dim), np.float32)
         row = 0
         for _, features in self.blocks(dataset, split, view):
@@ -94,7 +99,7 @@ class FrozenFeatures:
 
 
 class HeadEmbedder(NamedTuple):
-    """Embeds images by a head on their features, as the exported network does."""
+    """Embeds images with a head on their features, as the exported network does."""
 
     features: FrozenFeatures
     head: nn.Module

@@ -21,14 +21,15 @@ if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.timm_member import TimmMember
 
 MAX_IMAGES_OF_START = 20_000
-"""Largest number of images for which the training of a pretrained network starts from a trained head: with more, one
-pass over them takes too long on a CPU, and a random last layer learns soon enough."""
+"""Largest number of images for which the training of a pretrained network starts from a
+trained head. With more images, one pass over them takes too long on a CPU, and a random
+last layer learns fast enough."""
 
 
 def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
     """The architecture for ``dataset``, with the preprocessing of pretrained weights if ``train.weights`` is set.
 
-    The standard deviation has a lower bound, for channels without contrast.
+    The standard deviation has a lower bound because a channel may have no contrast.
 
     Raises:
         TrainingError: ``train.backbone`` is unknown or does not fit the other settings.
@@ -48,7 +49,7 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
 
 
 def _embedding_dim(settings: TrainSettings) -> int:
-    """``train.embedding_dim``, or its default, as a multiple of the members."""
+    """``train.embedding_dim``, or the default rounded up to a multiple of the members."""
     default = 256 if settings.weights else 128
     return settings.embedding_dim or math.ceil(default / settings.members) * settings.members
 
@@ -79,12 +80,13 @@ def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
 def initialize(
     network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings, dataset: Dataset
 ) -> str | None:
-    """Load the pretrained weights of ``settings`` into ``network``; return the sha256 of their file.
+    """Load the pretrained weights of ``settings`` into ``network``, and return their file's sha256.
 
-    The store of ``dataset`` may have a copy of the weights; see `evernear.embedding.weights`.
+    The store of ``dataset`` may have a copy of the weights. See
+    `evernear.embedding.weights`.
 
     Raises:
-        TrainingError: the weights cannot be read or belong to another architecture.
+        TrainingError: the weights cannot be read or belong to a different architecture.
         StoreError: the weights cannot be fetched.
     """
     if not settings.weights:
@@ -99,7 +101,10 @@ def initialize(
 
 
 class Pretrained(NamedTuple):
-    """A pretrained network whose backbone stays as it is. Its last layer, an affine map of the features, is to fit."""
+    """A pretrained network whose backbone does not change.
+
+    The last layer, an affine map of the features, has yet to be fitted.
+    """
 
     network: EmbeddingNetwork
     architecture: Architecture
@@ -137,9 +142,11 @@ def fit_last_layer(
     settings: TrainSettings,
     on_step: "OnHeadStep | None" = None,
 ) -> "Head | None":
-    """Fit the last layer to the train split: whitening or, unless ``settings.frozen``, a head if it is better.
+    """Fit the last layer to the train split.
 
-    Return the head, even if it is not used; None if none was trained.
+    The last layer is a trained head if `evernear.embedding.head.compare` accepts the head.
+    Otherwise, or with ``settings.frozen``, it is whitening. Return the head, even if it is
+    not used, or None if no head was trained.
     """
     from evernear.embedding.head import train_head, whitening_for
 
@@ -161,12 +168,12 @@ def freeze(
     on_images: OnImages | None = None,
     on_step: "OnHeadStep | None" = None,
 ) -> TrainingResult:
-    """Write a network with a frozen backbone to ``out_dir``, in the form of a trained one.
+    """Write a network with a frozen backbone to ``out_dir``, in the format of a trained network.
 
     With a ``store``, the features of all splits are computed and cached there, so that later steps only read them.
 
     Raises:
-        TrainingError: as `open_pretrained`; or there are too few images.
+        TrainingError: as `open_pretrained`, or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
     from evernear.embedding.timm_member import whitening_of

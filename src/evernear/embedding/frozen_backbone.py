@@ -1,6 +1,8 @@
-"""A network with a frozen backbone: features, which depend on the pretrained weights alone, and a head on them.
+"""A network that consists of a frozen backbone and a head on the backbone's features.
 
-Both are modules of the exported TorchScript file, so features of earlier runs serve every head on the same backbone.
+The features depend only on the pretrained weights. The backbone and the head are separate
+modules of the exported TorchScript file, so features of earlier runs serve every head on
+the same backbone.
 """
 
 from typing import cast
@@ -30,7 +32,7 @@ class FrozenBackbone(nn.Module):
         self.max_batch_size = network.max_batch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features (N, F) of ``images``. A large batch is split, so that memory is bounded."""
+        """The features (N, F) of ``images``. A large batch is split so that memory is bounded."""
         return torch.cat([self.features(part) for part in images.split(self.max_batch_size)])
 
     def features(self, images: Tensor) -> Tensor:
@@ -55,7 +57,10 @@ class FrozenHead(nn.Module):
 
 
 class FrozenNetwork(nn.Module):
-    """A backbone and a head, as exported. `evernear.embedding.export.load_head` reads the head alone from the file."""
+    """A backbone and a head, as exported.
+
+    `evernear.embedding.export.load_parts` reads the two modules from the file.
+    """
 
     def __init__(self, backbone: FrozenBackbone, head: FrozenHead) -> None:
         super().__init__()
@@ -68,6 +73,9 @@ class FrozenNetwork(nn.Module):
 
 
 def backbone_identity(network: EmbeddingNetwork, architecture: Architecture) -> str:
-    """Key of the cached features: they depend on the weights, the input size, the normalization and this module."""
+    """Key of the cached features.
+
+    Features depend on the weights, the input size, the normalization and this module.
+    """
     described = architecture.model_dump_json(include={"shape", "backbone", "input"})
     return network_identity(FrozenBackbone(network), described, __name__)

@@ -1,7 +1,8 @@
-"""A linear head on the features of a pretrained backbone, which stays as it is.
+"""A linear head on the features of a pretrained backbone, which does not change.
 
-The features of the training images, plain and in a few augmented views, are computed once and cached. A training step
-over them takes milliseconds, so the head is trained in seconds.
+The features of the training images, plain and in a few augmented views, are computed once
+and cached. A training step on features takes milliseconds, so the head is trained in
+seconds.
 """
 
 import math
@@ -35,18 +36,22 @@ from evernear.settings import TrainSettings
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
 MAX_BYTES = 2**30
-"""Largest size of the features to train on, which are in memory. Of more images, every second, third ... is taken."""
+"""Largest size of the features to train on, which are in memory. If the features would be
+larger, only every nth image is used."""
 COMPARED_IMAGES = 16_384
 """Largest number of images of each split in the comparison with whitened features."""
 MAX_LOSS_ERRORS = 1.645
-"""Standard errors by which a head may be worse than whitened features, or without views has to be better: a one-sided
-test at 5%."""
+"""Number of standard errors by which a head may be worse than whitened features. Without
+views, the head must be better by this number. This is a one-sided test at 5%."""
 OnHeadStep = Callable[[int, int], None]
-"""Called after a step with the number of steps done, and of all."""
+"""Called after a step with the number of completed steps and the total number of steps."""
 
 
 class LinearHead(nn.Module):
-    """Maps whitened features (N, F) to unit vectors (N, D); initially a rotation, which preserves their angles."""
+    """Maps whitened features (N, F) to unit vectors (N, D).
+
+    The initial map is a rotation, which preserves the angles between features.
+    """
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
@@ -63,12 +68,16 @@ class HeadExamples(NamedTuple):
     """Whitened features of length sqrt(F), in place of the images of the train split."""
 
     features: NDArray[np.float32]
-    """(V + 1, N, F): first of the plain images, then of each augmented view."""
+    """(V + 1, N, F), the features of the plain images followed by those of each of the V
+    augmented views."""
     classes: NDArray[np.int64]
-    """(N,)"""
+    """(N,), the class of each image."""
 
     def batches(self, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield shuffled batches of features (N, F), each of a random view, and of classes (N,), indefinitely."""
+        """Yield shuffled batches of features (N, F) and classes (N,), indefinitely.
+
+        The features of each image are from a random view.
+        """
         rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
         while True:
             while len(order) < batch_size:
@@ -82,7 +91,7 @@ class Head(NamedTuple):
     """A trained head."""
 
     map: Whitening
-    """Whitening and projection in one, as a network applies them to features."""
+    """Whitening and projection combined, as a network applies them to features."""
     centers: Tensor
     """(C, D), the centers of the classes."""
     test: HeadTest
@@ -106,7 +115,7 @@ def train_head(
 ) -> Head:
     """Train a head on the train split, and compare it with whitened features on the gallery split.
 
-    With ``settings.minutes``, views that cannot be computed in this time are left out.
+    With ``settings.minutes``, views that cannot be computed within the limit are left out.
     """
     end_s = time.monotonic() + settings.minutes * 60 if settings.minutes else math.inf
     settings = with_defaults(settings, dataset)
@@ -121,7 +130,8 @@ def train_head(
         _train(module, examples, settings, on_step)
     weight = layer.project.weight.detach()
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
-    # The length of the whitened features, which is normalized in between, does not matter: unit vectors follow.
+    # The folded map omits the normalization between whitening and projection. The length
+    # does not matter, because the network normalizes its output to unit vectors.
     folded = Whitening(features.dim, architecture.embedding_dim)
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
@@ -140,8 +150,9 @@ def read_examples(
     settings: TrainSettings,
     end_s: float = math.inf,
 ) -> HeadExamples:
-    """Compute the features of the train split, plain and in ``settings.views`` views, until ``time.monotonic()`` is
-    ``end_s``.
+    """Compute the features of the train split, plain and in ``settings.views`` views.
+
+    No view is started once ``time.monotonic()`` exceeds ``end_s``.
     """
     mirror = is_mirrored(settings, dataset)
     views = [
@@ -166,9 +177,10 @@ def read_examples(
 
 
 def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
-    """Whether augmented views are mirrored: by ``train.flip``, of which auto mirrors color images, mostly photographs.
+    """Whether ``train.flip`` selects mirrored views.
 
-    The features of a backbone hardly change if an image is mirrored, so no measurement could decide.
+    ``auto`` mirrors color images, which are mostly photographs. A measurement could not
+    decide, because a backbone's features hardly change if an image is mirrored.
     """
     return settings.flip in ("horizontal", "both") or (settings.flip == "auto" and dataset.shape[2] == 3)
 
@@ -177,12 +189,14 @@ def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
 def compare(
     weight: Tensor, whitening: Whitening, examples: HeadExamples, gallery: Iterator[tuple[Tensor, Tensor]]
 ) -> HeadTest:
-    """Compare the projection by ``weight`` (D, F) with whitened features, by the nearest plain training images.
+    """Compare the projection by ``weight`` (D, F) with whitened features.
 
-    The head is used unless it is significantly worse (McNemar 1947, "Note on the sampling error of the difference
-    between correlated proportions or percentages"): on a small gallery a few images are luck, and on photographs the
-    head is better (docs/decisions/0075-a-head-on-frozen-features.md). Without views whitened features are, so that the
-    head has to be significantly better.
+    Both classify a gallery image by the nearest plain training image. The head is used
+    unless it is significantly worse (McNemar 1947, "Note on the sampling error of the
+    difference between correlated proportions or percentages"). On a small gallery, a
+    difference of a few images is luck, and on photographs the head is better
+    (docs/decisions/0075-a-head-on-frozen-features.md). Without views, whitened features
+    are better, so the head is used only if it is significantly better.
     """
     plain, known = torch.from_numpy(examples.features[0][:COMPARED_IMAGES]), examples.classes[:COMPARED_IMAGES]
     maps = [nn.Identity(), lambda rows: rows @ weight.T]
@@ -209,10 +223,10 @@ def compare(
 
 @torch.no_grad()
 def start_at_head(module: TrainingModule, head: Head) -> None:
-    """Initialize the last layer and the centers of ``module``, a pretrained network, by a trained head.
+    """Initialize the last layer and the centers of a pretrained ``module`` from a trained head.
 
-    A random head would distort the features first (Kumar et al. 2022, "Fine-tuning can distort pretrained features and
-    underperform out-of-distribution", arXiv:2202.10054).
+    A random head would distort the features first (Kumar et al. 2022, "Fine-tuning can
+    distort pretrained features and underperform out-of-distribution", arXiv:2202.10054).
     """
     member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
     project = cast(nn.Linear, member.project)

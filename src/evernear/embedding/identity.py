@@ -1,4 +1,4 @@
-"""The key under which the outputs of a network are cached."""
+"""The key under which a network's outputs are cached."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ from torch import nn
 from evernear.common.code_digest import code_digest
 
 LIBRARIES = ("timm", "torch")
-"""Libraries whose versions affect the outputs of a network."""
+"""Libraries whose versions affect a network's outputs."""
 
 
 def network_identity(network: nn.Module, architecture: str, module: str) -> str:

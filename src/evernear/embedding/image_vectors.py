@@ -1,4 +1,4 @@
-"""The vectors of a dataset's images: from the cache in the store, or computed by a network in parallel batches.
+"""The vectors of a dataset's images, cached in the store or computed in parallel batches.
 
 A vector is an embedding, or the features of a frozen backbone (`evernear.embedding.features`).
 """
@@ -23,7 +23,7 @@ from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Vect
 ShardBlocks = tuple[Iterator[Block], int]
 """The blocks of a shard and the number of their images."""
 OnImages = Callable[[int], None]
-"""Called with the number of images that are done since the last call."""
+"""Called with the number of images that were completed since the last call."""
 
 
 @torch.inference_mode()
@@ -33,7 +33,10 @@ def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.fl
 
 
 class ImageVectors:
-    """Computes the vectors that are not cached, and counts those that are. The network is loaded if one is needed."""
+    """Computes the vectors that are not cached, and counts the cached vectors.
+
+    The network is loaded when the first vector must be computed.
+    """
 
     def __init__(
         self,
@@ -44,10 +47,10 @@ class ImageVectors:
     ) -> None:
         self._cache, self._load, self._on_images, self._view = cache, load, on_images, view
         self.reused = 0
-        """Vectors that came from the cache."""
+        """Number of vectors that came from the cache."""
 
     def load(self) -> None:
-        """Load the network now instead of with the first vector to compute."""
+        """Load the network now instead of when the first vector must be computed."""
         _ = self._network
 
     def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
@@ -59,7 +62,10 @@ class ImageVectors:
     def _of_shard(
         self, blocks: Iterator[Block], count: int, pool: ThreadPoolExecutor, concurrency: int
     ) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of a shard in order; up to ``concurrency`` batches are computed while one is read."""
+        """Yield the blocks of a shard in order.
+
+        Up to ``concurrency`` batches are computed while the next batch is read.
+        """
         first = next(blocks)
         with self._cache.open_shard(first.digests[0], count) as cached:
             pending: deque[_Batch] = deque()
@@ -76,7 +82,11 @@ class ImageVectors:
                 yield self._finish(pending.popleft(), cached)
 
     def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        """The images to embed, made in this thread: views draw from torch's global random number generator."""
+        """The images to embed.
+
+        They are made in this thread, because views draw from torch's global random number
+        generator.
+        """
         if self._view is None:
             return block.images[selected]
         return self._view(Block(block.images[selected], block.labels[selected], block.digests[selected]))
@@ -99,7 +109,7 @@ class ImageVectors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A block of images, its cached vectors, and the pending computation of the others."""
+    """A block of images, its cached vectors, and the pending computation of the other vectors."""
 
     block: Block
     vectors: Vectors
@@ -109,7 +119,10 @@ class _Batch:
 
 @contextmanager
 def one_torch_thread() -> Generator[int]:
-    """Compute in one thread, which is faster for small operations and for concurrent batches. Yield their number."""
+    """Let torch use one thread per operation, and yield the number of threads it used before.
+
+    One thread is faster for small operations and for concurrent batches.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
