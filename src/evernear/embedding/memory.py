@@ -1,4 +1,4 @@
-"""The memory of a network's activations, which limits how many images it processes together."""
+"""The memory of a network's activations, which limits the batch size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,21 +11,30 @@ INFERENCE_BYTES = 128 * 2**20
 TRAINING_BYTES = 2**30
 """Maximum size of the activations that a training step stores for its backward pass, on a CPU."""
 GPU_MEMORY_FRACTION = 0.5
-"""The same maximum on a GPU, as a fraction of its memory."""
+"""Maximum size of a training step's stored activations on a GPU, as a fraction of the
+GPU's memory."""
 INFERENCE_FACTOR = 2.0
-"""Intermediate results and copies between memory formats, relative to a layer's input and output."""
+"""Factor for intermediate results and copies between memory formats, relative to a layer's
+input and output."""
 TRAINING_FACTOR = 2.0
-"""Gradients of the activations, and values that layers store in addition to their output."""
+"""Factor for gradients of the activations, and for values that layers store in addition to
+their output."""
 
 
 def inference_batch_size(network: nn.Module, image: Tensor) -> int:
-    """Largest batch that ``network`` may process without gradients; ``image`` (1, C, H, W) is an example input."""
+    """Size of the largest batch that ``network`` may process without gradients.
+
+    ``image`` (1, C, H, W) is an example input.
+    """
     largest = max(_layer_bytes(network, image, lambda inputs, output: inputs + output), default=1)
     return max(1, int(INFERENCE_BYTES / (largest * INFERENCE_FACTOR)))
 
 
 def training_batch_size(network: nn.Module, image: Tensor, device: torch.device) -> int:
-    """Largest batch that ``network`` may process with gradients; ``image`` (1, C, H, W) is an example input."""
+    """Size of the largest batch that ``network`` may process with gradients on ``device``.
+
+    ``image`` (1, C, H, W) is an example input.
+    """
     limit = TRAINING_BYTES
     if device.type == "cuda":
         limit = int(torch.cuda.get_device_properties(device).total_memory * GPU_MEMORY_FRACTION)

@@ -1,4 +1,4 @@
-"""What training measures on the gallery split, its validation set, and decides from it."""
+"""The measurements of training on the gallery split, the validation set, and their use."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,12 @@ from evernear.settings import TrainSettings
 FLIP_TOLERANCE = 0.1
 """Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
 FLIP_TEST_MIN_ERRORS = 8
-"""Standard errors above chance at which the accuracy is high enough to compare flips."""
+"""Number of standard errors above chance at which the accuracy is high enough to compare
+flips."""
 
 
 class GalleryMetrics(TypedDict):
-    """Metrics of `Epoch` that `measure_gallery` measures."""
+    """The metrics of an `Epoch` that `measure_gallery` returns."""
 
     gallery_loss: float
     gallery_accuracy: float
@@ -37,9 +38,9 @@ def measure_gallery(
 ) -> GalleryMetrics:
     """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery split, without the margin.
 
-    The ``batches`` of all processes together are the split. The standard error of the accuracy is computed
-    with half an image added on either side (the prior of Jeffreys), so that it is not zero if all predictions are
-    correct.
+    The ``batches`` of all processes together are the split. The standard error of the
+    accuracy is computed as if half a correct and half a wrong prediction were added (the
+    Jeffreys prior), so it is not zero if all predictions are correct.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
@@ -60,7 +61,10 @@ def measure_gallery(
 
 
 def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
-    """The flips that augment the next epoch: from the settings, or found harmless by `measure_flips`."""
+    """The flips that augment the next epoch.
+
+    They are set by ``train.flip``, or `measure_flips` found them harmless.
+    """
     if settings.flip == "both":
         return "horizontal", "vertical"
     if settings.flip in ("horizontal", "vertical"):
@@ -71,14 +75,17 @@ def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Fli
 def measure_flips(
     module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
 ) -> tuple[FlipTest, ...]:
-    """Compare the accuracy on the mirrored gallery with that on the gallery, of a network trained without flips.
+    """Compare a network's accuracy on the mirrored gallery with its accuracy on the gallery.
 
-    Where the mirror image of a class is as likely as the image itself, as of a photographed dog, the network recognizes
-    both equally well. A mirrored digit is a different symbol, and the network fails on it. A flip is harmless if the
-    accuracy above chance falls by less than `FLIP_TOLERANCE` plus two standard errors.
+    The network was trained without flips. If the mirror image is as likely as the image
+    itself, as for a photographed dog, the network recognizes both equally well. A mirrored
+    digit is a different symbol, and the network fails to recognize it. A flip is harmless
+    if the accuracy above chance falls by no more than `FLIP_TOLERANCE` plus two standard
+    errors.
 
     Returns:
-        Nothing while the accuracy is less than `FLIP_TEST_MIN_ERRORS` standard errors above chance, too low to compare.
+        The tests of both directions. The result is empty while the accuracy is too low to
+        compare, less than `FLIP_TEST_MIN_ERRORS` standard errors above chance.
     """
     above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
     if above_chance < FLIP_TEST_MIN_ERRORS * error:
@@ -121,7 +128,8 @@ def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
     """Check that the best epoch is better than chance.
 
     Raises:
-        TrainingError: its gallery accuracy is at most one standard error above `TrainingResult.chance_accuracy`.
+        TrainingError: the epoch's gallery accuracy is at most one standard error above
+            `TrainingResult.chance_accuracy`.
     """
     best = result.best
     if best.gallery_accuracy <= result.chance_accuracy + best.gallery_accuracy_error:

@@ -16,23 +16,27 @@ COEFFICIENTS = [
 ]
 """Coefficients of the Newton-Schulz iterations, from Cesista et al. 2025, https://leloykun.github.io/ponder/muon-opt-coeffs/."""
 ADAMW_RMS = 0.2
-"""Root mean square of AdamW's updates relative to the learning rate, from Liu et al. 2025, section 2.2."""
+"""Root mean square of AdamW's updates, relative to the learning rate, from Liu et al. 2025,
+section 2.2."""
 
 
 class Muon(torch.optim.AdamW):
     """Update weights by orthogonalized momentum (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
 
-    The updates have the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training",
-    arXiv:2502.16982), so that both optimizers take the same learning rate and weight decay. AdamW updates parameter
-    groups without ``orthogonal``.
+    The updates have the same root mean square as AdamW's updates (Liu et al. 2025, "Muon
+    is Scalable for LLM Training", arXiv:2502.16982), so both optimizers use the same
+    learning rate and weight decay. AdamW updates parameter groups without ``orthogonal``.
 
-    timm's Muon always computes in bfloat16, which takes 125 times as long on processors without instructions for it.
+    timm's Muon always computes in bfloat16, which takes 125 times as long on processors
+    without bfloat16 instructions.
 
     Args:
-        groups: Parameter groups; ``orthogonal`` is true for weights of shape (outputs, inputs, ...).
-        learning_rate: Learning rate of groups that do not set one.
-        momentum: Weight of earlier gradients in their moving average.
-        precision: Data type of training: updates are computed in bfloat16 if it is bfloat16, otherwise in float32.
+        groups: Parameter groups. ``orthogonal`` is true for weights of shape (outputs,
+            inputs, ...).
+        learning_rate: Learning rate of groups that do not set a learning rate.
+        momentum: Weight of earlier gradients in the gradients' moving average.
+        precision: Data type of training. If it is bfloat16, updates are computed in
+            bfloat16, otherwise in float32.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class Muon(torch.optim.AdamW):
             if group["orthogonal"]:
                 for weight in group["params"]:
                     self._update(weight, group["lr"], group["weight_decay"])
-                    weight.grad = None  # AdamW skips it
+                    weight.grad = None  # AdamW skips weights without a gradient
         super().step()
 
     def _update(self, weight: Tensor, learning_rate: float, weight_decay: float) -> None:
@@ -57,7 +61,7 @@ class Muon(torch.optim.AdamW):
             return
         state = self.state[weight]
         if not state:
-            state["step"] = torch.tensor(0.0)  # AdamW expects it in every state
+            state["step"] = torch.tensor(0.0)  # AdamW expects the step in every state
             state["exp_avg"] = torch.zeros_like(weight)
         average = state["exp_avg"].lerp_(weight.grad, 1 - self._momentum)
         nesterov = weight.grad.lerp(average, self._momentum)

@@ -1,9 +1,11 @@
 """A node of a multi-node training run: ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
 
-The train step writes the `NodeTask` of the run to the store, and reads the `NodeLog` of each node from there. The
-result is the last checkpoint. The loss of a node ends the others. The JobSet then restarts all of them, and they resume
-from the last checkpoint. A `TrainingError`, such as a loss that is not finite, would only recur, so its exit code ends
-the TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
+The train step writes the `NodeTask` of the run to the store, and reads each node's
+`NodeLog` from the store. The result is the last checkpoint. If a node is lost, the other
+nodes end. The JobSet then restarts all nodes, which resume from the last checkpoint. A
+`TrainingError`, such as a loss that is not finite, would recur after a restart. Its exit
+code therefore ends the TrainJob (``podFailurePolicy`` in
+``deploy/components/multi-node-training``).
 """
 
 import os
@@ -42,7 +44,7 @@ class NodeLog(Frozen):
 
     lines: tuple[str, ...] = ()
     epochs: tuple[Epoch, ...] = ()
-    """The epochs since the last restart, from the first node."""
+    """The epochs since the last restart. Only the first node reports epochs."""
 
     @staticmethod
     def of(record: RunRecord, rank: int) -> "NodeLog":
@@ -69,7 +71,8 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     """Train as ``node``, and log progress and errors to ``store``.
 
     Raises:
-        EvernearError: as `evernear.embedding.train.train_network`; or the store has no task of this run.
+        EvernearError: as `evernear.embedding.train.train_network`, or the store has no
+            task for this run.
     """
     record = RunRecord(store, run)
     logger = _Logger(record, node.rank)
@@ -103,7 +106,7 @@ def main() -> int:
     try:
         run_node(open_store(store_uri), run, distributed.Node.from_environment(os.environ))
     except distributed.ProcessFailedError:
-        return 1  # already in the log; unlike after a `TrainingError`, a restart may succeed
+        return 1  # the error is in the log, and a restart may succeed
     except EvernearError as error:
         print_line(f"evernear: {error}", sys.stderr)
         return error.exit_code

@@ -1,8 +1,10 @@
-"""Random augmentation of photographs: a crop, a mirror image, an operation on color or shape, and an erased rectangle.
+"""Random augmentation of photographs.
 
-Large crops and one random operation with a random strength are the augmentation of TrivialAugment (Müller and Hutter
-2021, arXiv:2103.10158), in its "wide" variant, which needs no tuning. Rectangles are erased as in Zhong et al. 2017,
-"Random Erasing Data Augmentation", arXiv:1708.04896. An image and a seed determine the result.
+An image is cropped, mirrored, changed in color or shape, and partly erased. Large crops
+and one random operation with a random strength are the "wide" variant of TrivialAugment
+(Müller and Hutter 2021, arXiv:2103.10158), which needs no tuning. Rectangles are erased as
+in Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896. An image and a
+seed determine the result.
 """
 
 from functools import cache
@@ -17,21 +19,23 @@ from evernear.data.shards import Block
 from evernear.embedding.data_loader import to_tensor
 
 AREAS = (0.35, 1.0)
-"""Areas of the crops, as fractions of the image's."""
+"""Smallest and largest area of a crop, as fractions of the image's area."""
 ERASED_SHARE = 0.25
 """Share of the images in which a rectangle of 2% to 33% of the area is erased."""
 ERASED_VALUE = 120
-"""The value of erased pixels: about the mean of photographs."""
+"""The value of erased pixels, which is about the mean of photographs."""
 LIBRARIES = ("torch", "torchvision")
 """Libraries whose versions affect the images."""
 
 
 def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: bool = False) -> Tensor:
-    """Augment images (N, C, H, W) of uint8, each by its seed. With ``mirror``, about every second one is mirrored.
+    """Augment images (N, C, H, W) of uint8, each with its seed.
 
-    With ``erase``, a rectangle of about every fourth one is erased.
+    With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle is
+    erased in about a quarter of the images.
 
-    torchvision draws from the global random number generator, so only one thread may call this.
+    torchvision draws from the global random number generator, so only one thread may call
+    this function.
     """
     augmented = torch.empty_like(images, device="cpu")
     transform = _transform(*images.shape[-2:], mirror, erase)
@@ -43,13 +47,19 @@ def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: b
 
 
 def augment_block(block: Block, view: int, mirror: bool) -> NDArray[np.uint8]:
-    """The augmented ``view`` of the images (N, H, W, C) of ``block``: an image always gets the same one."""
+    """The augmented ``view`` (N, H, W, C) of the images of ``block``.
+
+    An image always gets the same view for the same number.
+    """
     seeds = [int.from_bytes(digest[:8].tobytes(), "little", signed=True) ^ view for digest in block.digests]
     return augment_photographs(to_tensor(block.images), seeds, mirror).permute(0, 2, 3, 1).numpy()
 
 
 def view_name(view: int, mirror: bool) -> str:
-    """The name of the augmented ``view``, under which its features are cached: another augmentation has another one."""
+    """The name under which the features of the augmented ``view`` are cached.
+
+    A different augmentation has a different name.
+    """
     return f"{code_digest(__name__, LIBRARIES)[:12]}-{'mirrored-' if mirror else ''}{view}"
 
 

@@ -1,9 +1,12 @@
-"""Training within a time: what to train, for how long and at which image size, from the speed of this machine.
+"""Plan training within a time limit.
 
-The speed is measured once for a dataset and its settings. The plan is stored beside the checkpoints, so a retry, a
-resumed run and the open-set probe train as planned, whatever the machine does then. A schedule that ends when the time
-ends is better than one that is cut (Li et al. 2020, "Budgeted Training", arXiv:1905.04753). If the machine becomes
-slower, `Deadline` shortens each epoch, and the schedule still ends.
+The plan chooses the layers to train, the number of epochs and the image size from the
+speed of this machine. The speed is measured once for a dataset and its settings. The plan
+is stored beside the checkpoints, so a retry, a resumed run and the open-set probe follow
+the same plan even if the machine's speed changes. A schedule that ends at the time limit
+is better than a schedule that is cut off (Li et al. 2020, "Budgeted Training",
+arXiv:1905.04753). If the machine becomes slower, `Deadline` shortens each epoch, and the
+schedule still reaches its end.
 """
 
 import math
@@ -25,34 +28,37 @@ from evernear.settings import TrainSettings
 from evernear.settings.train import Layers
 
 USED_SHARE = 0.9
-"""Share of the time that is planned, because the speed of a machine varies."""
+"""Share of the time limit that the plan uses, because the speed of a machine varies."""
 START_S = 15.0
-"""Time to start the processes of train and probe, and to write their results."""
+"""Time to start the processes of training and the probe, and to write their results."""
 HEAD_STEP_S = 0.01
 MOST_EPOCHS = 30
-"""More do not help."""
+"""Largest number of epochs. More epochs do not help."""
 FEWEST_EPOCHS = 4
 FEWEST_STEPS = 200
-"""Of fine-tuning."""
+"""Smallest number of fine-tuning steps."""
 MOST_REPETITIONS = 4
-"""Most steps on few images, as a multiple of ``train.min_steps``."""
+"""Largest number of steps on few images, as a multiple of ``train.min_steps``."""
 PROBE_DRAWS = 5
-"""Draws of the probe if the backbone is kept. With a fifth of the classes in each, every class is held out once."""
+"""Number of probe draws if the backbone is frozen. Each draw holds out a fifth of the
+classes, so every class is held out once."""
 PROBE_SHARE = 0.25
 """Epochs of the probe as a share of the training's epochs."""
 PROBE_SHARE_WITH_MUON = 0.6
-"""Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated."""
+"""The same share with Muon, whose training is short. After three of ten epochs on
+CIFAR-10, unseen classes are not yet as well separated as after all ten."""
 
 
 class Plan(Frozen):
-    """How the time of ``train.minutes`` is used; ``checkpoints/<key>/plan.json`` in the store."""
+    """The use of ``train.minutes``, saved as ``checkpoints/<key>/plan.json`` in the store."""
 
     train: TrainSettings
     probe: TrainSettings
     sentence: str
-    """The plan and its estimated time, for a person."""
+    """The plan and its estimated time, in words."""
     probe_s: float | None = None
-    """Time after which the probe begins no further draw; None if its only draw ends with its steps."""
+    """Time after which the probe begins no further draw, or None if the probe has a single
+    draw, which the number of steps limits."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +75,28 @@ LADDER = (
     FineTuning("last", 6 / 7, FEWEST_EPOCHS),
     FineTuning("last", 4 / 7, FEWEST_EPOCHS),
 )
-"""Ways to train a pretrained network, best first. If none fits, only a head is trained."""
+"""Ways to train a pretrained network, best first. If none fits in the time, only a head is
+trained."""
 
 
 class Speed(NamedTuple):
-    """Seconds per image."""
+    """The speed of a machine, in seconds per image."""
 
     train_s: float
-    """Of a training step at the size of the network's input."""
+    """Seconds per image of a training step at the network's input size."""
     validate_s: float
-    """Of the validation on the device that trains."""
+    """Seconds per image of the validation on the training device."""
     embed_s: float
-    """Of an embedding on the CPU, as in the steps that do not train."""
+    """Seconds per image of embedding on the CPU, as in the steps that do not train."""
 
 
 Measure = Callable[[TrainSettings], Speed]
 
 
 def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, measure: Measure) -> Plan:
-    """The plan for ``settings.minutes``: the stored one of an earlier run with the same images, settings and code.
+    """The plan for ``settings.minutes``.
+
+    If an earlier run with the same images, settings and code stored a plan, return it.
 
     Raises:
         SettingsError: the time is too short.
@@ -103,7 +112,9 @@ def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, me
 
 
 def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Plan:
-    """Choose what fits in ``settings.minutes``, at the speed that ``measure`` returns for settings.
+    """Plan training that fits in ``settings.minutes``.
+
+    ``measure`` returns the speed of this machine for given settings.
 
     Raises:
         SettingsError: the time is too short.
@@ -117,7 +128,10 @@ def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Pl
 
 
 def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, measure: Measure) -> Plan:
-    """The first way of `LADDER` that fits, otherwise a head. ``train.layers`` may demand one of them."""
+    """The plan for the first way in `LADDER` that fits, otherwise for a head.
+
+    ``train.layers`` may demand one of the ways.
+    """
     of_head = settings.model_copy(update={"layers": "head"})
     recipe, images = with_defaults(of_head, dataset), dataset.count("train")
     steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
@@ -131,7 +145,8 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, me
             continue
         changes = {"layers": way.layers, "size_factor": settings.size_factor or way.size_factor}
         tuned = settings.model_copy(update=changes)
-        # A training step takes at least twice as long as an embedding. Measuring one that cannot fit is a waste.
+        # A training step takes at least twice as long as an embedding, so a way that cannot
+        # fit is recognized without measuring a training step.
         shortest_s = _work(dataset, settings, tuned, Speed(2 * embed_s, embed_s, embed_s), start_s).shortest_s
         if shortest_s > end_s - time.monotonic() and not is_demanded:
             continue
@@ -149,7 +164,10 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, me
 def _plan_head(
     dataset: Dataset, settings: TrainSettings, of_head: TrainSettings, time_s: float, embed_s: float, heads_s: float
 ) -> Plan:
-    """A head with as many views as fit in ``time_s``, or whitened features if none fits."""
+    """The plan for a head with as many views as fit in ``time_s``.
+
+    If no view fits, the plan uses whitened features.
+    """
     features_s = sum(dataset.count(split) for split in SPLITS) * embed_s
     if features_s > time_s:
         return _refuse(settings, features_s, time_s)
@@ -161,8 +179,9 @@ def _plan_head(
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
         return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
-    # In the training, `minutes` limits the time for the train split. The probe only reads the features. Both share the
-    # time that is left, because either may take longer than expected.
+    # In training, `minutes` limits the time for the train split. The probe only reads the
+    # features. Training and the probe share the spare time, because either may take longer
+    # than expected.
     spare_s = max(0.0, time_s - fixed_s - views * view_s)
     limit_s = ((1 + views) * view_s + spare_s / 2) / USED_SHARE
     chosen = of_head.model_copy(update={"views": views, "minutes": limit_s / 60})
@@ -175,19 +194,19 @@ def _plan_head(
 
 @dataclass(frozen=True)
 class _Work:
-    """What a training and its probe consist of, and how long each part takes."""
+    """The work of a training run and its probe, with the time of each part."""
 
     settings: TrainSettings
-    """As given."""
+    """The settings of the user."""
     chosen: TrainSettings
-    """With the layers and the image size that are considered."""
+    """The settings with the layers and the image size under consideration."""
     recipe: TrainSettings
-    """``chosen`` with its defaults."""
+    """``chosen`` with the defaults filled in."""
     fixed_s: float
     step_s: float
     validation_s: float
     pass_steps: int
-    """Steps that see each image once."""
+    """Number of steps of one pass over the images."""
 
     @property
     def probe_share(self) -> float:
@@ -195,17 +214,24 @@ class _Work:
 
     @property
     def fewest_steps(self) -> int:
-        """With fewer, a pretrained network forgets more than it learns, and a head is better."""
+        """The smallest number of steps.
+
+        With fewer steps, a pretrained network forgets more than it learns, and a head is
+        better.
+        """
         return FEWEST_STEPS if self.recipe.weights else FEWEST_EPOCHS
 
     @property
     def shortest_s(self) -> float:
-        """The time of the shortest training that makes sense."""
+        """The time of the shortest training that is worthwhile."""
         loop_s = FEWEST_EPOCHS * self.validation_s + self.fewest_steps * self.step_s
         return self.fixed_s + (1 + self.probe_share) * loop_s
 
     def plan(self, time_s: float, fewest_epochs: int = 0) -> Plan | None:
-        """The plan that takes ``time_s``, or less if more would not help; None if the time is too short."""
+        """The plan that takes ``time_s``, or less if more time would not help.
+
+        Return None if the time is too short.
+        """
         usable_s = (time_s - self.fixed_s) / (1 + self.probe_share)
         epochs = int(usable_s / (self.pass_steps * self.step_s + self.validation_s))
         if time_s < self.shortest_s or epochs < fewest_epochs:
@@ -225,19 +251,20 @@ class _Work:
         return Plan(train=train, probe=probe, sentence=sentence)
 
     def _of(self, epochs: int, steps: int) -> TrainSettings:
-        """The settings of a training; its ``minutes`` limit the loop over epochs."""
+        """The settings of a training run, whose ``minutes`` limit the loop over epochs."""
         loop_s = steps * self.step_s + epochs * self.validation_s
         changes = {"epochs": epochs, "min_steps": steps, "max_steps": steps, "minutes": loop_s / USED_SHARE / 60}
         return self.chosen.model_copy(update=changes)
 
 
 def _work(dataset: Dataset, settings: TrainSettings, chosen: TrainSettings, speed: Speed, start_s: float) -> _Work:
-    """The work of a training whose start takes ``start_s``."""
+    """The work of a training run that takes ``start_s`` before the first epoch."""
     recipe = with_defaults(chosen, dataset)
     images, gallery = dataset.count("train"), dataset.count("gallery")
     batch_size = min(recipe.batch_size, images)
     sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
-    # The probe embeds all other splits, mirrored as well. Both trainings measure flips once.
+    # The probe embeds all other splits, plain and mirrored. Training and the probe each
+    # measure flips once.
     others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
     return _Work(
         settings=settings,
@@ -256,7 +283,7 @@ def _sentence(settings: TrainSettings, what: str, expected_s: float, is_enough: 
 
 
 def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
-    """Raise an error: ``time_s`` is left of the time, and ``shortest_s`` is needed."""
+    """Raise an error, because ``time_s`` remains and training needs ``shortest_s``."""
     needed = math.ceil(settings.minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
     raise SettingsError(
         f"train.minutes is {settings.minutes:g}, but training on these images and the probe take at least about "
@@ -265,7 +292,10 @@ def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
 
 
 class Deadline:
-    """The share of the time of a loop over epochs that one epoch may take, so that none of them takes another's."""
+    """The time limit of the next epoch, a share of the time that remains for all epochs.
+
+    No epoch takes the time of a later epoch.
+    """
 
     def __init__(self, settings: TrainSettings, history: Sequence[Epoch]) -> None:
         self._end_s = math.inf
@@ -275,5 +305,5 @@ class Deadline:
             self._end_s = time.monotonic() + max(0.0, left_s) * costs[0] / sum(costs)
 
     def is_over(self) -> bool:
-        """Whether the epoch has to end."""
+        """Whether the epoch must end."""
         return time.monotonic() > self._end_s

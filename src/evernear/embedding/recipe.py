@@ -1,4 +1,4 @@
-"""How a network is trained: defaults that depend on the images, device, precision, optimizer and schedules."""
+"""The recipe of training: image-dependent defaults, device, precision, optimizer and schedules."""
 
 import math
 from typing import Any, cast
@@ -18,35 +18,40 @@ from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 
 Recipe = dict[str, Any]
-"""Values of settings that are not set."""
+"""Values by setting, for settings that are not set."""
 WARM_UP = 0.2
-"""Fraction of all steps in which the learning rate rises to its peak."""
+"""Fraction of all steps during which the learning rate rises to its peak."""
 MARGIN_WARM_UP = 0.5
-"""Fraction of all steps in which the margin rises from 0 to `TrainSettings.margin`.
+"""Fraction of all steps during which the margin rises from 0 to `TrainSettings.margin`.
 
-With the full margin from the first step, training on images harder than digits stays at chance. The annealing of
-SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a margin for the same reason.
+With the full margin from the first step, accuracy on images harder than digits stays at
+chance. The annealing of SphereFace (Liu et al. 2017, arXiv:1704.08063) begins without a
+margin for the same reason.
 """
 TOTAL_DECAY = 1.8
 """Default of learning rate x weight decay x steps for Muon and AdamW on color images.
 
-With decoupled weight decay, weights are a moving average of the updates, whose length is then the same fraction of
-every training run (Wang and Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
-arXiv:2405.13698). Measured in docs/decisions/measurements/training.md.
+With decoupled weight decay, weights are a moving average of the updates. This default makes
+the length of the average the same fraction of every training run (Wang and Aitchison 2024,
+"How to set AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698).
+docs/decisions/measurements/training.md has the measurements.
 """
 FIRST_SIZE = 5 / 6
-"""Size of the training images in the first epochs of fine-tuning, relative to the last ones."""
+"""Size of the training images in the first epochs of fine-tuning, relative to the last epochs."""
 FIRST_EPOCHS = 0.6
-"""Share of the epochs with that size. Small images first, and larger ones in use than in training (Touvron et al. 2019,
-"Fixing the train-test resolution discrepancy", arXiv:1906.06423), are faster and better than one size."""
+"""Share of the epochs with the first size. Training on small images first, and on smaller
+images than in use (Touvron et al. 2019, "Fixing the train-test resolution discrepancy",
+arXiv:1906.06423), is faster and better than training at one size."""
 EMA_DECAY = 0.99
 """Largest default of ``train.ema_decay``."""
 EMA_SHARE = 1 / 15
-"""Share of the training over which the weights are averaged: 0.99 averages over 100 of 1,500 steps."""
+"""Share of the steps over which the weights are averaged. A decay of 0.99 averages over 100
+of 1,500 steps."""
 MOST_VIEWS = 4
 """Largest default of ``train.views``."""
 MOST_VIEWED_IMAGES = 20_000
-"""Largest number of augmented images by default; more images need fewer views, and a CPU takes minutes for these."""
+"""Largest number of augmented images by default. More images need fewer views, and a CPU
+takes minutes for 20,000 augmented images."""
 
 GRAY: Recipe = {
     "optimizer": "adamw",
@@ -64,7 +69,8 @@ GRAY: Recipe = {
 }
 """Defaults for gray images, mostly drawings and scans."""
 COLOR = GRAY | {"epochs": 24, "min_steps": 600, "width": 32, "augment": "shift", "label_smoothing": 0.1}
-"""Photographs vary more, and need a larger network, more steps and more regularization."""
+"""Defaults for color images. Photographs vary more, and need a larger network, more steps
+and more regularization."""
 MUON = COLOR | {"optimizer": "muon", "epochs": 10, "min_steps": 400, "width": 48}
 HEAD = GRAY | {
     "epochs": 30,
@@ -76,7 +82,7 @@ HEAD = GRAY | {
     "augment": "none",
     "scale": 16.0,
 }
-"""A head on the features of a pretrained network (`evernear.embedding.head`)."""
+"""Defaults for a head on a pretrained network's features (`evernear.embedding.head`)."""
 FINE_TUNING = GRAY | {
     "epochs": 16,
     "min_steps": 200,
@@ -86,11 +92,11 @@ FINE_TUNING = GRAY | {
     "label_smoothing": 0.1,
     "size_factor": 6 / 7,
 }
-"""The layers of a pretrained network, from a trained head on."""
+"""Defaults for fine-tuning the layers of a pretrained network, starting from a trained head."""
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
-    """``settings`` with the values that depend on the images and on the network filled in."""
+    """``settings`` with the defaults filled in, which depend on the images and the network."""
     color = dataset.shape[2] == 3
     is_compact = settings.backbone in ("auto", *MEMBERS) and not settings.weights
     if settings.keeps_backbone:
@@ -115,17 +121,20 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
 
 
 def _choose_views(images: int) -> int:
-    """The augmented views of each of ``images`` whose features a head is trained on."""
+    """Number of augmented views of each of ``images`` whose features a head is trained on."""
     return max(1, min(MOST_VIEWS, MOST_VIEWED_IMAGES // max(1, images)))
 
 
 def _unset(name: str) -> Any:
-    """The value of a setting that stands for the value of the recipe."""
+    """The value of a setting that means the recipe's value."""
     return TrainSettings.model_fields[name].default
 
 
 def size_factor(settings: TrainSettings, epoch: int) -> float:
-    """Side of the training images in ``epoch``, which counts from 0, relative to the network's input."""
+    """Side length of the training images in ``epoch``, relative to the network's input.
+
+    The first epoch is 0.
+    """
     if settings.size_factor >= 1 or not settings.weights:
         return settings.size_factor
     return settings.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * settings.epochs else 1)
@@ -138,16 +147,22 @@ def settings_of_head(settings: TrainSettings) -> TrainSettings:
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch_size: int) -> int:
-    """The steps that cover ``images`` once, unless ``train.min_steps`` or ``train.max_steps`` requires others."""
+    """Number of steps in an epoch.
+
+    The steps cover ``images`` once, unless ``train.min_steps`` or ``train.max_steps``
+    requires a different number.
+    """
     steps = max(images // batch_size, math.ceil(settings.min_steps / settings.epochs))
     return max(1, min(steps, settings.max_steps // settings.epochs)) if settings.max_steps else steps
 
 
 def choose_device(settings: TrainSettings, rank: int) -> torch.device:
-    """The GPU of the node's process ``rank`` if there is one and the settings allow it, otherwise the CPU.
+    """The GPU of the node's process ``rank``, or the CPU.
+
+    Return the CPU if the process has no GPU or the settings do not allow a GPU.
 
     Raises:
-        TrainingError: ``train.device`` is ``cuda`` and there are not enough GPUs.
+        TrainingError: ``train.device`` is ``cuda``, and the node has too few GPUs.
     """
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     if settings.device == "cuda" and rank >= gpus:
@@ -159,7 +174,10 @@ def choose_device(settings: TrainSettings, rank: int) -> torch.device:
 
 
 def choose_precision(settings: TrainSettings, device: torch.device) -> torch.dtype:
-    """The data type of the network's activations; ``auto`` selects half precision if the device computes in it."""
+    """The data type of the network's activations.
+
+    ``auto`` selects half precision if the device computes in half precision.
+    """
     if settings.precision != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.precision]
     if device.type == "cuda":
@@ -171,9 +189,10 @@ def choose_precision(settings: TrainSettings, device: torch.device) -> torch.dty
 def choose_micro_batches(
     module: TrainingModule, architecture: Architecture, batch_size: int, device: torch.device
 ) -> int:
-    """Number of micro-batches in a batch, so that memory is bounded; their gradients are accumulated.
+    """Number of micro-batches in a batch, which bound the memory.
 
-    A micro-batch has at least two images, because batch normalization needs a variance.
+    The micro-batches' gradients are accumulated. A micro-batch has at least two images,
+    because batch normalization needs a variance.
     """
     height, width, channels = architecture.shape
     image = torch.zeros((1, channels, height, width), dtype=torch.uint8, device=device)
@@ -216,8 +235,10 @@ def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision:
 
 
 def choose_average(module: TrainingModule, settings: TrainSettings) -> AveragedModel | None:
-    """A running average of the weights of ``module`` (Polyak and Juditsky 1992, "Acceleration of stochastic
-    approximation by averaging"), with batch normalization's statistics; None if ``train.ema_decay`` is 0.
+    """A running average of the weights of ``module``, or None if ``train.ema_decay`` is 0.
+
+    The average includes the batch normalization statistics (Polyak and Juditsky 1992,
+    "Acceleration of stochastic approximation by averaging").
     """
     if settings.ema_decay <= 0:
         return None
@@ -237,8 +258,9 @@ def _stage_factors(module: TrainingModule) -> dict[str, float]:
 def learning_rate(settings: TrainSettings, progress: float) -> float:
     """The learning rate at ``progress`` (0..1) of all steps.
 
-    Triangular and cosine schedules rise linearly over `WARM_UP` and fall to 0. The triangle is one cycle of Smith 2017,
-    "Cyclical Learning Rates", arXiv:1506.01186; the cosine is Loshchilov and Hutter 2017, arXiv:1608.03983.
+    Triangular and cosine schedules rise linearly during `WARM_UP` and then fall to 0. The
+    triangle is one cycle of Smith 2017, "Cyclical Learning Rates", arXiv:1506.01186. The
+    cosine schedule is from Loshchilov and Hutter 2017, arXiv:1608.03983.
     """
     if settings.schedule == "constant":
         return settings.learning_rate

@@ -1,4 +1,4 @@
-"""The speed of this machine, from which training within a time is planned."""
+"""Measure the speed of this machine, which the plan for training within a time limit needs."""
 
 import time
 from collections.abc import Callable
@@ -19,13 +19,15 @@ from evernear.embedding.train import Training, prepare_training, train_step
 from evernear.settings import TrainSettings
 
 MEASURED_IMAGES = 16
-"""Images to embed at a time."""
+"""Number of images in a measured batch."""
 COMPILING_CALLS = 2
-"""Calls in which TorchScript compiles a network."""
+"""Number of calls during which TorchScript compiles a network."""
 
 
 def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None) -> Plan:
-    """The plan for ``settings.minutes``, which an earlier run may have made; see `evernear.embedding.plan`.
+    """The plan for ``settings.minutes``, which an earlier run may have made.
+
+    See `evernear.embedding.plan`.
 
     Raises:
         SettingsError: the time is too short.
@@ -35,7 +37,10 @@ def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None
 
 
 def measure_speed(dataset: Dataset, settings: TrainSettings) -> Speed:
-    """The speed of this machine, from a few batches of ``dataset``. If the backbone is kept, no step is measured."""
+    """The speed of this machine, measured with a few batches of ``dataset``.
+
+    If the backbone is frozen, no training step is measured.
+    """
     device = torch.device("cpu") if settings.keeps_backbone else choose_device(settings, 0)
     trained = settings.model_copy(update={"layers": "all"}) if settings.keeps_backbone else settings
     training = prepare_training(dataset, trained, frozenset(), device, start=False)
@@ -50,7 +55,7 @@ def measure_speed(dataset: Dataset, settings: TrainSettings) -> Speed:
 
 
 def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
-    """Seconds per image of a training step with images of the network's input size."""
+    """Seconds per image of a training step at the network's input size."""
     training.module.train()
     if training.settings.weights:
         from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
@@ -61,7 +66,7 @@ def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
 
 
 def _embed_s(network: nn.Module, pixels: Tensor) -> float:
-    """Seconds per image of an embedding on the CPU, with as many batches at a time as there are threads."""
+    """Seconds per image of embedding on the CPU, with one concurrent batch per thread."""
     scripted = optimized(network)
 
     def embed(batch: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def _embed_s(network: nn.Module, pixels: Tensor) -> float:
 
 
 def _fastest_s(function: Callable[[], object]) -> float:
-    """The shorter time of two calls after a first one, which allocates memory."""
+    """The shorter time of two calls. An unmeasured first call allocates memory."""
     times_s: list[float] = []
     for _ in range(3):
         started_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The stages of a pretrained network: which of them are trained, and at what rate."""
+"""The stages of a pretrained network, with their learning rates and the choice of frozen stages."""
 
 import math
 from typing import Any, cast
@@ -9,19 +9,23 @@ from torch import nn
 from evernear.embedding.timm_member import Resize, TimmMember
 
 RATE_DECAY = 0.8
-"""Learning rate of a stage, relative to the stage after it: early stages change the least (Howard and Ruder 2018,
-"Universal Language Model Fine-tuning for Text Classification", section 3.2, arXiv:1801.06146)."""
+"""Learning rate of a stage, relative to the next stage's. Early stages change the least
+(Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text Classification",
+section 3.2, arXiv:1801.06146)."""
 FROZEN_SHARE = 1 / 3
-"""Share of the stages, from the first on, that ``train.layers = last`` leaves as they are: they see the most pixels,
-which costs most of the time, and differ least between data sets."""
+"""Share of the stages that ``train.layers = last`` freezes, counted from the first stage.
+The first stages process the most pixels, which takes most of the time, and they differ
+least between data sets."""
 
 
 def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool) -> None:
     """Prepare ``module``, in train mode, for an epoch with images of ``size_factor`` times the input's side.
 
-    With ``fixed_statistics``, batch normalization uses the statistics of the pretraining, to which the head was fitted.
-    Those of small batches of other sizes are so different that most images are recognized wrongly before the first step
-    (docs/decisions/0076-training-within-a-time.md). Frozen stages use them in any case.
+    With ``fixed_statistics``, batch normalization uses the pretraining statistics, to which
+    the head was fitted. The statistics of small batches at other image sizes are so
+    different that most images would be misclassified before the first step
+    (docs/decisions/0076-training-within-a-time.md). Frozen stages always use the
+    pretraining statistics.
     """
     for part in module.modules():
         if isinstance(part, Resize):
@@ -32,7 +36,7 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
 
 
 def rate_factors(backbone: nn.Module) -> dict[str, float]:
-    """The learning rate of each parameter of a timm model, relative to that of the layers after it."""
+    """The learning rate of each parameter of a timm model, relative to the last stage's."""
     stages = _stages(backbone)
     last = max(stages.values(), default=0)
     return {name: RATE_DECAY ** (last - stage) for name, stage in stages.items()}
@@ -61,6 +65,6 @@ def fix_frozen_statistics(network: nn.Module) -> None:
 
 
 def _stages(backbone: nn.Module) -> dict[str, int]:
-    """The number of the stage of each parameter; the stem is 0."""
+    """The stage number of each parameter. The stem is stage 0."""
     matcher = cast(Any, backbone).group_matcher(coarse=True)
     return cast(dict[str, int], group_parameters(backbone, matcher, reverse=True))

@@ -22,8 +22,9 @@ class Backbone(Protocol):
 class TimmMember(nn.Module):
     """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
 
-    Pooled features are projected to the embedding, as in the compact network. An affine map embeds those of a frozen
-    backbone, and those of a pretrained one, whose training starts from such a map.
+    Pooled features are projected to the embedding, as in the compact network. For a frozen
+    backbone, and for a pretrained backbone, whose training starts from a head, the
+    projection is an affine map.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -47,7 +48,10 @@ class TimmMember(nn.Module):
 
 
 class Whitening(nn.Module):
-    """An affine map of features, fitted by `evernear.embedding.backbone.whiten`; a trained head projects as well."""
+    """An affine map of features, fitted by `evernear.embedding.backbone.whiten`.
+
+    The map of a trained head includes the head's projection.
+    """
 
     def __init__(self, features: int, dim: int) -> None:
         super().__init__()
@@ -62,9 +66,10 @@ class Whitening(nn.Module):
 
 
 class Resize(nn.Module):
-    """Crops the center of an image and resizes it to the size that the backbone was pretrained with.
+    """Crops the center of an image and resizes the crop to the backbone's pretraining size.
 
-    In training, augmentation crops, and the size may be smaller.
+    In training, images are not cropped, because augmentation crops them. The training size
+    may be smaller.
     """
 
     def __init__(self, shape: tuple[int, int, int], size: NetworkInput, fixed: bool) -> None:
@@ -76,7 +81,10 @@ class Resize(nn.Module):
         self.mode = str(size.interpolation)
 
     def set_training_size(self, factor: float) -> None:
-        """Set the side of training images, relative to the input, unless the network takes one size only."""
+        """Set the size of training images, relative to the input size.
+
+        A network with a fixed input size ignores the factor.
+        """
         if not self.fixed:
             self.training_size = [min(side, max(32, round(side * factor))) for side in self.size]
 
@@ -102,7 +110,7 @@ def config_of(name: str) -> PretrainedCfg:
     """The configuration of a timm model.
 
     Raises:
-        TrainingError: timm defines none.
+        TrainingError: timm defines no configuration for this model.
     """
     config = get_pretrained_cfg(name)
     if config is None:

@@ -1,4 +1,4 @@
-"""TorchScript: the form in which a network is exported, served and run in batches."""
+"""TorchScript, the format in which a network is exported, served and run in batches."""
 
 import io
 import warnings
@@ -21,7 +21,9 @@ def to_torchscript(network: nn.Module) -> bytes:
 
 
 def load_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, with its parameters frozen as constants. The caller has verified the file.
+    """Load a TorchScript file on the CPU, with its parameters frozen as constants.
+
+    The caller must have verified the file.
 
     Raises:
         IntegrityError: the file is not TorchScript.
@@ -30,7 +32,7 @@ def load_torchscript(file: Path) -> torch.jit.ScriptModule:
 
 
 def read_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, with its submodules; see `load_torchscript`."""
+    """Load a TorchScript file on the CPU, with its submodules. See `load_torchscript`."""
     with ignore_torchscript_deprecation():
         try:
             return torch.jit.load(file, map_location="cpu").eval()
@@ -47,8 +49,9 @@ def freeze_parameters(network: torch.jit.ScriptModule) -> torch.jit.ScriptModule
 def optimized(network: nn.Module) -> torch.jit.ScriptModule:
     """Script the network, in eval mode, and optimize it for big batches on this machine.
 
-    With oneDNN's operators and memory layout, a batch of 256 takes 2% to 14% less time, but a single image up to 3
-    times as much, so servers do not use them. An optimized graph cannot be saved.
+    With oneDNN's operators and memory layout, a batch of 256 images takes 2% to 14% less
+    time. A single image takes up to 3 times as much time, so servers do not use optimized
+    networks. An optimized graph cannot be saved.
     """
     with ignore_torchscript_deprecation():
         scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())
@@ -57,7 +60,10 @@ def optimized(network: nn.Module) -> torch.jit.ScriptModule:
 
 @contextmanager
 def ignore_torchscript_deprecation() -> Generator[None]:
-    """Ignore the deprecation warnings of ``torch.jit`` (torch 2.13): TorchServe loads TorchScript."""
+    """Ignore the deprecation warnings of ``torch.jit`` (torch 2.13).
+
+    TorchServe loads TorchScript, so evernear cannot replace it.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
         yield

@@ -1,14 +1,18 @@
-"""Train the embedding network: read `train_network` from top to bottom. The functions are in the order of their calls.
+"""Train the embedding network.
 
-The same seed, data, settings and machine give bit-for-bit the same weights, whether training is uninterrupted or killed
-and resumed. The randomness of an epoch depends on (seed, epoch) alone, and the number of threads fixes the order of
-floating-point additions.
+The entry is `train_network`, and the functions below it are in call order.
 
-Several processes train like one: each step uses the same images with the same augmentation, the same batch
-normalization statistics and the same sample of classes. Only the order of additions differs. The losses of the first
-epochs agree within a relative 1e-5 in float32 (1e-6 measured on digits, and 2e-2 in bfloat16); rounding errors grow
-with the number of steps. The exceptions are dropout, excluded labels (the open-set probe), and batches that exceed the
-memory of a process and are normalized in micro-batches (`choose_micro_batches`).
+The same seed, data, settings and machine give bit-for-bit the same weights, whether
+training is uninterrupted or killed and resumed. The randomness of an epoch depends on
+(seed, epoch) alone. The number of threads fixes the order of floating-point additions.
+
+Several processes train like a single process. Each step uses the same images with the same
+augmentation, the same batch normalization statistics and the same sample of classes. Only
+the order of additions differs. The losses of the first epochs agree within a relative 1e-5
+in float32 (1e-6 measured on digits, and 2e-2 in bfloat16). Rounding errors grow with the
+number of steps. The exceptions are dropout, excluded labels (the open-set probe), and
+batches that exceed the memory of a process and are normalized in micro-batches
+(`choose_micro_batches`).
 """
 
 import itertools
@@ -74,7 +78,7 @@ OnStep = Callable[[Steps], None]
 
 
 def steps_of_head(on_step: OnStep | None) -> Callable[[int, int], None] | None:
-    """What calls ``on_step`` after the steps of a head, which has no epochs."""
+    """A function that calls ``on_step`` after the steps of a head, which has no epochs."""
     return None if on_step is None else lambda done, total: on_step(Steps(done, total, total))
 
 
@@ -88,19 +92,23 @@ def train_network(
     on_step: OnStep | None = None,
     on_images: OnImages | None = None,
 ) -> TrainingResult:
-    """Train on the train split without ``exclude_labels``; write weights, description and history to ``out_dir``.
+    """Train on the train split without ``exclude_labels``.
 
-    The gallery split is the validation set: it decides which epoch's weights are saved and when to stop early. The test
-    split is not read. With a ``store``, checkpoints are saved there. ``on_epoch`` is called after each epoch, once its
-    checkpoint is saved, and ``on_step`` after each step. A frozen network has no steps, and one of which only the head
-    is trained has no epochs; ``on_images`` is called as features are computed.
+    Write the weights, their description and the history to ``out_dir``. The gallery split
+    is the validation set, which decides which epoch's weights are saved and when to stop
+    early. The test split is not read. With a ``store``, checkpoints are saved there.
+    ``on_epoch`` is called after each epoch, once its checkpoint is saved. ``on_step`` is
+    called after each step. A frozen network has no steps. If only the head is trained, the
+    training has no epochs. ``on_images`` is called as features are computed.
 
-    ``settings.minutes`` limits the time of the loop over epochs, whose last steps are skipped if necessary. To choose
-    settings that fit in a time, see `evernear.embedding.speed.plan_training`.
+    ``settings.minutes`` limits the time of the loop over epochs. If an epoch exceeds its
+    share of the time, its last steps are skipped. To choose settings that fit in a time
+    limit, see `evernear.embedding.speed.plan_training`.
 
     Raises:
-        TrainingError: fewer than two labels to train on, a loss that is not finite, an unreadable checkpoint, a
-            training process that died, or multi-node training that is not finished.
+        TrainingError: the dataset has fewer than two labels to train on, the loss is not
+            finite, a checkpoint is unreadable, a training process died, or multi-node
+            training is not finished.
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
     if settings.keeps_backbone:
@@ -130,7 +138,10 @@ def train_in_processes(
     exclude_labels: frozenset[str] = frozenset(),
     node: distributed.Node = distributed.ONE_NODE,
 ) -> None:
-    """Run `train_in_this_process` in ``settings.processes`` processes of this ``node``; rank 0 writes the files."""
+    """Run `train_in_this_process` in ``settings.processes`` processes of this ``node``.
+
+    Rank 0 writes the files.
+    """
     function = partial(_train_rank, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
     gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
     backend = "nccl" if gpus >= settings.processes else "gloo"
@@ -153,7 +164,9 @@ def _train_rank(
 def write_result_of_nodes(
     dataset: Dataset, settings: TrainSettings, out_dir: Path, store: Store | None, exclude_labels: frozenset[str]
 ) -> TrainingResult:
-    """Write the result of multi-node training, which `evernear.embedding.node` ran, from its last checkpoint.
+    """Write the result of multi-node training from the last checkpoint.
+
+    `evernear.embedding.node` runs the training.
 
     Raises:
         TrainingError: the training is not finished.
@@ -179,9 +192,10 @@ def train_in_this_process(
     on_step: OnStep | None,
     on_images: OnImages | None = None,
 ) -> TrainingResult:
-    """Train in this process, which may be one rank of a process group: the loop over epochs.
+    """Train in this process, which may be one rank of a process group.
 
-    Every rank returns the result. Rank 0 alone writes files and checkpoints, and calls ``on_epoch`` and ``on_step``.
+    Every rank returns the result. Only rank 0 writes files and checkpoints, and calls
+    ``on_epoch`` and ``on_step``.
     """
     rank, _ = distributed.rank_and_world_size()
     device = choose_device(settings, rank % settings.processes)
@@ -219,11 +233,11 @@ class Training:
     optimizer: torch.optim.Optimizer
     scaler: torch.GradScaler
     batch_size: int
-    """Images of a step in this process."""
+    """Number of images per step in this process."""
     micro_batches: int
     steps_per_epoch: int
     state: TrainingState
-    """With the running average of the weights, if there is one."""
+    """The state, with the running average of the weights if weights are averaged."""
     key: str
     """The key of the checkpoint."""
 
@@ -239,8 +253,8 @@ def prepare_training(
 ) -> Training:
     """Choose the recipe, and initialize the network and its optimizer.
 
-    Without ``start``, the last layer of a pretrained network is random: the training goes on from a checkpoint, or is
-    only measured.
+    Without ``start``, the last layer of a pretrained network is random. This suffices if
+    training continues from a checkpoint or is only measured.
     """
     _, world_size = distributed.rank_and_world_size()
     settings = with_defaults(settings, dataset)
@@ -350,7 +364,10 @@ def train_step(
     flips: tuple[Flip, ...],
     generator: torch.Generator,
 ) -> Tensor:
-    """Update the weights with a batch of ``pixels`` (N, C, H, W) and ``classes`` (N,); return the loss."""
+    """Update the weights with a batch of ``pixels`` (N, C, H, W) and ``classes`` (N,).
+
+    Return the loss.
+    """
     settings, device, scaler = training.settings, training.device, training.scaler
     rank, world_size = distributed.rank_and_world_size()
     training.optimizer.zero_grad()
@@ -365,7 +382,7 @@ def train_step(
         with GlobalBatchNorm() if world_size > 1 else nullcontext():
             loss = training.forward(inputs, targets, margin_rad, batch_classes)
         loss = loss * (len(inputs) / len(pixels))
-        scaler.scale(loss * settings.members).backward()  # the sum: each member learns as it would alone
+        scaler.scale(loss * settings.members).backward()  # summed, so that each member learns as it would alone
         total += loss.detach()
         first += len(inputs)
     scaler.step(training.optimizer)
@@ -375,7 +392,10 @@ def train_step(
 
 
 def write_result(training: Training, out_dir: Path, store: Store | None, resumed_after_epoch: int) -> TrainingResult:
-    """The result of finished training. Rank 0 writes it to ``out_dir``, and the last checkpoint to the ``store``."""
+    """Return the result of finished training.
+
+    Rank 0 writes the result to ``out_dir``, and the last checkpoint to the ``store``.
+    """
     settings, state = training.settings, training.state
     result = TrainingResult(
         key=training.key,

@@ -1,7 +1,8 @@
-"""Pretrained weights: a file, an object of a store, a package of weights, or timm's weights from the hub.
+"""Pretrained weights from a file, a store object, a weight package, or the hub.
 
-Only tensors are read: safetensors, or the format of `torch.save` without pickled code. Nothing is downloaded unless
-``train.weights`` is `HUB`. A package's file is copied to the store, so that pods without the package train alike.
+The file has the safetensors format, or the format of `torch.save` without pickled code.
+Only tensors are read. Nothing is downloaded from the hub unless ``train.weights`` is
+`HUB`. A package's file is copied to the store, so pods without the package can use it.
 """
 
 import tempfile
@@ -25,7 +26,7 @@ from evernear.settings.weight_packages import PREFIX, WEIGHTS, WeightPackage, we
 HUB = "hub"
 _REASON_MAX_CHARACTERS = 200
 _BLOCKS = (1, 2, 2, 3, 3, 4, 1)
-"""Blocks of each stage of EfficientNet-Lite0."""
+"""Number of blocks in each stage of EfficientNet-Lite0."""
 _OUTER = {"bn0": "bn1", "bn1": "bn2", "fc": "classifier"}
 _INNER = {
     "expand_conv": "conv_pw",
@@ -36,12 +37,12 @@ _INNER = {
     "bn2": "bn3",
 }
 _FIRST_STAGE = {"bn1": "bn1", "project_conv": "conv_pw", "bn2": "bn2"}
-"""Its block has no expansion."""
+"""Parameter names in the first stage, whose block has no expansion."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Pretrained weights of a backbone; ``sha256`` is the hash of their file."""
+    """Pretrained weights of a backbone. ``sha256`` is the hash of the weights file."""
 
     source: str
     sha256: str
@@ -49,10 +50,13 @@ class Weights:
 
 
 def store_package(weights: str, store: Store) -> None:
-    """Copy the file of the package that ``weights`` (``train.weights``) names to ``store``. Others are left alone.
+    """Copy the file of the weight package that ``weights`` (``train.weights``) names to ``store``.
+
+    If ``weights`` does not name a package, nothing is copied.
 
     Raises:
-        TrainingError: the package is neither installed here nor in the store, or it has another file.
+        TrainingError: the package is neither installed here nor in the store, or it has a
+            different file.
         StoreError: the store cannot be written.
     """
     package = weight_package(weights)
@@ -61,9 +65,10 @@ def store_package(weights: str, store: Store) -> None:
 
 
 def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
-    """Read what ``weights`` (``train.weights``) names; ``backbone`` is the network of timm for the hub.
+    """Read the weights that ``weights`` (``train.weights``) names.
 
-    A package is read from ``store`` if it is there, otherwise from this environment.
+    ``backbone`` is the timm model whose weights are downloaded from the hub. A package is
+    read from ``store`` if the store has it, otherwise from this environment.
 
     Raises:
         TrainingError: the file cannot be read or does not contain weights, or the package is not installed.
@@ -97,7 +102,10 @@ def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
 
 
 def efficientnet_lite_key(key: str) -> str:
-    """timm's name of a parameter of EfficientNet-Lite0, whose ``key`` follows the original implementation."""
+    """timm's name for a parameter of EfficientNet-Lite0.
+
+    ``key`` is the name in the original implementation.
+    """
     module, _, rest = key.removeprefix("_").partition(".")
     if module != "blocks":
         return f"{_OUTER.get(module, module)}.{rest}"
@@ -115,7 +123,7 @@ def _fetch_package(weights: str, package: WeightPackage, store: Store | None, sc
 
 
 def _installed(weights: str, package: WeightPackage) -> Path:
-    """The file of an installed package, which is not imported."""
+    """The file of an installed package, located without importing the package."""
     name = weights.removeprefix(PREFIX)
     try:
         path = Path(str(distribution(name).locate_file(package.file)))
