@@ -1,7 +1,9 @@
-"""The pipeline's steps, one function each: open the input artifacts, call one package, write the output artifact.
+"""The pipeline's steps, one function each.
 
-Each component under ``components/`` only calls the function of its name, so the steps also run without KFP. Imports
-are local to each function, so that a step loads only the libraries it needs.
+A step opens the input artifacts, calls one package and writes the output artifact. Each
+component under ``components/`` only calls the function of the same name, so the steps also
+run without KFP. Imports are local to each function so that a step loads only the libraries
+that it needs.
 """
 
 from collections.abc import Generator
@@ -33,15 +35,16 @@ if TYPE_CHECKING:
 Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest` returns them."""
 PRETRAINED_SIZE_PX = 224
-"""Largest automatic size of images for a pretrained backbone, as in most pretraining."""
+"""Largest automatic image size for a pretrained backbone, as in most pretraining."""
 UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
 """The cause recorded for a run without ``started_by``."""
 
 
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
-    """Add the source's new images to the dataset; return the snapshot's digest and the settings of the run.
+    """Add the source's new images to the dataset.
 
-    The first step also resolves the run's ``parameters`` (`evernear.settings.of_run`) and rejects a run that cannot
+    Return the snapshot's digest and the settings of the run. This first step also resolves
+    the run's ``parameters`` (`evernear.settings.of_run`) and rejects a run that cannot
     deploy.
     """
     with step("ingest", run, store) as running:
@@ -84,13 +87,14 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
         running.summary += nodes.ran.summary() if nodes.ran else ""
         running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
-    # Argo copies them several times per step. All settings would make it compress the status of the workflow, and KFP's
-    # API server does not read a compressed status: it would no longer report the last steps.
+    # Argo copies the settings several times per step. Settings with defaults would be so
+    # large that Argo compresses the workflow status. KFP's API server does not read a
+    # compressed status, and would not report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
 
 
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
-    """Report problems of the dataset. A problem of severity ``error`` stops the run."""
+    """Report problems with the dataset. A problem of severity ``error`` stops the run."""
     with _step("validate", run, settings) as (running, chosen, record):
         from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
@@ -110,7 +114,7 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
 
 
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
-    """Train the network; write its weights and an HTML page with the training curves."""
+    """Train the network, and write its weights and an HTML page with the training curves."""
     with _step("train", run, settings) as (running, chosen, record):
         from evernear.data.manifest import SPLITS
         from evernear.data.shards import Dataset
@@ -154,7 +158,7 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
-    """Export the network to TorchScript; return the metadata of its artifact."""
+    """Export the network to TorchScript, and return the metadata of its artifact."""
     with _step("export", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.embedding.export import export_network
@@ -169,7 +173,7 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
 
 
 def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -> Tree:
-    """Extract the champion's network and threshold; return the metadata of the network's artifact."""
+    """Extract the champion's network and threshold, and return the network artifact's metadata."""
     with _step("reuse", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
         from evernear.release.reuse import reuse_network
@@ -181,9 +185,10 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 
 
 def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str) -> Tree:
-    """Embed the gallery and query splits; return the metadata of the artifact: new and reused embeddings.
+    """Embed the gallery and query splits, and return the artifact's metadata.
 
-    The embeddings are in the store; the artifact describes them.
+    The metadata has the numbers of new and reused embeddings. The embeddings are in the
+    store, and the artifact describes them.
     """
     with _step("embed", run, settings) as (running, chosen, record):
         from evernear.common.parts import PARTS
@@ -238,7 +243,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
-    """Measure how well images of unseen classes are rejected, and calibrate the open-set threshold on them."""
+    """Measure how well images of unseen classes are rejected, and calibrate the open-set threshold."""
     with _step("probe", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe_open_set
@@ -330,7 +335,7 @@ def evaluate(
 
 
 def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
-    """Decide whether the candidate may replace the champion; write the verdict."""
+    """Decide whether the candidate may replace the champion, and write the verdict."""
     with _step("gate", run, settings) as (running, chosen, record):
         from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.gate import decide
@@ -347,9 +352,10 @@ def gate(run: str, settings: Tree, evaluation: str, verdict: str) -> bool:
 
 
 def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], release: str) -> str:
-    """Pack the release and return its version. A held release is published as well, so that a person can promote it.
+    """Pack the release and return its version.
 
-    ``parts`` maps ``network``, ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
+    A held release is published as well, so that a user can promote it. ``parts`` maps
+    ``network``, ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
     """
     with _step("archive", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
@@ -377,7 +383,7 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 
 
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
-    """Publish and roll out the release; do nothing unless the verdict promotes it."""
+    """Publish and roll out the release if the verdict promotes it. Otherwise, do nothing."""
     with _step("deploy", run, settings) as (running, chosen, record):
         from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
@@ -408,7 +414,7 @@ def rollback(
 def promote(
     run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Deploy a release of the registry by a person's decision, even against its verdict.
+    """Deploy a release of the registry manually, even if its verdict is hold.
 
     If ``release`` is empty, apply the settings to the champion.
     """
@@ -428,7 +434,10 @@ def promote(
 
 
 def predict(run: str, store: str, settings: Tree, images: str, out: str, release: str, nodes: str) -> None:
-    """Recognize all ``images`` with a release, the champion if ``release`` is empty, and write Parquet files."""
+    """Recognize all ``images`` with a release, and write Parquet files.
+
+    If ``release`` is empty, the release is the champion.
+    """
     with step("predict", run, store) as running:
         from evernear.kubeflow.nodes import StepNodes, nodes_for_uris
         from evernear.release.registry import Registry
@@ -453,13 +462,16 @@ def predict(run: str, store: str, settings: Tree, images: str, out: str, release
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
-    """Record the outcome of the run, and write it as JSON and as the run page; return the metadata of its artifact."""
+    """Record the outcome of the run, and write the outcome as JSON and as the run page.
+
+    Return the metadata of the outcome's artifact.
+    """
     with step("notify", run, store) as running:
         from evernear.reporting.notify import finalize
         from evernear.reporting.page import run_page
 
         record, command = RunRecord(open_store(store), run), RunCommand.of_environment()
-        # From then on, the working directory remembers the settings.
+        # After the validate step, the working directory remembers the settings.
         validated = any(each.step == "validate" and each.state == "finished" for each in record.steps())
         words = command.later if validated else command.typed
         result = finalize(record, pipeline, state, printable(error_message), words)

@@ -205,7 +205,7 @@ def open_here(
 ) -> Worker:
     """Open the network in ``network_dir``, and return a function that embeds a part.
 
-    With all arguments except ``parts`` bound, this function is an `OpenWorker`.
+    With all arguments except ``parts`` bound, `open_here` is an `OpenWorker`.
     """
     embedder = ExportedEmbedder(network_dir, cache, on_images)
     return partial(_embed_part, embedder, dataset, describe_network(network_dir).embedding_dim, parts)

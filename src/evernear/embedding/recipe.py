@@ -203,9 +203,11 @@ def choose_micro_batches(
 def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision: torch.dtype) -> torch.optim.Optimizer:
     """Muon, AdamW or SGD with Nesterov momentum, without weight decay for normalization layers and biases.
 
-    Muon updates the weights of convolutions and linear layers, except depthwise convolutions, which have one input.
+    Muon updates the weights of convolutions and linear layers, except depthwise
+    convolutions, which have one input channel.
 
-    The learning rate of a group is the schedule's times the group's ``rate_factor``.
+    The learning rate of a group is the schedule's learning rate times the group's
+    ``rate_factor``.
     """
     backbone_factor = settings.backbone_learning_rate_factor or 1.0
     of_stages = _stage_factors(module) if settings.weights and settings.trained_layers != "head" else {}

@@ -1,1 +1,4 @@
-"""Measure candidate and champion as served, on the same frozen test split, and decide on promotion."""
+"""Measure candidate and champion on the same frozen test split, and decide on promotion.
+
+Both are measured as they are served.
+"""

@@ -1,14 +1,17 @@
-"""Compare the live traffic of a release with the traffic of the release before it; `find_breach` is the entry.
+"""Compare the live traffic of a release with the traffic of the previous release.
 
-A rule is about one share of the requests and is broken if that share has risen by more than a margin. The comparison is
-repeated every few seconds, so a fixed level for each of them would roll back nearly every release in the end. Each rule
-is therefore an e-process: a mixture of likelihood ratios against the largest share that the rule tolerates (Robbins
-1970; Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021).
-While the rule holds, the probability that it ever exceeds 1 / level is at most the level (Ville 1939), however often
-and however long it is looked at.
+The entry is `Comparison.find_breach`. A rule is about one share of the requests, and is
+broken if that share has risen by more than a margin. The comparison is repeated every few
+seconds, so a fixed level for each comparison would roll back nearly every release in the
+end. Each rule is therefore an e-process, a mixture of likelihood ratios against the largest
+share that the rule tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon,
+"Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021). While the rule
+holds, the probability that the e-process ever exceeds 1 / level is at most the level (Ville
+1939), regardless of the number of comparisons.
 
-Requests come in bursts. Counts are divided by their dispersion, the ratio of the variance between the cells of a window
-to that of independent requests (Pearson's chi-squared by its degrees of freedom, McCullagh and Nelder 1989).
+Requests come in bursts. Counts are therefore divided by their dispersion, the ratio of the
+variance between the cells of a window to the variance of independent requests (Pearson's
+chi-squared divided by its degrees of freedom, McCullagh and Nelder 1989).
 """
 
 import math
@@ -19,24 +22,26 @@ from typing import NamedTuple, Self
 from evernear.common.frozen import Frozen
 
 LEVEL = 0.005
-"""Largest probability of rolling back a release whose shares are within the margins, for all rules together."""
+"""Largest probability, for all rules together, of rolling back a release whose shares are
+within the margins."""
 ERROR_MARGIN = 0.01
 SLOW_MARGIN = 0.01
 UNKNOWN_MARGIN = 0.05
 WITHOUT_REFERENCE = 0.05
-"""Tolerated share of errors if no request of the release before was counted."""
+"""Tolerated share of errors if no request of the previous release was counted."""
 SLOWER = 1.4
-"""A request is slow if it takes this multiple of the p99 of the release before."""
+"""Multiple of the previous release's p99 above which a request is slow."""
 MIN_CELLS = 3
-"""Fewer cells do not tell a rise from a burst."""
+"""Smallest number of cells. Fewer cells do not distinguish a rise from a burst."""
 
 
 class Figures(Frozen):
     """Counts of requests: the counters of a pod, or their increments.
 
-    ``answered`` and ``refused`` (with a status of 500 or more) are the worker's, ``failed`` are TorchServe's responses
-    of 500 or more, which include the worker's over HTTP, a full queue and a dead worker. ``within`` counts by an upper
-    bound in seconds those of the ``timed`` requests that took no longer.
+    ``answered`` and ``refused`` (with a status of 500 or more) are counted by the worker.
+    ``failed`` are TorchServe's responses with a status of 500 or more, which include the
+    worker's responses over HTTP, a full queue and a dead worker. ``within`` maps an upper
+    bound in seconds to the number of ``timed`` requests that took no longer.
     """
 
     answered: int = 0
@@ -51,7 +56,7 @@ class Figures(Frozen):
         return total((self, other))
 
     def since(self, earlier: Self) -> Self | None:
-        """The increments since ``earlier``; None if a counter went down, as after a restart."""
+        """The increments since ``earlier``, or None if a counter went down, as after a restart."""
         if any(getattr(self, name) < getattr(earlier, name) for name in _COUNTERS):
             return None
         counts = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
@@ -60,22 +65,22 @@ class Figures(Frozen):
 
     @property
     def requests(self) -> int:
-        """Requests of any outcome."""
+        """Number of requests with any outcome."""
         return self.answered + max(0, self.failed - self.refused)
 
     @property
     def errors(self) -> int:
-        """Requests for which the client got a status of 500 or more."""
+        """Number of requests for which the client got a status of 500 or more."""
         return max(self.failed, self.refused)
 
 
 _COUNTERS = ("answered", "refused", "failed", "predictions", "unknown", "timed")
 Cells = Sequence[Figures]
-"""The requests of a window, by short intervals."""
+"""The requests of a window, counted in short intervals."""
 
 
 class Share(NamedTuple):
-    """``events`` of ``total``."""
+    """A share of ``events`` among a ``total``."""
 
     events: float
     total: float
@@ -88,8 +93,8 @@ class Share(NamedTuple):
 class Rule:
     """A share of the requests that may rise by at most ``margin``.
 
-    ``events`` ends a sentence that begins with a share. Without a reference, ``without_reference`` is the largest
-    tolerated share.
+    ``events`` completes a sentence that begins with a share. Without a reference,
+    ``without_reference`` is the largest tolerated share.
     """
 
     name: str
@@ -99,7 +104,7 @@ class Rule:
     without_reference: float = 1.0
 
     def describe(self, reference: Share, now: Share) -> str:
-        """The sentence about a breach."""
+        """A sentence about the breach of this rule."""
         sentence = f"Rule {self.name}: {now} of {round(now.total):,} {self.events}"
         if not reference.total:
             return f"{sentence}, and at most {self.without_reference:.0%} are tolerated without a reference."
@@ -107,7 +112,11 @@ class Rule:
 
 
 def total(cells: Cells) -> Figures:
-    """The sum of the cells. Releases of two versions of evernear may have different bounds; those of all are kept."""
+    """The sum of the cells.
+
+    Releases built by two versions of evernear may have different bounds in ``within``.
+    Only the bounds that all cells have are in the sum.
+    """
     counts = {name: sum(getattr(cell, name) for cell in cells) for name in _COUNTERS}
     timed = [cell.within for cell in cells if cell.timed]
     bounds = sorted(set(timed[0]).intersection(*timed)) if timed else list[float]()
@@ -116,7 +125,7 @@ def total(cells: Cells) -> Figures:
 
 
 class Comparison:
-    """Compares a release with the one that answered ``before``.
+    """Compares a release with the release that answered the requests in ``before``.
 
     Without any requests in ``before``, only errors are compared, with a fixed bound.
     """
@@ -128,7 +137,10 @@ class Comparison:
         self._dispersions = [dispersion([rule.share(cell) for cell in before]) for rule in self._rules]
 
     def find_breach(self, seen: Cells) -> str | None:
-        """The sentence about the first rule that the requests since the rollout break; None while none is broken."""
+        """A sentence about the first rule that the requests since the rollout break.
+
+        Return None while no rule is broken.
+        """
         if len(seen) < MIN_CELLS:
             return None
         level, all_seen = LEVEL / len(self._rules), total(seen)
@@ -138,7 +150,7 @@ class Comparison:
                 continue
             spread = max(spread, dispersion([rule.share(cell) for cell in seen]))
             if reference.total:
-                # Half of the level is for the reference, which is a sample as well.
+                # The reference is a sample as well, and takes half of the level.
                 tolerated = upper_bound(_thinned(reference, spread), level / 2) + rule.margin
             else:
                 tolerated = rule.without_reference
@@ -148,7 +160,7 @@ class Comparison:
 
 
 def rules_for(before: Figures) -> tuple[Rule, ...]:
-    """The rules for a release that replaces the one that answered ``before``."""
+    """The rules for a release that replaces the release that answered ``before``."""
     limit_s = slow_limit_s(before)
 
     def errors(figures: Figures) -> Share:
@@ -170,7 +182,10 @@ def rules_for(before: Figures) -> tuple[Rule, ...]:
 
 
 def slow_limit_s(before: Figures) -> float | None:
-    """The bound that is at least `SLOWER` times the p99 of ``before``; None if no bound is, or nothing was timed."""
+    """The smallest bound that is at least `SLOWER` times the p99 of ``before``.
+
+    Return None if no bound is large enough or no request was timed.
+    """
     p99_s = next((bound for bound, count in sorted(before.within.items()) if count >= 0.99 * before.timed > 0), None)
     if p99_s is None:
         return None
@@ -178,7 +193,10 @@ def slow_limit_s(before: Figures) -> float | None:
 
 
 def dispersion(shares: Sequence[Share]) -> float:
-    """Pearson's chi-squared of the cells by its degrees of freedom, at least 1; independent requests have about 1."""
+    """Pearson's chi-squared of the cells divided by its degrees of freedom, at least 1.
+
+    The dispersion of independent requests is about 1.
+    """
     shares = [share for share in shares if share.total]
     events, count = (sum(part) for part in zip(*shares, strict=True)) if shares else (0, 0)
     if len(shares) < MIN_CELLS or not 0 < events < count:
@@ -189,7 +207,10 @@ def dispersion(shares: Sequence[Share]) -> float:
 
 
 def upper_bound(share: Share, level: float) -> float:
-    """The upper bound of Clopper and Pearson (1934), which a share exceeds with a probability of at most ``level``."""
+    """The upper bound of Clopper and Pearson (1934).
+
+    The true share exceeds the bound with a probability of at most ``level``.
+    """
     from scipy.special import betaincinv
 
     if share.events >= share.total:
@@ -198,7 +219,10 @@ def upper_bound(share: Share, level: float) -> float:
 
 
 def log_evidence(share: Share, tolerated: float) -> float:
-    """The logarithm of the e-process for a share above ``tolerated``: a uniform mixture over all larger shares."""
+    """The logarithm of the e-process for a share above ``tolerated``.
+
+    The e-process is a uniform mixture over all larger shares.
+    """
     from scipy.special import betaincc, betaln
 
     if not 0 < tolerated < 1:
@@ -212,5 +236,5 @@ def log_evidence(share: Share, tolerated: float) -> float:
 
 
 def _thinned(share: Share, spread: float) -> Share:
-    """The independent requests that tell as much as ``share``."""
+    """The number of independent requests that are as informative as ``share``."""
     return Share(share.events / spread, share.total / spread)

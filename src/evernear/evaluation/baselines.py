@@ -1,4 +1,7 @@
-"""Trivial recognizers on the candidate's test images: the most common class, and nearest neighbors of pixels."""
+"""Trivial recognizers to compare the candidate with on its test images.
+
+They are the most common class, and the nearest neighbor by pixels.
+"""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -14,7 +17,7 @@ from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
 
 SIDE_PX = 16
-"""Images are reduced to this height and width, so that a shift by a few pixels matters less."""
+"""Height and width to which images are reduced, so that a shift by a few pixels matters less."""
 GALLERY_MAX = 10_000
 QUERIES_MAX = 2_000
 FLAT = 1e-6
@@ -22,15 +25,17 @@ FLAT = 1e-6
 
 
 class Baseline(Frozen):
-    """The result of one baseline, and of the candidate on the same queries."""
+    """The results of one baseline and of the candidate on the same queries."""
 
     name: str
-    """A noun phrase: "the most common class"."""
+    """A noun phrase, such as "the most common class"."""
     accuracy: Proportion
     comparison: PairedCounts
-    """Improvements are queries that only the candidate answers correctly."""
+    """The comparison, in which improvements are queries that only the candidate answers
+    correctly."""
     p_perfect: float
-    """Probability of at least the improvements of a recognizer without errors if both were equally good."""
+    """Probability of at least as many improvements as a recognizer without errors would
+    have, if both systems were equally good."""
     p_by_chance: float
     """See `evernear.evaluation.statistics.p_by_chance`."""
 
@@ -38,10 +43,12 @@ class Baseline(Frozen):
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, batch_size: int) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
-    Always predicting the most common class of the test split is the best that can be done without looking at the image.
-    The nearest gallery image by pixels (`SIDE_PX`, each image standardized) needs no training. Its gallery and its
-    queries are spread evenly over the splits, at most `GALLERY_MAX` and `QUERIES_MAX`. Of a class without an image in
-    the gallery split, it has the train images that the candidate's index has.
+    No recognizer that ignores the image is better than always predicting the most common
+    class of the test split. The nearest gallery image by pixels (`SIDE_PX`, each image
+    standardized) needs no training. The gallery and the queries of this baseline are spread
+    evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images. If a class
+    has no image in the gallery split, the baseline uses the same train images as the
+    candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, confidence)]
@@ -83,7 +90,10 @@ def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDAr
 def _pixels(
     blocks: Iterable[Block], count: int, count_max: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Reduced, standardized images (N, D) out of ``count``, their label indices, and their positions."""
+    """Up to ``count_max`` reduced, standardized images (N, D) out of ``count``.
+
+    Also return their label indices (N,) and positions (N,).
+    """
     step = max(1, -(-count // count_max))
     pixels: list[NDArray[np.float32]] = []
     labels: list[NDArray[np.int64]] = []
@@ -105,7 +115,10 @@ def _numbered(blocks: Iterable[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _reduce(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Average (N, H, W, C) over areas, and standardize each image: brightness and contrast say little about a class."""
+    """Average images (N, H, W, C) over areas, and standardize each image.
+
+    Brightness and contrast say little about a class.
+    """
     import torch
     from torch.nn.functional import adaptive_avg_pool2d
 

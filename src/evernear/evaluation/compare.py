@@ -1,4 +1,4 @@
-"""Paired test: whether the candidate is worse than the champion on the same queries."""
+"""The paired test of whether the candidate is worse than the champion on the same queries."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,26 +16,28 @@ from evernear.evaluation.measure import Outcomes
 
 
 class PairedCounts(Frozen):
-    """Counts of queries that one system answers correctly and the other, champion or baseline, does not.
+    """Counts of queries that only one of two systems answers correctly.
 
-    Queries that both or neither answer correctly carry no information about which is better.
+    The systems are the candidate and an earlier release or a baseline. Queries that both or
+    neither answer correctly carry no information about which system is better.
     """
 
     queries: int = Field(ge=0)
     regressions: int = Field(ge=0)
-    """Queries that only the other system answers correctly."""
+    """Number of queries that only the other system answers correctly."""
     improvements: int = Field(ge=0)
-    """Queries that only the candidate answers correctly."""
+    """Number of queries that only the candidate answers correctly."""
     groups: int | None = None
-    """Groups of the queries; None if every query is independent."""
+    """Number of groups of the queries, or None if every query is independent."""
     nets: dict[int, int] = {}
-    """Regressions less improvements by number of the group, for groups where they differ."""
+    """Regressions minus improvements by group number, for groups where the difference is
+    not 0."""
 
     @property
     def p_worse(self) -> float:
         """Probability of at least this number of regressions if both are equally good.
 
-        See `mcnemar_worse`, and for groups `evernear.evaluation.grouped.sign_flip_worse`.
+        See `mcnemar_worse`, or `evernear.evaluation.grouped.sign_flip_worse` for groups.
         """
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
@@ -50,7 +52,10 @@ class PairedCounts(Frozen):
 
     @property
     def independent(self) -> "PairedCounts":
-        """Independent queries that say about as much: the groups, with the same shares of changes."""
+        """Counts of independent queries with about as much information.
+
+        Each group counts as one query, and the shares of changes are the same.
+        """
         if not self.groups:
             return self
         share = self.groups / max(1, self.queries)
@@ -62,7 +67,7 @@ class PairedCounts(Frozen):
 
     @property
     def net_losses(self) -> int:
-        """Regressions minus improvements; negative for a candidate that gained queries."""
+        """Regressions minus improvements, which is negative if the candidate gained queries."""
         return self.regressions - self.improvements
 
     def changes(self) -> str:
@@ -71,19 +76,19 @@ class PairedCounts(Frozen):
         return f"{improvements} and {quantity(self.regressions, 'regression')}"
 
     def p_in_words(self, p: float | None = None) -> str:
-        """``p`` (default: `p_worse`) in words; a tiny one is not printed as 0."""
+        """``p`` (default: `p_worse`) in words. A tiny p is not printed as 0."""
         p = self.p_worse if p is None else p
         return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
 class Comparison(Frozen):
-    """Candidate against champion, over all queries and within each class that has queries."""
+    """Candidate against an earlier release, over all queries and within each class that has queries."""
 
     overall: PairedCounts
     classes: dict[str, PairedCounts]
 
     def within(self, labels: Iterable[str]) -> PairedCounts:
-        """The sum over the classes ``labels``."""
+        """The sum of the counts over the classes in ``labels``."""
         chosen = [self.classes[label] for label in labels if label in self.classes]
         nets: Counter[int] = Counter()
         for pairs in chosen:  # a group may have images of several classes
@@ -101,9 +106,10 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    Where two equally good systems differ, each is correct with probability 1/2. The number of regressions among the
-    n = ``regressions + improvements`` such queries is therefore Binomial(n, 1/2), and p is the probability of at least
-    this number. Unlike the mid-p and chi-squared forms, the exact test never exceeds its level, for any number of
+    If two equally good systems differ on a query, each is correct with probability 1/2. The
+    number of regressions among the n = ``regressions + improvements`` such queries is
+    therefore Binomial(n, 1/2). p is the probability of at least this number. Unlike the
+    mid-p and chi-squared forms, the exact test never exceeds its level, for any number of
     queries.
     """
     from scipy.special import bdtrc
@@ -116,9 +122,10 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 def net_loss_budget(errors: int, queries: int, significance: float) -> int:
     """The net losses that a candidate may have against a system with ``errors`` on ``queries``.
 
-    Two systems that err independently, both at this rate, exceed it with a probability of about half of
-    ``significance``. Retrainings repeat most of each other's errors, so they exceed it less often. The error rate is
-    assumed to be (errors + 1) / (queries + 2), because observing none may be luck.
+    Two systems that err independently at this error rate exceed the budget with a
+    probability of about half of ``significance``. Retrained networks repeat most of each
+    other's errors, so they exceed the budget less often. The error rate is assumed to be
+    (errors + 1) / (queries + 2), because observing no error may be luck.
     """
     from scipy.special import ndtri
 
@@ -127,10 +134,12 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy that `mcnemar_worse` at ``level`` detects with probability ``power``: 0 to 1.
+    """The smallest loss of accuracy, 0 to 1, that `mcnemar_worse` detects with probability ``power``.
 
-    The share of improvements is assumed to be (improvements + 1) / (queries + 2), because observing none may be luck.
-    A group counts as one query. The result is 1 if the test detects no loss that often.
+    The test has the level ``level``. The share of improvements is assumed to be
+    (improvements + 1) / (queries + 2), because observing no improvement may be luck. A
+    group counts as one query. The result is 1 if the test detects no loss with this
+    probability.
     """
     from scipy.special import ndtri
 
@@ -144,18 +153,19 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
-    """The smallest loss of accuracy with which the net losses exceed ``budget`` with probability ``power``.
+    """The smallest loss of accuracy at which the net losses exceed ``budget`` with probability ``power``.
 
-    As `detectable_loss`; 1 if no loss does.
+    The assumptions are those of `detectable_loss`. The result is 1 if no loss does.
     """
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
-    """The smallest loss with which the net losses exceed ``critical`` with probability ``power``, else 1.
+    """The smallest loss at which the net losses exceed ``critical`` with probability ``power``.
 
-    ``critical`` is a function of the share of queries on which the systems differ. The net losses are approximately
-    normal (Connor 1987, Biometrics 43:207).
+    ``critical`` is a function of the share of queries on which the systems differ. The net
+    losses are approximately normal (Connor 1987, Biometrics 43:207). The result is 1 if no
+    loss suffices.
     """
     from scipy.optimize import root_scalar
     from scipy.special import ndtr
@@ -174,7 +184,7 @@ def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], powe
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
-    """Compare two outcomes of the same queries. Their label indices index ``labels``.
+    """Compare the outcomes of two systems on the same queries. Label indices refer to ``labels``.
 
     Raises:
         IntegrityError: the queries differ.
@@ -193,7 +203,11 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
 
 
 def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCounts:
-    """Compare the candidate with another system that answers the same queries, at least one, ``correct`` or not."""
+    """Compare the candidate with a system that answers the same queries.
+
+    ``correct`` (N,) says which of the N answers of the system are correct. N must be at
+    least 1.
+    """
     changes = correct.astype(np.int8) - candidate.correct
     return _paired(changes, np.zeros_like(candidate.labels), candidate.groups)[0]
 
@@ -201,7 +215,10 @@ def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCoun
 def _paired(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32] | None
 ) -> dict[int, PairedCounts]:
-    """The counts of each stratum with queries. A change is 1 for a regression and -1 for an improvement."""
+    """The counts of each stratum that has queries.
+
+    A change is 1 for a regression and -1 for an improvement.
+    """
     totals, lost, won = (
         np.bincount(chosen, minlength=1).tolist() for chosen in (strata, strata[changes > 0], strata[changes < 0])
     )
@@ -227,7 +244,7 @@ def _paired(
 def _nets(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
 ) -> tuple[list[int], dict[int, dict[int, int]]]:
-    """The number of groups of each stratum, and by stratum the nets of its groups that are not 0."""
+    """The number of groups of each stratum, and the nonzero nets of its groups, by stratum."""
     pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)
     net = np.bincount(rows.ravel(), weights=changes).astype(np.int64)
     nets: defaultdict[int, dict[int, int]] = defaultdict(dict)

@@ -1,4 +1,7 @@
-"""The evaluation artifact: all measurements that the gate needs, from one run on one frozen test split."""
+"""The evaluation artifact, which has all measurements that the gate needs.
+
+They come from one run on one frozen test split.
+"""
 
 import io
 import math
@@ -34,7 +37,8 @@ SYSTEMS = ("candidate", "champion", "anchor")
 
 
 Answered = Callable[[str], Iterable[AnsweredBlock] | None]
-"""The answers of one of `SYSTEMS` to the test split, in order; None if they are to be computed."""
+"""Returns the answers of one of `SYSTEMS` to the test split, in order, or None if they have
+yet to be computed."""
 
 
 def answered_by_nobody(_: str) -> None:
@@ -46,11 +50,11 @@ class ReleasedSystem(NamedTuple):
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None
-    """The snapshot that it was built from, if the store still has it."""
+    """The snapshot that the release was built from, if the store still has the snapshot."""
     classes: ClassSettings = NO_CHANGES
-    """Its classes that were removed or renamed on purpose."""
+    """The release's classes that were removed or renamed on purpose."""
     fault: str | None = None
-    """Why the manifest of its snapshot cannot be read."""
+    """The reason why the snapshot's manifest cannot be read."""
 
 
 class UnavailableSystem(NamedTuple):
@@ -58,24 +62,27 @@ class UnavailableSystem(NamedTuple):
 
     name: str
     fault: str
-    """Why, as a sentence."""
+    """The reason, as a sentence."""
 
 
 class AnchorEvaluation(Frozen):
-    """The anchor, a fixed earlier release, on the same queries as the candidate; see `evernear.evaluation.gate_anchor`.
+    """The anchor, a fixed earlier release, on the same queries as the candidate.
 
-    Without a measurement, ``fault`` or ``difference`` says why as a sentence.
+    See `evernear.evaluation.gate_anchor`. Without a measurement, ``fault`` or
+    ``difference`` has the reason, as a sentence.
     """
 
     name: str
     measurement: Measurement | None = None
     comparison: Comparison | None = None
     test_overlap: float | None = None
-    """Proportion of its test images that are in the test split; None if they are unknown."""
+    """Proportion of the anchor's test images that are in the test split, or None if the
+    anchor's test images are unknown."""
     fault: str = ""
-    """Its archive is damaged, or its snapshot is damaged or lost."""
+    """The fault of an anchor whose archive is damaged, or whose snapshot is damaged or lost."""
     difference: str = ""
-    """It was built for other images, so that it cannot answer these queries."""
+    """The difference that prevents the anchor from answering these queries, such as a
+    different image shape."""
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
@@ -89,33 +96,38 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     open_set: OpenSet
     baselines: tuple[Baseline, ...] = ()
     leakage: dict[str, int]
-    """Number of test images in each split that the candidate was built from; see `count_leakage`."""
+    """Number of test images in each split that the candidate was built from. See
+    `count_leakage`."""
     near_duplicates: NearDuplicates | None = None
-    """Test images that are nearly the same as an image of train or gallery; None in evaluations of earlier versions."""
+    """Test images that are nearly the same as an image of the train or gallery split, or
+    None in evaluations of earlier versions."""
     training_warnings: tuple[str, ...] = ()
     """Signs that the candidate's training did not go well."""
     champion_leakage: dict[str, int] | None
-    """The same for the champion; None without a champion or if its dataset is unavailable."""
+    """Number of test images in each split that the champion was built from, or None without
+    a champion or if the champion's dataset is unavailable."""
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are in the test split; None as for ``champion_leakage``. Images
-    that came by review do not count."""
+    """Proportion of the champion's test images that are in the test split, or None under the
+    same conditions as ``champion_leakage``. Images that came from review do not count."""
     champion_tests: int = 0
     """Number of the champion's test images that are in the test split."""
     reviewed_left_out: dict[str, int] = {}
-    """Images that came by review and left a measured split, by that split."""
+    """Number of images that came from review and left a measured split, by split."""
     unreadable: dict[Literal["training", "champion"], str] = {}
-    """Why the snapshot that the candidate's network was trained on, or the champion's snapshot, cannot be read."""
+    """The reason why a snapshot cannot be read: the snapshot that the candidate's network
+    was trained on, or the champion's snapshot."""
     classes: ClassSettings = NO_CHANGES
-    """Classes of the champion that were removed or renamed on purpose. Its measurement uses their current names."""
+    """Classes of the champion that were removed or renamed on purpose. The champion's
+    measurement uses their current names."""
     anchor: AnchorEvaluation | None = None
-    """None if the champion is the anchor, or without a champion."""
+    """The anchor's evaluation, or None if the champion is the anchor or without a champion."""
     replay: Replay | None = None
-    """Both systems' answers to stored live queries; None without a champion."""
+    """Both systems' answers to stored live queries, or None without a champion."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
-    """By the names in `SYSTEMS`; stored in `OUTCOMES_FILE`."""
+    """Outcomes by the names in `SYSTEMS`, stored in `OUTCOMES_FILE`."""
 
     def summary(self) -> str:
-        """The candidate's accuracy and how many known images it calls unknown."""
+        """The candidate's accuracy and its number of known images called unknown."""
         return f"accuracy {self.candidate.accuracy}; {self.candidate.false_rejects} of known images called unknown"
 
     def metrics(self) -> dict[str, float]:
@@ -221,16 +233,18 @@ def evaluate_systems(
     anchor: ReleasedSystem | UnavailableSystem | None = None,
     answered: Answered = answered_by_nobody,
 ) -> Evaluation:
-    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``; count leaked test images.
+    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``.
 
-    ``anchor`` is None if the champion is the anchor. An anchor or an earlier snapshot that cannot be read is no error,
-    because the gate then holds the candidate.
+    Also count leaked test images. ``anchor`` is None if the champion is the anchor. An
+    anchor or an earlier snapshot that cannot be read is not an error, because the gate then
+    holds the candidate.
 
-    The accuracy of a champion that was trained on test images is overstated. The gate reports this. A class of the
-    champion that was renamed counts under its new name. A retired one is left out. ``trained_on`` is the snapshot that
-    the candidate's network was trained on (None: ``dataset``). ``answered`` has the answers of each of `SYSTEMS` if
-    they are computed already. ``observe`` and ``observe_champion`` see the
-    results of each; see `measure`.
+    The accuracy of a champion that was trained on test images is overstated, and the gate
+    reports this. A renamed class of the champion counts under its new name. A retired class
+    is left out. ``trained_on`` is the snapshot that the candidate's network was trained on,
+    ``dataset`` by default. ``answered`` returns the answers of each of `SYSTEMS` if they
+    are already computed. ``observe`` receives the candidate's results, and
+    ``observe_champion`` the champion's results. See `measure`.
 
     Raises:
         DataError: the test split is empty, or its images do not have the input shape of a recognizer.
@@ -277,7 +291,7 @@ def _measure_anchor(
     groups: GroupNumbers | None,
     answered: Answered,
 ) -> AnchorEvaluation:
-    """Measure the anchor and add its outcomes to ``outcomes``, unless something prevents it."""
+    """Measure the anchor and add its outcomes to ``outcomes``, if the anchor can be measured."""
     if isinstance(anchor, UnavailableSystem):
         return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
     recognizer = anchor.recognizer
@@ -326,7 +340,8 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> tuple[float, int]:
     """Proportion and number of the champion's test images that are in the test split of ``dataset``.
 
-    Images of retired classes, and those that left the test split because they came by review, do not count.
+    Images of retired classes, and images that left the test split because they came from
+    review, do not count.
     """
     common = count_leakage(dataset, champion_dataset, ("test",))["test"]
     counts = champion_dataset.manifest.label_counts("test")
@@ -337,5 +352,8 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
 
 
 def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:
-    """Compare the candidate with an earlier ``system``; None if it was not measured."""
+    """Compare the candidate with an earlier ``system``.
+
+    Return None if the system was not measured.
+    """
     return compare(outcomes["candidate"], outcomes[system], labels) if system in outcomes else None

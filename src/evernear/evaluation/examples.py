@@ -1,7 +1,8 @@
 """Images and figures of one evaluation for the run page, bounded in number and bytes.
 
-`ExampleCollector` watches the candidate's measurement (`evernear.evaluation.measure`), so that no image is embedded
-twice. The result is recorded with the run. The page needs neither the dataset nor the network later.
+`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`), so
+no image is embedded twice. The result is recorded with the run, so the page needs neither
+the dataset nor the network later.
 """
 
 import time
@@ -39,7 +40,7 @@ BINS = 50
 
 
 class NeighborImage(Frozen):
-    """A gallery image near a query; ``tile`` is its number in the sheet."""
+    """A gallery image near a query. ``tile`` is the image's number in the sheet."""
 
     label: str
     distance: float
@@ -59,7 +60,10 @@ class Mistake(Frozen):
 
 
 class MapPoint(Frozen):
-    """A query on the map of embeddings. Its image is the tile of the same number in ``map_images``."""
+    """A query on the map of embeddings.
+
+    The query's image is the tile with the same number in ``map_images``.
+    """
 
     x: float
     y: float
@@ -69,19 +73,19 @@ class MapPoint(Frozen):
 
 
 class Sample(Frozen):
-    """Images of one class, by their numbers in the sheet."""
+    """Images of one class, as their numbers in the sheet."""
 
     label: str
     tiles: tuple[int, ...]
 
 
 class IndexFigures(Frozen):
-    """The index, and medians of the time that one query takes on the machine of the evaluation."""
+    """The index, and the median times of one query on the evaluation machine."""
 
     factory: str
     search: str
     reason: str = ""
-    """Why ``index.type = auto`` chose them."""
+    """The reason for the choice of ``index.type = auto``."""
     size: int
     dim: int
     k: int
@@ -91,7 +95,7 @@ class IndexFigures(Frozen):
 
 
 class LiveDistances(Frozen):
-    """Nearest-neighbor distances of the champion's logged live queries, with its own network and threshold."""
+    """Nearest-neighbor distances of logged live queries, with the champion's network and threshold."""
 
     release: str
     queries: int
@@ -101,14 +105,19 @@ class LiveDistances(Frozen):
 
 
 class Examples(Frozen):
-    """What the run page shows about individual images. Histograms have `BINS` equal bins from 0 to `MAX_DISTANCE`."""
+    """The images and figures on the run page.
+
+    Histograms have `BINS` equal bins from 0 to `MAX_DISTANCE`.
+    """
 
     remedy = "run the evaluate step again"
 
     mistakes: tuple[Mistake, ...]
-    """Wrong predictions that were not called unknown first, each group by distance: the most confident come first."""
+    """Wrong predictions. Predictions that were not called unknown come first, sorted by
+    distance with the most confident first, followed by the others in the same order."""
     map: tuple[MapPoint, ...]
-    """A random sample of the test split, by t-SNE (van der Maaten and Hinton 2008, JMLR 9:2579)."""
+    """A random sample of the test split, placed by t-SNE (van der Maaten and Hinton 2008,
+    JMLR 9:2579)."""
     distances_right: tuple[int, ...]
     distances_wrong: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -116,18 +125,20 @@ class Examples(Frozen):
     new_images: tuple[Sample, ...]
     """Training images that the champion's dataset does not have."""
     images_before: dict[str, int] | None
-    """Images of each class in the champion's dataset; None without a champion or if its dataset is unavailable."""
+    """Number of images of each class in the champion's dataset, or None without a champion
+    or if the dataset is unavailable."""
     index: IndexFigures
     images: Sheet
     map_images: Sheet
     live: LiveDistances | None = None
     live_accuracy: tuple[LiveAccuracy, ...] = ()
-    """The champion's accuracy on labeled live queries by week, newest first; empty without labels."""
+    """The champion's accuracy on labeled live queries by week, newest first. The tuple is
+    empty without labels."""
 
 
 @dataclass(frozen=True)
 class _Query:
-    """A wrong prediction, until the images of its neighbors are known."""
+    """A wrong prediction whose neighbors' images are not yet known."""
 
     image: Pixels
     label: int
@@ -144,7 +155,7 @@ class _Query:
 
 
 class ExampleCollector:
-    """Collects from the blocks of the candidate's measurement, in flat memory."""
+    """Collects examples from the blocks of the candidate's measurement, in bounded memory."""
 
     def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
         self._recognizer = recognizer
@@ -189,7 +200,11 @@ class ExampleCollector:
             )
 
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
-        """The examples, with sample images and, if the champion's dataset is available, the images added since then."""
+        """The examples, with sample images.
+
+        If the champion's dataset is available, the examples include images added since
+        that dataset.
+        """
         tiles = Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
         map_tiles = Tiles(self._dataset.shape, MAP_TILE_PX)
@@ -228,7 +243,7 @@ class ExampleCollector:
         )
 
     def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
-        """The images behind ``rows`` of the index, which has the order of the embed step."""
+        """The gallery images of ``rows`` of the index, which has the order of the embed step."""
         if not rows:
             return
         numbers, first = self._recognizer.gallery.label_indices, 0
@@ -279,7 +294,10 @@ class ExampleCollector:
 def queries_to_show(
     dataset: Dataset, first: int, labels: NDArray[np.int64], answers: "Classifications"
 ) -> NDArray[np.int64]:
-    """The rows of queries, from ``first`` of the test split, whose images `ExampleCollector` may need."""
+    """The rows of the queries whose images `ExampleCollector` may need.
+
+    The first row is the query at position ``first`` of the test split.
+    """
     return np.union1d(_clearest_mistakes(labels, answers), _within(_sampled_queries(dataset), first, len(labels)))
 
 
@@ -290,23 +308,29 @@ def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
-    """The rows of those of ``positions`` that are among the ``count`` from ``first``."""
+    """The rows of the ``positions`` that are among the ``count`` positions from ``first``."""
     return positions[(positions >= first) & (positions < first + count)] - first
 
 
 def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
-    """The rows of at most `MISTAKES` wrong answers: those that were not called unknown first, each by distance."""
+    """The rows of at most `MISTAKES` wrong answers.
+
+    Answers that were not called unknown come first. Both kinds are sorted by distance.
+    """
     wrong = np.flatnonzero(answers.labels != labels)
     return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
 
 
 def histogram(distances: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Counts (`BINS`,) of distances."""
+    """Counts (`BINS`,) of distances in the bins of a histogram."""
     return np.histogram(distances, bins=BINS, range=(0.0, MAX_DISTANCE))[0]
 
 
 def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Places (N, 2) of embeddings (N, D) in the unit square by t-SNE; all in the middle if the embeddings are equal."""
+    """Positions (N, 2) of embeddings (N, D) in the unit square, from t-SNE.
+
+    If all embeddings are equal, all positions are in the middle.
+    """
     from sklearn.manifold import TSNE
 
     count = len(embeddings)
@@ -326,7 +350,10 @@ def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
 
 
 def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
-    """Images of shards that ``before`` lacks: each ingest adds shards and leaves the others as they are."""
+    """Images of shards that ``before`` lacks.
+
+    Each ingest adds shards and does not change existing shards.
+    """
     earlier = {shard.sha256 for shard in before.shards("train")}
     added = [shard for shard in dataset.shards("train") if shard.sha256 not in earlier]
     labels = sorted({label for shard in added for label, count in shard.label_counts.items() if count})
@@ -336,7 +363,10 @@ def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample
 
 
 def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Tiles) -> tuple[Sample, ...]:
-    """The first images of each class among the train shards ``shards``. A shard without them is not read."""
+    """The first ``wanted`` images of each class among the train ``shards``.
+
+    A shard without wanted images is not read.
+    """
     picked: dict[str, list[int]] = {label: [] for label in wanted}
     missing = {dataset.labels.index(label): count for label, count in wanted.items()}
     for shard in dataset.shards("train"):

@@ -1,53 +1,64 @@
 """The gate: decide whether the candidate may replace the champion.
 
-A candidate passes unless a rule fails; then the verdict is hold. The candidate need not be better: if it had to be, a
-champion at its ceiling could never be refreshed with new data. It must not be *significantly worse*, must keep every
-class, and must be sound. The gate fails closed: a figure that is missing or NaN fails its rule.
+A candidate passes unless a rule fails, in which case the verdict is hold. The candidate
+need not be better. Otherwise, a champion at its ceiling could never be refreshed with new
+data. The candidate must not be *significantly worse*, must keep every class, and must be
+sound. The gate fails closed. A missing or NaN figure fails its rule.
 
 Paired test (`no_worse`)
-    An exact one-sided McNemar test on the same queries (`evernear.evaluation.compare.mcnemar_worse`). With
-    ``data.group``, it counts groups: a sign-flip test (`evernear.evaluation.grouped.sign_flip_worse`). The rule fails
-    if p <= 0.8 x ``gate.significance``. The rules for the classes and for an anchor other than the champion spend their
-    share of the level, so that all together hold an equally good candidate at most as often as the setting says. The
-    test is exact because mid-p keeps the level only approximately. Why the level is 0.10, and how often the rules err:
-    docs/decisions/0007-the-gate-asks-not-worse.md.
+    An exact one-sided McNemar test on the same queries
+    (`evernear.evaluation.compare.mcnemar_worse`). With ``data.group``, a sign-flip test
+    counts groups instead of queries (`evernear.evaluation.grouped.sign_flip_worse`). The
+    rule fails if p <= 0.8 x ``gate.significance``. An anchor other than the champion takes
+    half of this level for its own test. The rule for the classes spends the remaining
+    share, so all tests together hold an equally good candidate at most as often as the
+    setting says. The test is exact because mid-p keeps the level only approximately.
+    docs/decisions/0007-the-gate-asks-not-worse.md explains why the level is 0.10, and how
+    often the rules err.
 
     A non-inferiority test, which requires evidence within a margin, would hold more bad models, but also every equal
     model on a small test split. On small splits this rule has less power, and the floors matter more.
 
-    Queries of classes that the champion does not know are excluded. The champion is always wrong on them, so the gain
-    from a new class would hide losses on the others. The floors decide whether a new class is recognized well enough.
+    Queries of classes that the champion does not know are excluded. The champion is always
+    wrong on these queries, so the gain from a new class would hide losses on other classes.
+    The floors decide whether a new class is recognized well enough.
 
-    A series of promotions may each lose a little that no single test detects. The rules for the anchor limit the total
-    (`evernear.evaluation.gate_anchor`), and the accuracy floor does.
+    Each of a series of promotions may lose a little accuracy that no single test detects.
+    The rules for the anchor (`evernear.evaluation.gate_anchor`) and the accuracy floor
+    limit the total loss.
 
 Test set (`same_test_set`)
-    The choice of test images can decide the comparison. The test split must therefore still contain
-    ``gate.test_overlap_floor`` of the images that the champion was tested on. Added images are allowed. Another source
-    or other split fractions make another dataset, on which only a person can promote a release.
+    The choice of test images can decide the comparison. The test split must therefore still
+    contain at least ``gate.test_overlap_floor`` of the champion's test images. Added images
+    are allowed. A different source or different split fractions make a different dataset,
+    on which a release can only be promoted manually.
 
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
     The candidate must know every class that the champion can predict, except those that ``classes.retired`` and
-    ``classes.renamed`` name. A renamed class is compared under its new name. A class fails the recall floor if even the
-    upper end of its interval is below the floor. It fails the drop if its recall fell by more than
-    ``gate.class_recall_drop`` *and* is significantly worse at 0.2 x ``gate.significance`` divided by the number of
-    classes (Bonferroni): one image in a class of 18 is 5.6 points. A class without a test image cannot be measured,
-    and the reason names it.
+    ``classes.renamed`` name. A renamed class is compared under its new name. A class fails
+    the recall floor if even the upper limit of its interval is below the floor. A class
+    fails the drop rule if its recall fell by more than ``gate.class_recall_drop`` *and* is
+    significantly worse at 0.2 x ``gate.significance`` divided by the number of classes
+    (Bonferroni). Significance is required because one image in a class of 18 is 5.6 points.
+    A class without a test image cannot be measured, and the reason names it.
 
 Known images called unknown (`false_rejects`)
-    The rule fails if the lower end of the interval is above ``gate.false_reject_ceiling``. A few images more than that
-    on a small test split are noise. The reason says if test images are called unknown significantly more often than the
-    query images that set the threshold: then they look different from the gallery.
+    The rule fails if the lower limit of the interval is above ``gate.false_reject_ceiling``.
+    On a small test split, a few images above the ceiling are noise. The reason says if test
+    images are called unknown significantly more often than the query images that set the
+    threshold. In this case, the test images look different from the gallery.
 
 Live queries (`replay`)
     The candidate must not change more of the champion's answers to stored live queries than the differences on the
-    test split explain; see `evernear.evaluation.replay`.
+    test split explain. See `evernear.evaluation.replay`.
 
 First release (`beats_baselines`)
-    Without a champion, accuracy must be significantly better, by the same exact test at ``gate.significance``, than
-    with two trivial recognizers on the same test images: always predicting the most common class, and the nearest
-    gallery image by pixels (`evernear.evaluation.baselines`). A baseline with so few errors that no candidate could be
-    significantly better must not be significantly better itself.
+    Without a champion, the candidate must be significantly more accurate than two trivial
+    recognizers on the same test images, by the same exact test at ``gate.significance``.
+    One always predicts the most common class, and the other predicts the class of the
+    nearest gallery image by pixels (`evernear.evaluation.baselines`). A baseline may have
+    so few errors that no candidate could be significantly better. Such a baseline must not
+    be significantly better than the candidate.
 """
 
 from collections.abc import Iterator
@@ -91,7 +102,7 @@ def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
 
 
 def _detectable_loss(evaluation: Evaluation, anchor: Anchor, settings: GateSettings) -> float | None:
-    """The smallest loss that the comparisons detect; None without a query to compare."""
+    """The smallest loss that the comparisons detect, or None without a query to compare."""
     assert evaluation.champion is not None  # noqa: S101 - an anchor is chosen only with a champion
     pairs = evaluation.comparison.within(evaluation.champion.known_labels) if evaluation.comparison else None
     return smallest_detectable_loss(anchor, pairs, settings) if pairs and pairs.queries else None
@@ -138,7 +149,7 @@ def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
     name, baselines = "beats_baselines", evaluation.baselines
     if not baselines:
         return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
-    # The candidate only has to match a baseline that leaves no room for a significant gain.
+    # If a baseline leaves no room for a significant gain, the candidate must only match it.
     missed = [each for each in baselines if not _is_beaten(each, settings.significance)]
     strongest = max(baselines, key=lambda baseline: baseline.accuracy.value)
     shown = missed or baselines
@@ -172,10 +183,12 @@ def _p_of(baseline: Baseline) -> str:
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
-    """The likely cause of predictions at chance; empty if they are better, or if there are too few images to tell.
+    """The likely cause of predictions at chance.
 
-    Without training, the nearest image by pixels is nearly always better than chance. If it is, the labels match the
-    images, and the training failed.
+    The text is empty if the predictions are better than chance, or if the images are too
+    few to decide. The nearest image by pixels needs no training and is nearly always better
+    than chance. If it is better than chance, the labels match the images, and the training
+    failed.
     """
     candidate = evaluation.candidate
     chance = candidate.most_common_class_proportion
@@ -244,7 +257,7 @@ def _parity(candidate: Measurement, settings: GateSettings) -> Rule:
 def _test_images_unseen(evaluation: Evaluation) -> Rule:
     leaked = sum(evaluation.leakage.values())
     near = evaluation.near_duplicates if evaluation.near_duplicates and evaluation.near_duplicates.is_leak else None
-    # An empty mapping shows nothing.
+    # An empty mapping is no evidence that test images are unseen.
     passed = bool(evaluation.leakage) and leaked == 0 and near is None
     splits = ", ".join(f"{count:,} in {split}" for split, count in evaluation.leakage.items() if count)
     reason = "The candidate was not built from any test image."

@@ -1,17 +1,21 @@
-"""The gate's rules for the anchor, a fixed earlier release: small losses cannot add up over a series of releases.
+"""The gate's rules for the anchor, a fixed earlier release, which limit the sum of small losses.
 
-Every candidate is compared with the champion, which it may follow with a loss that is too small to detect. The next one
-may lose as much again. The anchor does not move with the champion, so the losses against it accumulate until a rule
-fails. It is measured in the same run on the same images.
+Every candidate is compared with the champion. A promoted candidate may have a loss that is
+too small to detect, and the next candidate may lose as much again. The anchor does not move
+with the champion, so the losses against the anchor accumulate until a rule fails. The anchor
+is measured in the same run on the same images.
 
-The first release that a store promotes is the anchor. It stays until a person moves it (`evernear registry anchor`), or
-until it can no longer be compared: it takes images of another shape, fewer than ``gate.test_overlap_floor`` of its test
-images are left, or none of its classes. Then the champion takes its place, and the reason says so. An anchor that is
-damaged or lost fails the rule instead, because a fault must not weaken the gate.
+The first release that a store promotes is the anchor. It remains the anchor until a user
+moves the anchor (`evernear registry anchor`), or until it can no longer be compared. This is
+the case if it takes images of a different shape, if fewer than ``gate.test_overlap_floor``
+of its test images are left, or if none of its classes are left. The champion then becomes
+the anchor, and the reason says so. A damaged or lost anchor fails the rule instead, because
+a fault must not weaken the gate.
 
 Paired test (`no_worse_than_anchor`)
-    As `no_worse`, on the classes that anchor and candidate know. Both tests spend the same share of
-    ``gate.significance``. If the champion is the anchor, one test spends both shares.
+    The test of `no_worse`, on the classes that both the anchor and the candidate know. Both
+    tests spend the same share of ``gate.significance``. If the champion is the anchor,
+    `no_worse` spends both shares.
 
 Budget (`anchor_budget`)
     On a small test split, no test detects a loss of several points. The regressions minus the improvements must
@@ -19,11 +23,12 @@ Budget (`anchor_budget`)
     (`evernear.evaluation.compare.net_loss_budget`).
 
 Sensitivity (`detectable_loss`)
-    The smallest loss that one of these rules detects with a probability of 90%. If it is above
-    ``gate.max_undetected_loss``, the verdict says so, and with ``gate.on_undetected_loss = hold`` the rule fails. Runs
-    that the watcher starts have that setting.
+    The smallest loss that one of these rules detects with a probability of 90%. If this loss
+    is above ``gate.max_undetected_loss``, the verdict says so. With
+    ``gate.on_undetected_loss = hold``, the rule fails. Runs that the watcher starts have
+    this setting.
 
-Shares, budget and bound were chosen by simulation: docs/decisions/0069-the-anchor.md.
+Shares, budget and bound were chosen by simulation (docs/decisions/0069-the-anchor.md).
 """
 
 import math
@@ -40,7 +45,8 @@ from evernear.settings import GateSettings
 CLASSES_SHARE = 0.2
 """Share of ``gate.significance`` that `class_recall_drop` spends."""
 ANCHOR_SHARE = 0.4
-"""Share that `no_worse_than_anchor` spends; `no_worse` spends the rest."""
+"""Share of ``gate.significance`` that `no_worse_than_anchor` spends. `no_worse` spends the
+remaining share."""
 POWER = 0.9
 """Probability of detecting the loss that a verdict states."""
 _MOVE = "`evernear registry anchor VERSION --why REASON`"
@@ -55,15 +61,19 @@ class Anchor:
     is_champion: bool
     measurement: Measurement | None
     pairs: PairedCounts | None
-    """On the classes that both know. None with ``fault``, or without a comparison with the champion."""
+    """The comparison on the classes that both know, or None with ``fault`` or without a
+    comparison with the champion."""
     errors: int = 0
-    """The anchor's errors on these queries."""
+    """Number of the anchor's errors on the compared queries."""
     fault: str = ""
-    """Why it cannot be measured, as a sentence."""
+    """The reason why the anchor cannot be measured, as a sentence."""
 
 
 def choose_anchor(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Anchor:
-    """The anchor of an evaluation: the one that it measured if that can be compared, else the champion."""
+    """The anchor of an evaluation.
+
+    It is the measured anchor if that release can be compared, otherwise the champion.
+    """
     measured = evaluation.anchor
     if measured is None:
         return _of_champion(evaluation, champion, AnchorChoice(version=champion.name))
@@ -98,9 +108,10 @@ def anchor_rules(anchor: Anchor, candidate: Measurement, settings: GateSettings)
 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
-    """The smallest loss of accuracy that a comparison detects with a probability of `POWER`; 1 if none does.
+    """The smallest loss of accuracy that a comparison detects with a probability of `POWER`.
 
-    ``pairs`` compare with the champion.
+    ``pairs`` is the comparison with the champion. The result is 1 if no comparison detects
+    any loss.
     """
     level, anchor_level = levels(anchor, settings)
     losses = [detectable_loss(pairs, level, POWER)]
@@ -140,7 +151,7 @@ def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorCh
 def _why_incomparable(
     difference: str, overlap: float | None, pairs: PairedCounts | None, settings: GateSettings
 ) -> str:
-    """Why an anchor cannot be compared, as a sentence; empty if it can."""
+    """The reason why an anchor cannot be compared, as a sentence, or empty if it can be compared."""
     if difference:
         return difference
     if overlap is None or not overlap >= settings.test_overlap_floor:

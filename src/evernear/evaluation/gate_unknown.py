@@ -10,7 +10,10 @@ from evernear.settings import GateSettings
 
 
 def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """Hold if significantly more known test images than ``gate.false_reject_ceiling`` are called unknown."""
+    """Hold if the share of known test images called unknown is significantly above the ceiling.
+
+    The ceiling is ``gate.false_reject_ceiling``.
+    """
     name, ceiling, rejected = "false_rejects", settings.false_reject_ceiling, evaluation.candidate.false_rejects
     if rejected is None:
         reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
@@ -29,10 +32,11 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
 
 
 def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
-    """A sentence if test images are called unknown significantly more often than those that set the threshold.
+    """A sentence if test images are called unknown significantly more often than query images.
 
-    Images of the query split come from the files that the gallery comes from. Near-duplicates of gallery images set a
-    threshold that images of another place or time exceed.
+    The query images set the threshold, and come from the same files as the gallery images.
+    If query images are near-duplicates of gallery images, images of a different place or
+    time exceed the threshold.
     """
     calibrated = candidate.calibration_rejects
     if calibrated is None or rejected.low <= calibrated.high:

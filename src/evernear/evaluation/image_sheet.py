@@ -1,4 +1,4 @@
-"""Sheets of images for a page: many images of one size in one picture."""
+"""Image sheets for a page, each with many images of one size in one picture."""
 
 import base64
 import io
@@ -11,9 +11,10 @@ from evernear.data.preprocess import Pixels
 
 SHEET_COLUMNS = 20
 TILE_PX = 96
-"""Longest side of an image on the page; larger ones are reduced."""
+"""Longest side of an image on the page. Larger images are reduced."""
 LOSSLESS_BELOW_PX = 32
-"""WebP's blocks would blur neighboring tiles that are smaller."""
+"""Shorter side of a tile below which a sheet is lossless. Lossy WebP would blur small
+neighboring tiles."""
 
 
 class Sheet(Frozen):

@@ -1,9 +1,10 @@
 """The answers of candidate, champion and anchor to the test split, in parts (`evernear.common.parts`).
 
-A part is a range of whole shards. Its result is an object with one row for each query and system, and the images and
-embeddings of the few queries that the run page may show. `stored_answers` reads the rows in the order of the split, so
-that `evernear.evaluation.evaluate` measures what it would measure without parts: the paired test needs each query, not
-a sum.
+A part is a range of whole shards. The result of a part is an object with one row for each
+query and system, and with the images and embeddings of the few queries that the run page
+may show. The paired test needs each query rather than a sum. `stored_answers` therefore
+reads the rows in the order of the split, and `evernear.evaluation.evaluate` measures the
+same figures as without parts.
 
 ::
 
@@ -38,7 +39,7 @@ Columns = dict[str, NDArray[Any]]
 
 
 class EvaluatePart(Part):
-    """Whole shards of the test split; ``units`` are queries."""
+    """Whole shards of the test split. A unit is a query."""
 
     first: int
     """Position of the first query in the split."""
@@ -46,20 +47,20 @@ class EvaluatePart(Part):
 
 
 class Shared(Frozen):
-    """What all parts share."""
+    """The values that all parts share."""
 
     dataset: str
     digest: str
     network_sha256: str
     index_digest: str
     released: dict[str, str]
-    """Versions of ``champion`` and ``anchor``, as far as they are measured."""
+    """Versions of ``champion`` and ``anchor``, if they are measured."""
     batch_size: int
     part_size_bytes: int
 
 
 class PartAnswers(Frozen):
-    """The result of a part: an object in the store."""
+    """The result of a part, which names an object in the store."""
 
     file: str
     sha256: str
@@ -74,7 +75,7 @@ def systems_to_measure(
     """The recognizers that answer the test split, by their names in `SYSTEMS`.
 
     Raises:
-        DataError: the candidate or the champion takes images of another shape.
+        DataError: the candidate or the champion takes images of a different shape.
     """
     systems = {"candidate": candidate}
     if champion:
@@ -94,7 +95,10 @@ def plan_answers(
     batch_size: int,
     part_size_bytes: int,
 ) -> Parts:
-    """Plan the parts in ``folder`` of ``results``, or return those of an earlier call for the same answers."""
+    """Plan the parts in ``folder`` of ``results``.
+
+    If an earlier call planned the same answers, return its parts.
+    """
     candidate = systems["candidate"]
     shared = Shared(
         dataset=dataset.manifest.name,
@@ -123,17 +127,20 @@ def _parts(dataset: Dataset, size_bytes: int) -> Iterator[EvaluatePart]:
 
 
 def candidate_folder(parts: Parts, artifact: Literal["network", "index"]) -> str:
-    """Where workers on other machines find an artifact of the candidate."""
+    """The folder from which workers on other machines fetch an artifact of the candidate."""
     return f"{parts.folder}/candidate/{artifact}"
 
 
 def inputs_of(parts: Parts, network_dir: Path, index_dir: Path) -> dict[str, Path]:
-    """The directories that workers on other machines need, by their folders in the store."""
+    """The directories that workers on other machines need, by folder in the store."""
     return {candidate_folder(parts, "network"): network_dir, candidate_folder(parts, "index"): index_dir}
 
 
 def open_here(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Parts) -> Worker:
-    """What answers a part with ``systems``. An `OpenWorker` of its last argument."""
+    """Return a function that answers a part with ``systems``.
+
+    With all arguments except ``parts`` bound, `open_here` is an `OpenWorker`.
+    """
     return partial(_answer_part, systems, dataset, parts)
 
 
@@ -176,7 +183,10 @@ def _joined(blocks: Iterable[Columns], name: str) -> Columns:
 
 
 def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first: int) -> Columns:
-    """The candidate's columns, the queries themselves, and more of those that the run page may show."""
+    """The candidate's columns, and the labels and digests of the queries.
+
+    The queries that the run page may show also have their images, embeddings and neighbors.
+    """
     answers: list[Columns] = []
     queries: list[Columns] = []
     shown: list[Columns] = []
@@ -197,7 +207,7 @@ def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first
         )
         count += len(block)
     columns = _joined(answers, "candidate") | _joined(queries, "query")
-    # The clearest mistakes of the part are among those of its blocks.
+    # The clearest mistakes of the part are among the clearest mistakes of its blocks.
     rows = queries_to_show(dataset, first, columns["query/labels"], _answers(columns, "candidate"))
     joined = _joined(shown, "shown")
     selected = np.isin(joined["shown/row"], rows)
@@ -209,7 +219,7 @@ def _answers(columns: Mapping[str, NDArray[Any]], name: str) -> Classifications:
 
 
 class _ShownRows:
-    """Some rows of an array, by their numbers: those that an `ExampleCollector` reads."""
+    """The rows of an array that an `ExampleCollector` reads, by row number."""
 
     def __init__(self, numbers: NDArray[np.int64], values: NDArray[Any]) -> None:
         self._positions = {number: position for position, number in enumerate(numbers.tolist())}
@@ -222,9 +232,10 @@ class _ShownRows:
 
 @contextmanager
 def stored_answers(parts: Parts) -> Generator[Answered]:
-    """The answers of each system in the order of the split, a part at a time.
+    """The answers of each system in the order of the split, one part at a time.
 
-    Images, embeddings, and rows and distances of neighbors are those of `queries_to_show` only.
+    Only the queries of `queries_to_show` have images, embeddings, and rows and distances of
+    neighbors.
     """
     where = f"a result in {parts.store.uri}"
     with tempfile.TemporaryDirectory(prefix="evernear-answers-") as scratch:

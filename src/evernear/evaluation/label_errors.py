@@ -1,9 +1,10 @@
-"""Find images whose label looks wrong, by confident learning on the neighbors of their embeddings.
+"""Find images whose label looks wrong, by confident learning on the neighbors of embeddings.
 
-The class probabilities of an image are the classes of its nearest neighbors. A network that was trained on an image has
-fitted its label, right or wrong, so the image lies among that class. The images are therefore divided into folds, a
-short training on the other folds embeds each fold, and neighbors are sought within a fold: no embedding, and no vote,
-depends on the label that it checks.
+The class shares among an image's nearest neighbors are the image's class probabilities. A
+network that was trained on an image has fitted the label, right or wrong, so the image lies
+among images of that class. The images are therefore divided into folds. A network that is
+trained briefly on the other folds embeds each fold, and neighbors are searched within the
+fold. No embedding and no vote depends on the label that it checks.
 
 Northcutt, Jiang and Chuang 2021, "Confident Learning: Estimating Uncertainty in Dataset Labels", arXiv:1911.00068.
 """
@@ -32,9 +33,9 @@ from evernear.settings import TrainSettings
 FOLDS = 2
 NEIGHBORS = 20
 EXACT = 1 - 1e-6
-"""Cosine from which two embeddings show the same picture, which does not vote."""
+"""Smallest cosine at which two embeddings show the same picture. Copies do not vote."""
 NEAR_DUPLICATE = 0.98
-"""Correlation of the pixels of two images from which they are near-duplicates."""
+"""Smallest pixel correlation at which two images are near-duplicates."""
 _BATCH_IMAGES = 1024
 
 
@@ -48,9 +49,11 @@ class Embedded(NamedTuple):
 
 
 class LabelError(NamedTuple):
-    """A row whose label looks wrong. ``margin`` is the share of votes for the label minus that for ``suggested``.
+    """A row whose label looks wrong.
 
-    ``duplicate`` is the row of a near-duplicate that has another label; -1 if the votes speak against the label.
+    ``margin`` is the share of votes for the label minus the share of votes for
+    ``suggested``. ``duplicate`` is the row of a near-duplicate with a different label, or -1
+    if the votes contradict the label.
     """
 
     row: int
@@ -60,10 +63,11 @@ class LabelError(NamedTuple):
 
 
 def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
-    """Embed the images of all splits, fold by fold, with networks that were not trained on them. Discards the networks.
+    """Embed the images of all splits, fold by fold, with networks that were not trained on them.
 
-    ``settings`` apply to each training; `evernear.evaluation.probe.probe_recipe` shortens them. A fold's images are
-    in memory, and the images of the other folds in a temporary directory.
+    The networks are discarded. ``settings`` apply to each training run, which
+    `evernear.evaluation.probe.probe_recipe` shortens. The images of the current fold are in
+    memory, and the images of the other folds are in a temporary directory.
     """
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
@@ -80,9 +84,10 @@ def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]
 
 
 def find_label_errors(embedded: Embedded) -> list[LabelError]:
-    """The images whose label looks wrong, the most suspect first: by votes of neighbors, and near-duplicates.
+    """The images whose label looks wrong, the most suspect first.
 
-    Near-duplicates come first. Both images of a pair are listed.
+    Near-duplicates with different labels come first, and both images of a pair are listed.
+    Images whose neighbors' votes contradict the label follow.
     """
     rows = nearest_others(embedded.vectors, NEIGHBORS)
     duplicates = _near_duplicates(embedded, rows)
@@ -91,7 +96,10 @@ def find_label_errors(embedded: Embedded) -> list[LabelError]:
 
 
 def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.int64]:
-    """The rows (N, ``neighbors``) of the nearest other vectors, nearest first, without copies; padded with -1."""
+    """The rows (N, ``neighbors``) of the nearest other vectors, nearest first.
+
+    Copies are left out, and missing neighbors are -1.
+    """
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
     wanted = min(2 * neighbors + 1, len(vectors))
@@ -107,11 +115,13 @@ def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.i
 
 
 def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelError]:
-    """Off-diagonal entries of the confident joint (arXiv:1911.00068, section 3), by normalized margin.
+    """Off-diagonal entries of the confident joint (arXiv:1911.00068, section 3), sorted by margin.
 
-    The vote of neighbor ``rows`` (N, K) is sparse, so memory does not grow with the number of classes. An image is
-    listed if the class with the largest share of votes, among those that reach the mean share that the class has among
-    images with its label, is not its label.
+    The votes of the neighbors ``rows`` (N, K) are sparse, so memory does not grow with the
+    number of classes. The threshold of a class is the mean share of votes that the class
+    gets from the neighbors of images with its label. Only classes whose share reaches their
+    threshold are candidates for an image. The image is listed if the candidate with the
+    largest share is not the image's label.
     """
     votes = np.where(rows >= 0, labels[rows], -1)
     own_shares = (votes == labels[:, None]).mean(axis=1)
@@ -132,7 +142,10 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
 
 
 def _near_duplicates(embedded: Embedded, rows: NDArray[np.int64]) -> list[LabelError]:
-    """Pairs of neighbors with different labels and nearly the same pixels; either label may be wrong."""
+    """Pairs of neighbors with different labels and nearly the same pixels.
+
+    Either label of a pair may be wrong.
+    """
     votes = embedded.labels[rows]
     errors: dict[int, LabelError] = {}
     for row, column in np.argwhere((rows >= 0) & (votes != embedded.labels[:, None])):
@@ -180,7 +193,7 @@ def _blocks(dataset: Dataset, split: Split) -> Iterator[Block]:
 
 
 def _fold_of(block: Block) -> NDArray[np.uint8]:
-    """The fold of each image, by its content, so that every copy of an image is in one fold."""
+    """The fold of each image, chosen by content so that all copies of an image are in one fold."""
     return block.digests[:, -1] % FOLDS
 
 

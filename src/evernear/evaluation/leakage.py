@@ -1,4 +1,4 @@
-"""Test leakage: test images that a release was built from."""
+"""Count test leakage, the test images that a release was built from."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,17 +9,19 @@ from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
-"""Splits that a release is built from: weights, index and threshold."""
+"""Splits that the weights, index and threshold of a release are built from."""
 BLOCK_SIZE = 1_000_000
-"""Digests in memory at a time, 32 MB. A larger test split needs one pass over the images per such part."""
+"""Largest number of digests in memory, 32 MB. A larger test split is processed in blocks of
+this size, with one pass over the images per block."""
 Digests = NDArray[np.bytes_]
 
 
 def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
     """Count the images of ``splits`` of ``training_dataset`` that are in the test split of ``dataset``.
 
-    The images come from the shards, not from the ledger that assigned the splits. Images are equal if their pixels at
-    source resolution are equal: two scans of the same digit are two images.
+    The images are read from the shards rather than from the ledger that assigned the splits.
+    Images are equal if their pixels at source resolution are equal. Two scans of the same
+    digit are two images.
     """
     leakage = dict.fromkeys(splits, 0)
     for test in _merge_blocks(_digests(dataset, "test")):

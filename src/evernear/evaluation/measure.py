@@ -31,7 +31,7 @@ Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"]
 
 
 class AnsweredBlock(NamedTuple):
-    """A block of queries with its results."""
+    """A block of queries with their results."""
 
     block: Block
     embeddings: NDArray[np.float32]
@@ -42,7 +42,7 @@ class AnsweredBlock(NamedTuple):
 def answer_queries(
     recognizer: "Recognizer", dataset: Dataset, shards: Sequence[Shard], batch_size: int
 ) -> Iterator[AnsweredBlock]:
-    """Answer the images of ``shards`` in order, in batches that do not cross a shard."""
+    """Answer the images of ``shards`` in order, in batches that do not cross shard boundaries."""
     gallery = recognizer.gallery
     for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
@@ -62,42 +62,50 @@ def observe_all(*observers: Observer) -> Observer:
 
 
 class Measurement(Frozen):
-    """The result of `measure`. Proportions are of all queries of the split, unless stated otherwise."""
+    """The result of `measure`.
+
+    Proportions refer to all queries of the split, unless stated otherwise.
+    """
 
     name: str
     network_sha256: str
     index_digest: str
     dataset_digest: str
     queries_sha256: str
-    """Hash of the image digests and labels of the queries, in order: equal only for the same queries."""
+    """Hash of the image digests and labels of the queries, in order. Two measurements have
+    the same hash only if they have the same queries."""
     labels: tuple[str, ...]
     """Labels of the dataset."""
     known_labels: tuple[str, ...]
     """Labels that the system can predict."""
     threshold: float
     parity_max_abs_difference: float
-    """Difference between the exported and the eager network, from the export step."""
+    """Difference between the exported and the eager network, measured by the export step."""
     accuracy: Proportion
-    """Queries with the correct prediction, whether called unknown or not."""
+    """Proportion of queries with the correct prediction, whether called unknown or not."""
     recall_at_1: Proportion
-    """Queries whose nearest neighbor has the correct label."""
+    """Proportion of queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
-    """Queries with the correct label among the five nearest neighbors."""
+    """Proportion of queries with the correct label among the five nearest neighbors."""
     false_rejects: Proportion | None
-    """Queries of classes that the system knows that are called unknown; None if no query is of such a class."""
+    """Proportion of queries called unknown among the queries of classes that the system
+    knows, or None without such queries."""
     calibration_rejects: Proportion | None = None
-    """Images of the query split, on which the threshold was calibrated, that are called unknown. The interval is exact,
-    also for a threshold chosen on these images, and counts groups. None in evaluations of earlier versions."""
+    """Proportion of images called unknown in the query split, on which the threshold was
+    calibrated. The interval counts groups, and is exact even though the threshold was chosen
+    on these images. None in evaluations of earlier versions."""
     index_recall: Proportion
-    """Queries of the query split whose nearest vector the index found (recall@1 against exact search)."""
+    """Proportion of query-split images whose nearest vector the index found (recall@1
+    against exact search)."""
     class_recall: dict[str, Proportion]
-    """For each label with queries: the proportion predicted correctly."""
+    """Proportion of queries predicted correctly, for each label that has queries."""
     class_rejects: dict[str, Proportion] = {}
-    """For each label with queries: the proportion called unknown."""
+    """Proportion of queries called unknown, for each label that has queries."""
     confusions: tuple[tuple[str, str, int], ...]
-    """(label, prediction, count) of the pairs that occur, by label."""
+    """(label, prediction, count) of the pairs that occur, sorted by label."""
     groups: int | None = None
-    """Groups of the queries (``data.group``), which the intervals count; None if every query is independent."""
+    """Number of groups of the queries (``data.group``), which the intervals count, or None if
+    every query is independent."""
 
     @property
     def most_common_class_proportion(self) -> float:
@@ -105,9 +113,10 @@ class Measurement(Frozen):
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
-        """Labels, and a matrix with labels as rows and predictions as columns.
+        """The labels, and a matrix with labels as rows and predictions as columns.
 
-        With more than ``max_labels`` labels, those with the fewest confusions are merged into one.
+        With more than ``max_labels`` labels, the labels with the fewest confusions are
+        merged.
         """
         wrong: Counter[str] = Counter()
         for label, answer, count in self.confusions:
@@ -125,13 +134,13 @@ class Measurement(Frozen):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Outcome of each query, in the order of the split."""
+    """The outcome of each query, in the order of the split."""
 
     correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
     """Label indices of the queries."""
     groups: NDArray[np.int32] | None = None
-    """Numbers of the queries' groups; None if every query is independent."""
+    """Group numbers of the queries, or None if every query is independent."""
 
 
 def measure(
@@ -144,11 +153,13 @@ def measure(
     groups: GroupNumbers | None = None,
     answered: Iterable[AnsweredBlock] | None = None,
 ) -> tuple[Measurement, Outcomes]:
-    """Measure ``recognizer`` on every image of ``split``; ``classes`` translates the labels of an earlier release.
+    """Measure ``recognizer`` on every image of ``split``.
 
-    ``observe`` is called with each block, its embeddings, their neighbors and the predictions. The intervals count
-    ``groups`` (None: images). ``answered`` are the answers to the split in order, if something has computed them
-    (`evernear.evaluation.in_parts`). Memory grows with the split only by the outcomes, 12 bytes per image.
+    ``classes`` translates the labels of an earlier release. ``observe`` is called with each
+    block, its embeddings, their neighbors and the predictions. The intervals count
+    ``groups``, or images if ``groups`` is None. ``answered`` has the answers to the split in
+    order, if they are already computed (`evernear.evaluation.in_parts`). Memory grows with
+    the split only by the outcomes, 12 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the input shape of the recognizer.
@@ -218,11 +229,11 @@ class _Shares:
         return self._by_stratum(column, np.zeros_like(self.labels))[0]
 
     def within(self, labels: tuple[str, ...], column: Column) -> Proportion | None:
-        """The proportion of the queries of ``labels``; None without any."""
+        """The proportion of the queries of ``labels``, or None without such queries."""
         return self._by_stratum(column, np.isin(self.names, labels).astype(np.int32)[self.labels]).get(1)
 
     def by_class(self, column: Column) -> dict[str, Proportion]:
-        """The proportion of the queries of each label that has any."""
+        """The proportion of the queries of each label that has queries."""
         return {self.names[label]: share for label, share in self._by_stratum(column, self.labels).items()}
 
     def _by_stratum(self, column: Column, strata: NDArray[np.int32]) -> dict[int, Proportion]:
@@ -239,7 +250,11 @@ class _Shares:
 
 
 class _Tally:
-    """Collects blocks. Predictions use the dataset's label indices. One past the end stands for any other label."""
+    """Collects blocks.
+
+    Predictions use the dataset's label indices. The index after the last label stands for
+    any other label.
+    """
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
         number = {label: position for position, label in enumerate(labels)}
@@ -273,7 +288,7 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._labels.append(truth.astype(np.int32))
         self._groups += [] if groups is None else [groups]
-        # Digest and label alternate, so that the hash does not depend on the block size.
+        # Digests and labels alternate so that the hash does not depend on the block size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 

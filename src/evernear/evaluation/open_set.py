@@ -1,4 +1,4 @@
-"""The result of the open-set probe; see `evernear.evaluation.probe`."""
+"""The result of the open-set probe (`evernear.evaluation.probe`)."""
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import named, quantity
@@ -6,24 +6,28 @@ from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 
 
 class OpenSet(Frozen):
-    """The result of a probe. With too few classes to hold any out, ``held_out`` is empty and all else is None.
+    """The result of a probe.
 
-    Of ``threshold`` and ``reject_rate``, at most one is set: it determines the threshold of the release. If the network
-    is reused from a release, only ``threshold`` is set.
+    If the classes are too few to hold any out, ``held_out`` is empty and all figures are
+    None. At most one of ``threshold`` and ``reject_rate`` is set, and determines the
+    threshold of the release. If the network is reused from a release, only ``threshold`` is
+    set.
     """
 
     held_out: tuple[str, ...]
-    """The classes that any draw held out."""
+    """The classes that at least one draw held out."""
     draws: int = 0
-    """Networks that were probed, each without other classes; 0 in probes of earlier versions, whose intervals count
-    images alone."""
+    """Number of probed networks, each trained without different classes. The number is 0 in
+    probes of earlier versions, whose intervals count images only."""
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
-    """Share of test images of held-out classes accepted where 95% of the known ones are (FPR at 95% TPR)."""
+    """Share of accepted test images of held-out classes at the threshold that accepts 95% of
+    the known images (FPR at 95% TPR)."""
     roc: Roc | None = None
     threshold: float | None = None
-    """Threshold of a release: from the release whose network is reused, or `evernear.index.description.MAX_DISTANCE`
-    if the distances do not separate unseen classes."""
+    """Threshold of the release whose network is reused, or
+    `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen
+    classes."""
     reject_rate: float | None = None
     """Share of known images to call unknown: ``required_reject_rate``, but at most ``stated_false_reject_rate``."""
     required_reject_rate: float | None = None
@@ -31,21 +35,24 @@ class OpenSet(Frozen):
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Test images of held-out classes accepted at ``reject_rate``; all if unknown is switched off. The intervals of
-    all figures contain the spread between classes."""
+    """Proportion of test images of held-out classes accepted at ``reject_rate``. All are
+    accepted if unknown is switched off. The intervals of all figures contain the spread
+    between classes."""
     false_rejects: Proportion | None = None
-    """Test images of the other classes rejected at ``reject_rate``; none if unknown is switched off."""
+    """Proportion of test images of the other classes rejected at ``reject_rate``. None are
+    rejected if unknown is switched off."""
 
     @property
     def separates(self) -> bool:
-        """Whether images of the held-out classes are significantly farther away than known ones.
+        """Whether images of the held-out classes are significantly farther away than known images.
 
-        This is a statement about these classes. Others may differ, as the interval of ``auroc`` says.
+        This is a statement about the held-out classes. Other classes may differ, as the
+        interval of ``auroc`` shows.
         """
         return self.reject_rate is not None
 
     def summary(self) -> str:
-        """The outcome of the calibration in one or two sentences; empty without a probe."""
+        """The outcome of the calibration in one or two sentences, or empty without a probe."""
         if self.auroc is None or self.false_accepts is None:
             return ""
         if not self.separates:
@@ -63,12 +70,12 @@ class OpenSet(Frozen):
         return text
 
     def _classes(self) -> str:
-        """How many classes and draws the figures rest on."""
+        """The number of classes and draws that the figures rest on."""
         draws = f" in {self.draws} draws" if self.draws > 1 else ""
         return f"the {quantity(len(self.held_out), 'class', 'classes')} held out{draws} ({named(self.held_out)})"
 
     def basis(self) -> str:
-        """What the figures rest on, and how far they reach, in a few sentences."""
+        """The basis and the scope of the figures, in a few sentences."""
         classes = quantity(len(self.held_out), "class", "classes")
         if not self.draws:
             return f"The figures rest on {classes}, and the intervals hold for these alone: other classes may differ."

@@ -1,4 +1,4 @@
-"""The open-set probe: how well distances separate classes that the network has never seen."""
+"""The open-set probe, which measures how well distances separate unseen classes."""
 
 import math
 import time
@@ -38,13 +38,14 @@ from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
 FEWEST_KNOWN = 2
-"""Minimum number of classes to train on; calibration needs two in the gallery."""
+"""Minimum number of classes to train on. Calibration needs two classes in the gallery."""
 FEWEST_HELD_OUT = 2
-"""Number of classes to hold out of less than ten; of more, it is a fifth."""
+"""Default number of classes to hold out if the dataset has fewer than ten classes. Of more
+classes, a fifth is held out."""
 
 
 class Sample(NamedTuple):
-    """Images of one split in one draw: of the classes that the probe's network knows, or of those held out."""
+    """Images of one split in one draw, either of known classes or of held-out classes."""
 
     distances: Distances
     """Distance of each image (N,) to its nearest gallery vector."""
@@ -53,13 +54,17 @@ class Sample(NamedTuple):
 
     @property
     def independent(self) -> float:
-        """The number of independent images: all, or with groups the number that `effective_totals` estimates."""
+        """The number of independent images.
+
+        With groups, `effective_totals` estimates the number. Without groups, all images are
+        independent.
+        """
         if len(self.clusterings) == 1:
             return float(len(self.distances))
         return float(effective_totals(np.zeros_like(self.clusterings[-1]), self.clusterings[-1], 1)[0])
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
-        """The images in ``mask``."""
+        """The images that ``mask`` (N,) selects."""
         return self._replace(
             distances=self.distances[mask], clusterings=tuple(clusters[mask] for clusters in self.clusterings)
         )
@@ -87,16 +92,22 @@ def probe_open_set(
     store: Store | None = None,
     on_draw: Callable[[int, int], None] | None = None,
 ) -> OpenSet:
-    """Train with the same recipe, but for fewer epochs, without some classes, and measure their distances.
+    """Train without some classes, and measure the distances of their images.
 
-    The candidate cannot be probed, because it was trained on every class. ``train_settings.seed`` chooses the held-out
-    classes, which are excluded from training and gallery. A frozen backbone is probed in several draws, each without
-    other classes, because its features are cached. The query and gallery images of the held-out classes, and the query
-    images of the other classes, determine the share of known images to reject. The test split determines the figures.
-    The networks are discarded afterwards: the result describes the recipe. If images of unseen classes are not
-    significantly farther away than known ones, the release calls no image unknown. ``on_step`` is called after each
-    training step, and ``on_draw`` after each draw with the number done and their total. Features of a frozen backbone
-    come from ``store``. With ``train.minutes``, no draw begins after the time of the plan.
+    The candidate cannot be probed, because it was trained on every class. The probe trains
+    with the same recipe for fewer epochs. ``train_settings.seed`` chooses the held-out
+    classes, which are excluded from training and from the gallery. A frozen backbone is
+    probed in several draws, each without different classes, because its features are cached.
+    The query and gallery images of the held-out classes, and the query images of the other
+    classes, determine the share of known images to reject. The test split determines the
+    figures. The networks are discarded, because the result describes the recipe. If images
+    of unseen classes are not significantly farther away than known images, the release calls
+    no image unknown.
+
+    ``on_step`` is called after each training step. ``on_draw`` is called after each draw
+    with the number of completed draws and the total number of draws. Features of a frozen
+    backbone come from ``store``. With ``train.minutes``, no draw begins after the planned
+    time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -125,9 +136,10 @@ def probe_open_set(
 def probe_recipe(
     dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
 ) -> TrainSettings:
-    """``train_settings`` for ``settings.probe_epochs``, or for a share of their epochs if that is 0.
+    """``train_settings`` with the epochs of the probe.
 
-    With ``train.minutes``, it is part of the plan in ``store``.
+    The number of epochs is ``settings.probe_epochs``, or a share of the training's epochs if
+    that setting is 0. With ``train.minutes``, the recipe is part of the plan in ``store``.
     """
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
@@ -138,14 +150,15 @@ def probe_recipe(
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) -> OpenSet:
-    """Choose the share of known images to reject, and measure its effect on the test images of ``draws``.
+    """Choose the share of known images to reject, and measure the effect on the test images of ``draws``.
 
-    Each draw has its own threshold, because the distances of two networks differ. ``held_out`` is left empty.
+    Each draw has its own threshold, because the distances of two networks differ.
+    ``held_out`` of the result is empty.
     """
     known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
     placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
-    known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws show the same test images
+    known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws use the same test images
     value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, confidence)
     of_classes = _interval_of_classes(value, placements, known, unknown, confidence)
     required = float(np.mean([_required_reject_rate(draw, settings.false_accept_rate) for draw in draws]))
@@ -188,7 +201,7 @@ def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
 def _interval_of_classes(
     value: float, placements: Placements, known: Sample, unknown: Sample, confidence: float
 ) -> tuple[float, float]:
-    """Limits of the area ``value`` if known and held-out classes are samples of all classes."""
+    """Interval limits of the area ``value``, with known and held-out classes as samples of all classes."""
     from scipy.special import expit, logit
 
     if not 0 < value < 1:
@@ -223,9 +236,10 @@ def _concatenate(samples: Sequence[Sample]) -> Sample:
 
 
 def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
-    """Choose ``wanted`` of ``labels`` for each of ``draws``, no label twice.
+    """Choose ``wanted`` of ``labels`` for each of ``draws``, without repeating a label.
 
-    A draw has fewer if it would leave less than `FEWEST_KNOWN`, and there are fewer draws if the labels are used up.
+    A draw has fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be left. The
+    result has fewer draws if the labels are used up.
     """
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
@@ -259,9 +273,10 @@ def _distances(
     groups: GroupNumbers | None,
     exclude: frozenset[bytes] = frozenset(),
 ) -> tuple[Sample, Sample]:
-    """Nearest-neighbor distances of a split's images: first of known classes, then of held-out classes.
+    """Nearest-neighbor distances of a split's images of known classes and of held-out classes.
 
-    Known images in ``exclude`` are left out, unless no other is left.
+    Known images whose digest is in ``exclude`` are left out, unless no other known image is
+    left.
     """
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     gallery = recognizer.gallery

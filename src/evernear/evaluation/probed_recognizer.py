@@ -1,4 +1,7 @@
-"""The recognizers that the open-set probe measures: each does not know some classes, and is discarded afterwards."""
+"""The recognizers that the open-set probe measures.
+
+Each recognizer does not know some of the classes, and is discarded afterwards.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +25,7 @@ from evernear.settings import IndexSettings, TrainSettings
 
 
 class ProbedRecognizer(NamedTuple):
-    """The gallery of a network, and what embeds queries with it."""
+    """A network's gallery, and a function that embeds queries with the network."""
 
     gallery: Gallery
     embed: Embed
@@ -31,7 +34,7 @@ class ProbedRecognizer(NamedTuple):
 def choose_opener(
     dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, store: Store | None
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
-    """What makes a recognizer that does not know the labels it is called with."""
+    """Return a function that makes a recognizer without the labels that the function is called with."""
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step)
     pretrained = open_pretrained(dataset, recipe, store)
@@ -42,7 +45,7 @@ def choose_opener(
 def _open_trained(
     dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
 ) -> ProbedRecognizer:
-    """Train a network; neither it nor its embeddings are kept."""
+    """Train a network, whose files and embeddings are discarded."""
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
@@ -61,7 +64,10 @@ def _open_head(
     pretrained: Pretrained,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Fit the last layer of a pretrained network. It is not exported, which would take longer than to train it."""
+    """Fit the last layer of a pretrained network.
+
+    The network is not exported, because the export would take longer than the training.
+    """
     from evernear.embedding.features import HeadEmbedder  # timm takes seconds to import
 
     images = TrainingImages(dataset, held_out)

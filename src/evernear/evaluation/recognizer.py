@@ -20,7 +20,10 @@ from evernear.index.search import Gallery
 
 @dataclass(frozen=True)
 class Recognizer:
-    """A release or a candidate. ``name`` is the version of the release, empty for a candidate."""
+    """A release or a candidate.
+
+    ``name`` is the version of the release, or empty for a candidate.
+    """
 
     network: torch.jit.ScriptModule
     gallery: Gallery
@@ -29,16 +32,18 @@ class Recognizer:
     parity_max_abs_difference: float
     name: str = ""
     embedder: ExportedEmbedder | None = None
-    """Reads the features of a frozen network from the store; None if its images are embedded anew."""
+    """Reads a frozen network's features from the store, or None if images are always embedded
+    by the network."""
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "", store: Store | None = None) -> "Recognizer":
-        """Open the outputs of the export and index steps. Both may be the same directory.
+        """Open the outputs of the export and index steps, which may be in the same directory.
 
         With a ``store``, features of a frozen network are cached there.
 
         Raises:
-            IntegrityError: a file is missing or changed, or the index belongs to another network.
+            IntegrityError: a file is missing or changed, or the index belongs to a
+                different network.
         """
         described = describe_network(network_dir)
         return Recognizer(

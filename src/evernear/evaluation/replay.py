@@ -1,32 +1,39 @@
-"""Replay: whether candidate and champion differ more on stored live queries than on the test split.
+"""Replay, which compares changed answers on stored live queries with changes on the test split.
 
-A live query has no label, so nothing says which of two answers is right. Two good releases nevertheless agree on most
-queries, and the test split shows how often they differ. `replay_rule` holds a candidate that changes significantly more
-of the champion's answers on live queries. That is how damage shows that the test split does not contain: another
-preprocessing of files than of the dataset, a class that the dataset lost together with its test images, or labels that
-were exchanged in the dataset.
+A live query has no label, so it cannot show which of two answers is right. Two good releases
+nevertheless agree on most queries, and the test split shows how often they differ.
+`replay_rule` holds a candidate that changes significantly more of the champion's answers on
+live queries. Replay reveals damage that the test split cannot reveal. Examples are a
+preprocessing of client files that differs from the dataset's, a class that the dataset lost
+together with its test images, and exchanged labels in the dataset.
 
 Compared answers
-    Only queries and test images that the champion recognizes are compared. The others (`Replay.was_unknown`) say
-    nothing about the candidate, because recognizing them may be the purpose of the new images. An answer has changed
-    if the candidate calls the query unknown or names another class. Answers with a class that the champion does not
-    know (`Replay.new_class`) or that ``classes.retired`` names (`Replay.retired`) count apart.
+    Only queries and test images that the champion recognizes are compared. Queries that the
+    champion calls unknown (`Replay.was_unknown`) say nothing about the candidate, because
+    recognizing them may be the purpose of the new images. An answer has changed if the
+    candidate calls the query unknown or names a different class. Answers with a class that
+    the champion does not know (`Replay.new_class`) or that ``classes.retired`` names
+    (`Replay.retired`) are counted separately.
 
 Difficulty
-    Live queries are often more difficult than test images, and retrained networks differ on difficult images. Both are
-    therefore grouped by the champion's distance. Within each group, the number of changed queries is compared with the
-    number of changed test images. The test is exact, conditional on the totals of each group (Birch 1964, J. R. Stat.
-    Soc. B 26:313; the exact form of the test of Mantel and Haenszel 1959, J. Natl. Cancer Inst. 22:719).
+    Live queries are often more difficult than test images, and retrained networks differ on
+    difficult images. Queries and test images are therefore grouped by the champion's
+    distance. Within each group, the number of changed queries is compared with the number
+    of changed test images. The test is exact, conditional on the totals of each group
+    (Birch 1964, J. R. Stat. Soc. B 26:313). It is the exact form of the Mantel-Haenszel
+    test (1959, J. Natl. Cancer Inst. 22:719).
 
 Classes
-    A class that the champion predicts is also compared alone, because the loss of one among many hardly changes the
-    total. Both comparisons share `LEVEL` of ``gate.significance``, and must exceed a minimum, because live queries are
-    never an exact sample of the test images.
+    Each class that the champion predicts is also compared alone, because the loss of one
+    class among many hardly changes the total. The comparison of all queries and the
+    comparison of the classes share `LEVEL` of ``gate.significance``. Changes must also
+    exceed a minimum, because live queries are never an exact sample of the test images.
 
 Exchanged labels
-    If the labels of the dataset are exchanged, the champion disagrees with the test split as much as with the live
-    queries. Errors of the champion on images that it was already tested on, beyond those that it had when it was
-    released, therefore explain nothing (`unexpected_errors`).
+    If the labels of the dataset are exchanged, candidate and champion differ on the test
+    split as much as on live queries. The champion may have more errors than at its release
+    on images that it was already tested on. The additional errors therefore do not explain
+    changed answers (`unexpected_errors`).
 """
 
 import math
@@ -48,22 +55,29 @@ if TYPE_CHECKING:
     from evernear.index.search import Classifications, Neighbors
 
 LEVEL = 0.1
-"""Share of ``gate.significance`` that `replay_rule` spends, half on all queries, half on the classes."""
+"""Share of ``gate.significance`` that `replay_rule` spends, half on all queries and half on
+the classes."""
 MIN_QUERIES = 50
-"""With fewer compared queries, nothing is held."""
+"""Number of compared queries below which no candidate is held."""
 GROUPS = 20
-"""Groups of equal numbers of queries and test images by the champion's distance."""
+"""Number of groups of queries and test images by the champion's distance. All groups have
+the same size."""
 MIN_CLASS_IMAGES = 10
-"""A class with fewer test images is compared with the whole test split."""
+"""Number of test images below which a class is compared with the whole test split."""
 CLASS_CHANGE = 0.5
-"""A class is held only if the share of its changed answers exceeds the explained share by this."""
+"""A class holds the candidate only if its share of changed answers exceeds the explained
+share by more than this value."""
 LACKING, RETIRED = -1, -2
-"""Class numbers of an answer that the candidate's classes lack, and of a class that was retired on purpose."""
+"""Class numbers of a class that the candidate lacks, and of a class that was retired on
+purpose."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to N images: class numbers (of the candidate's classes), distances and unknown flags, each (N,)."""
+    """Answers to N images: class numbers, distances and unknown flags, each (N,).
+
+    Class numbers refer to the candidate's classes.
+    """
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]
@@ -71,30 +85,30 @@ class Answers:
 
 
 class AnswerNumbers:
-    """Translates the labels of a system to numbers of the candidate's classes."""
+    """Translates a system's labels to numbers of the candidate's classes."""
 
     def __init__(self, labels: tuple[str, ...], classes: ClassSettings) -> None:
         self._numbers = {label: number for number, label in enumerate(labels)}
         self._classes = classes
 
     def of_candidate(self, label: str) -> int:
-        """The number of a class of the candidate."""
+        """The number of a candidate class."""
         return self._numbers.get(label, LACKING)
 
     def of_champion(self, label: str) -> int:
-        """The number of a class of the champion, renamed or retired by ``classes``."""
+        """The number of a champion class, after ``classes`` has renamed or retired the class."""
         current = self._classes.current(label)
         return RETIRED if current is None else self._numbers.get(current, LACKING)
 
 
 class AnswerCollector:
-    """An observer of `evernear.evaluation.measure.measure` that keeps 9 bytes of each answer.
+    """An observer of `evernear.evaluation.measure.measure` that stores 9 bytes of each answer.
 
-    ``numbers`` are the class numbers of the system's label indices.
+    ``numbers`` has the class number of each of the system's label indices.
     """
 
     def __init__(self, numbers: list[int]) -> None:
-        self._numbers = np.array([*numbers, LACKING], np.int32)  # the last for NO_LABEL (-1)
+        self._numbers = np.array([*numbers, LACKING], np.int32)  # the last entry is for NO_LABEL (-1)
         self._blocks: list[Answers] = []
 
     def add(
@@ -113,13 +127,13 @@ class AnswerCollector:
 
 
 class ChangeCounts(Frozen):
-    """Changed answers among live queries and among test images of one group or class."""
+    """Counts of changed answers among live queries and among test images, of one group or class."""
 
     queries: int = Field(default=0, ge=0)
     changed: int = Field(default=0, ge=0)
     images: int = Field(default=0, ge=0)
     explained: int = Field(default=0, ge=0)
-    """Changed answers among the test images, less `unexpected_errors`."""
+    """Number of changed answers among the test images, without `unexpected_errors`."""
 
     @property
     def expected(self) -> float:
@@ -128,24 +142,27 @@ class ChangeCounts(Frozen):
 
 
 class Replay(Frozen):
-    """The candidate's and the champion's answers to stored live queries, compared as the module docstring says."""
+    """The comparison of the candidate's and the champion's answers to stored live queries.
+
+    The module docstring explains the comparison.
+    """
 
     queries: int = Field(default=0, ge=0)
-    """Replayed queries."""
+    """Number of replayed queries."""
     newest: AwareDatetime | None = None
     oldest: AwareDatetime | None = None
     left_out: Mapping[str, int] = {}
-    """Stored queries that were not replayed, by the reason."""
+    """Number of stored queries that were not replayed, by reason."""
     changed: int = Field(default=0, ge=0)
-    """Queries with another answer, whether they are compared or not."""
+    """Number of queries with a different answer, whether they are compared or not."""
     new_class: int = Field(default=0, ge=0)
     retired: int = Field(default=0, ge=0)
     was_unknown: int = Field(default=0, ge=0)
     now_recognized: int = Field(default=0, ge=0)
-    """Queries of ``was_unknown`` that the candidate recognizes."""
+    """Number of the ``was_unknown`` queries that the candidate recognizes."""
     groups: tuple[ChangeCounts, ...] = ()
     classes: dict[str, ChangeCounts] = {}
-    """By the champion's class, under its current name."""
+    """Counts by the champion's class, under its current name."""
 
     @property
     def compared(self) -> int:
@@ -162,25 +179,28 @@ class PairedAnswers:
 
     @property
     def changed(self) -> NDArray[np.bool_]:
-        """Whether a client would see another answer: another class, or unknown instead of a class or the reverse."""
+        """Whether (N,) a client would see a different answer.
+
+        The answer names a different class, or is unknown instead of a class or the reverse.
+        """
         return (self.champion.unknown != self.candidate.unknown) | self.relabeled
 
     @property
     def relabeled(self) -> NDArray[np.bool_]:
-        """Whether both recognize the image, as different classes."""
+        """Whether (N,) both systems recognize the image, as different classes."""
         recognized = ~self.champion.unknown & ~self.candidate.unknown
         return recognized & (self.champion.labels != self.candidate.labels)
 
     def is_retired(self) -> NDArray[np.bool_]:
-        """Whether the champion recognizes a class that was retired."""
+        """Whether (N,) the champion recognizes a class that was retired."""
         return ~self.champion.unknown & (self.champion.labels == RETIRED)
 
     def is_new_class(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether the candidate recognizes a class that is not among ``known_before``."""
+        """Whether (N,) the candidate recognizes a class that is not among ``known_before``."""
         return ~self.candidate.unknown & ~np.isin(self.candidate.labels, known_before)
 
     def is_compared(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether the image belongs to the comparison."""
+        """Whether (N,) the image is part of the comparison."""
         return ~self.champion.unknown & ~self.is_retired() & ~self.is_new_class(known_before)
 
 
@@ -193,8 +213,8 @@ def compare_answers(
 ) -> Replay:
     """Compare the answers to ``live`` queries and to ``test`` images.
 
-    ``labels`` are the candidate's classes, ``known_before`` the numbers of those that the champion knows, and
-    ``unexpected`` is the result of `unexpected_errors`.
+    ``labels`` are the candidate's classes. ``known_before`` has the numbers of the classes
+    that the champion knows. ``unexpected`` is the result of `unexpected_errors`.
     """
     queries, images = live.is_compared(known_before), test.is_compared(known_before)
     relabeled = int((test.relabeled & images).sum())
@@ -238,10 +258,11 @@ def compare_answers(
 
 
 def unexpected_errors(errors: int, images: int, tested_before: int, accuracy_before: float) -> float:
-    """The number of the champion's ``errors`` on ``images`` test images that its release did not show.
+    """The number of the champion's ``errors`` that its accuracy at release does not explain.
 
-    It was already tested on ``tested_before`` of them, with ``accuracy_before``. The others may be of a kind that is
-    new to it, so it may be wrong on all of them.
+    The errors are on ``images`` test images. The champion was already tested on
+    ``tested_before`` of these images, with ``accuracy_before``. The remaining images may be
+    of a kind that is new to the champion, so it may be wrong on all of them.
     """
     return max(0.0, errors - (images - tested_before) - tested_before * (1 - accuracy_before))
 
@@ -249,7 +270,8 @@ def unexpected_errors(errors: int, images: int, tested_before: int, accuracy_bef
 def p_explained(groups: tuple[ChangeCounts, ...]) -> float:
     """Probability of at least this number of changed queries if queries change as often as test images.
 
-    Conditional on its totals, the number in each group is hypergeometric.
+    Conditional on the totals of a group, the number of changed queries in the group is
+    hypergeometric.
     """
     from scipy.stats import hypergeom
 
@@ -315,7 +337,7 @@ def _too_few(replay: Replay) -> str:
 
 
 def _apart(replay: Replay) -> str:
-    """The queries that are not compared, as sentences after others."""
+    """Sentences about the queries that are not compared, to append to a text."""
     parts: list[str] = []
     if replay.new_class:
         parts.append(f"{replay.new_class:,} answered with a class that the champion does not know")

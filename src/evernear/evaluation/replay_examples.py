@@ -11,7 +11,7 @@ SHOWN = 24
 
 
 class ChangedAnswer(Frozen):
-    """A query with another answer; ``tile`` is its number in the sheet."""
+    """A query with a different answer. ``tile`` is the query's number in the sheet."""
 
     before: str
     before_unknown: bool
@@ -28,7 +28,8 @@ class ReplayExamples(Frozen):
     remedy = "run the evaluate step again"
 
     answers: tuple[ChangedAnswer, ...]
-    """Recognized by the champion at the least distance first, because these changes are the least expected."""
+    """The changed answers, sorted by the champion's distance. The changes at the smallest
+    distances come first, because they are the least expected."""
     images: Sheet
 
 
@@ -37,7 +38,8 @@ def changed_answers(
 ) -> ReplayExamples:
     """The first `SHOWN` changed answers among ``pairs``, with their ``images`` (N, H, W, C).
 
-    ``named_before`` are the champion's predictions (N,), and ``labels`` the candidate's classes.
+    ``named_before`` has the champion's predictions (N,), and ``labels`` has the candidate's
+    classes.
     """
     champion, candidate = pairs.champion, pairs.candidate
     changed = np.flatnonzero(pairs.changed)

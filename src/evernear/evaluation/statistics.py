@@ -1,6 +1,7 @@
 """Proportions and areas under the ROC curve, with confidence intervals.
 
-The functions import SciPy, which takes half a second, so that reading an earlier measurement does not.
+Each function imports SciPy itself, because the import takes half a second and is not needed
+to read an earlier measurement.
 """
 
 import math
@@ -17,13 +18,13 @@ from evernear.common.frozen import Frozen
 
 ROC_POINTS = 200
 BOOTSTRAP = 10_000
-"""Resamples of a bootstrap interval."""
+"""Number of resamples for a bootstrap interval."""
 
 
 class Proportion(Frozen):
-    """``count`` of ``total`` with an interval that is valid near 0 and 1 and for small totals.
+    """``count`` of ``total``, with an interval that is valid near 0 and 1 and for small totals.
 
-    It is Wilson's (1927), unless it comes from `exact_proportion`.
+    The interval is Wilson's (1927), unless `exact_proportion` computed it.
     """
 
     count: int = Field(ge=0)
@@ -52,7 +53,7 @@ class Interval(Frozen):
 
 
 class Auroc(Interval):
-    """Area under the ROC curve: how often an unknown image is farther away than a known one."""
+    """Area under the ROC curve, the probability that an unknown image is farther away than a known image."""
 
     known: int
     unknown: int
@@ -62,25 +63,28 @@ class Auroc(Interval):
 
 
 class Placements(NamedTuple):
-    """How known and unknown images lie among each other. The mean of either column is the area under the ROC curve."""
+    """The ranks of known and unknown images relative to each other.
+
+    The mean of either column is the area under the ROC curve.
+    """
 
     known_below: NDArray[np.float64]
-    """Of each known image (N,), the share of unknown ones that are farther away."""
+    """For each known image (N,), the share of unknown images that are farther away."""
     beyond_known: NDArray[np.float64]
-    """Of each unknown image (M,), the share of known ones that are nearer."""
+    """For each unknown image (M,), the share of known images that are nearer."""
 
 
 class Roc(Frozen):
-    """The ROC curve of a distance threshold: at most `ROC_POINTS` points, all finite."""
+    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points, all finite."""
 
     false_accepts: tuple[float, ...]
     """Proportion of unknown images within the threshold (the curve's x, FAR)."""
     true_accepts: tuple[float, ...]
-    """Proportion of known images within it (the curve's y, 1 - FRR)."""
+    """Proportion of known images within the threshold (the curve's y, 1 - FRR)."""
     thresholds: tuple[float, ...]
 
     def false_accepts_at(self, false_reject_rate: float) -> float:
-        """The smallest rate of false accepts at a false-reject rate of at most ``false_reject_rate``."""
+        """The smallest false-accept rate at a false-reject rate of at most ``false_reject_rate``."""
         pairs = zip(self.false_accepts, self.true_accepts, strict=True)
         # Rounded, because 1 - 0.95 is slightly more than 0.05.
         return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
@@ -89,14 +93,14 @@ class Roc(Frozen):
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
     """``count`` of ``total`` (at least 1) with a two-sided interval.
 
-    If the images depend on each other, ``effective`` is the number of independent ones that say as much
-    (`evernear.evaluation.grouped.effective_totals`).
+    If the images depend on each other, ``effective`` is the effective number of independent
+    images (`evernear.evaluation.grouped.effective_totals`).
     """
     z, share = deviations(confidence), count / total
     n = total if effective is None else effective
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
-    # At 0 and 1, rounding may move an end past the value by 1e-17.
+    # At 0 and 1, rounding may move a limit past the value by 1e-17.
     return Proportion(
         count=count,
         total=total,
@@ -108,7 +112,8 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` of ``total`` (at least 1) with the exact two-sided interval of Clopper and Pearson (1934).
 
-    It covers every true proportion with at least ``confidence``. Wilson's covers 99% in 92% of samples of 100.
+    The interval covers every true proportion with a probability of at least ``confidence``.
+    Wilson's interval covers a true proportion of 99% in 92% of samples of 100.
     """
     from scipy.special import betaincinv
 
@@ -122,12 +127,14 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
 
 
 def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:
-    """Area under the ROC curve of distances of known (N,) and unknown (M,) images, neither empty. Ties count half.
+    """Area under the ROC curve of the distances of known (N,) and unknown (M,) images.
 
-    The interval is the hull of two intervals, because each fails where the other is valid (the tests measure both).
-    The one of DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44:837), on the log-odds scale, assumes no
-    distribution, but its width approaches zero if hardly any unknown image is among the known. The one of Newcombe
-    (2006, Statist. Med. 25:559, method 5) assumes a distribution and takes the error at the ends of the interval, so it
+    Neither array may be empty. Ties count half. The interval is the hull of two intervals,
+    because each fails where the other is valid (the tests measure both). The interval of
+    DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44:837), on the log-odds scale,
+    assumes no distribution. Its width approaches zero if the distances of known and unknown
+    images hardly overlap. The interval of Newcombe (2006, Statist. Med. 25:559, method 5)
+    assumes a distribution and uses the standard error at the limits of the interval, so it
     does not collapse.
     """
     placements = place(known, unknown)
@@ -136,7 +143,10 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
 
 
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
-    """Compare each distance of known (N,) and unknown (M,) images with all of the others. Ties count half."""
+    """Compare each distance of known (N,) images with each distance of unknown (M,) images.
+
+    Ties count half.
+    """
     from scipy.stats import rankdata
 
     m, n = len(unknown), len(known)
@@ -147,19 +157,25 @@ def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placement
 def auroc_interval(
     placements: Placements, known: float, unknown: float, confidence: float
 ) -> tuple[float, float, float]:
-    """The area, and the interval of `auroc` if as many of the images as ``known`` and ``unknown`` are independent."""
+    """The area, and the limits of the interval of `auroc`.
+
+    ``known`` and ``unknown`` are the numbers of independent images.
+    """
     value, z = float(placements.beyond_known.mean()), deviations(confidence)
     ends = [*_newcombe(value, unknown, known, z), *_delong(value, placements, known, unknown, z)]
     return value, min(ends), max(ends)
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
-    """The curve at thresholds spaced evenly over the ranks of all distances, from accepting none to accepting all."""
+    """The curve at thresholds that are evenly spaced over the ranks of all distances.
+
+    The first threshold accepts no image, and the last threshold accepts all images.
+    """
     distances = np.unique(np.concatenate([known, unknown]))
     picked = np.unique(np.linspace(0, len(distances) - 1, ROC_POINTS - 1).round().astype(int))
     thresholds = np.concatenate([[0.0], distances[picked]])
     inside = [np.searchsorted(np.sort(group), thresholds, side="right") for group in (known, unknown)]
-    # The first point accepts none, even if a distance is 0.
+    # The first point accepts no image, even if a distance is 0.
     inside[0][0] = inside[1][0] = 0
     return Roc(
         true_accepts=tuple((inside[0] / len(known)).tolist()),
@@ -171,9 +187,10 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
     """Probability of at least this accuracy if predictions were assigned to the images at random.
 
-    ``confusions`` are (label, prediction, count). The number of correct predictions has the exact mean and variance of
-    a permutation test. Its distribution is approximated by a normal one, with continuity correction. Predictions that
-    are all the same give 1.
+    ``confusions`` are (label, prediction, count). The number of correct predictions has the
+    exact mean and variance of a permutation test. Its distribution is approximated by a
+    normal distribution, with continuity correction. The result is 1 if all predictions are
+    the same.
     """
     labels: Counter[object] = Counter()
     predictions: Counter[object] = Counter()
@@ -185,8 +202,8 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
         total += count
     products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
     matches = sum(product for product, _, _ in products)
-    # The matches of a class are hypergeometric; the covariance of two classes is proportional to their products'
-    # product.
+    # The matches of a class are hypergeometric. The covariance of two classes is proportional
+    # to the product of their products.
     variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
     if total < 2 or variance <= 0:
         return 1.0
@@ -197,11 +214,14 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
 def false_accepts_at(
     known: NDArray[np.float32], unknown: NDArray[np.float32], true_accept_rate: float, confidence: float
 ) -> Interval:
-    """Share of unknown (M,) distances within the smallest threshold that accepts ``true_accept_rate`` of known (N,).
+    """Share of unknown (M,) distances that the threshold accepts.
 
-    The interval is the hull of two intervals. The percentile bootstrap (Efron 1979) covers the chance in the threshold:
-    in a resample of the known, its rank is a Beta variable, and the accepted unknown are a Binomial one, so no resample
-    has to be drawn. It collapses at 0 and 1, where Wilson's interval, at the chosen threshold, does not.
+    The threshold is the smallest that accepts ``true_accept_rate`` of the known (N,)
+    distances. The interval is the hull of two intervals. The percentile bootstrap (Efron
+    1979) includes the randomness of the threshold. In a resample of the known distances, the
+    rank of the threshold is a Beta variable, and the number of accepted unknown distances is
+    a Binomial variable, so no resample has to be drawn. The bootstrap interval collapses at
+    0 and 1, where Wilson's interval at the chosen threshold does not collapse.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)
@@ -231,7 +251,10 @@ def _delong(value: float, placements: Placements, known: float, unknown: float, 
 
 
 def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]:
-    """The limits below and above ``value`` at a distance of ``z`` times the standard error of the limit."""
+    """The limits below and above ``value``.
+
+    Each limit is at a distance of ``z`` times the standard error at the limit.
+    """
     from scipy.optimize import root_scalar
 
     def beyond(area: float) -> float:

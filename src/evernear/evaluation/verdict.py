@@ -1,4 +1,4 @@
-"""The verdict of the gate. Reading a verdict imports neither torch nor FAISS."""
+"""The gate's verdict. Reading a verdict imports neither torch nor FAISS."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,10 @@ from evernear.errors import IntegrityError
 
 
 class Rule(Frozen):
-    """The result of one rule. ``reason`` is a sentence, both when the rule passed and when it failed."""
+    """The result of one rule.
+
+    ``reason`` is a sentence, whether the rule passed or failed.
+    """
 
     name: str
     passed: bool
@@ -20,11 +23,15 @@ class Rule(Frozen):
     bound: float | None = None
     reason: str
     setting: str = ""
-    """``key=value`` with which a failed rule would pass; empty if no setting should."""
+    """``key=value`` with which a failed rule would pass, or empty if no setting should make it
+    pass."""
 
 
 class System(Frozen):
-    """The network and the index that were measured. A release with the same hashes is the measured one."""
+    """The network and the index that were measured.
+
+    A release with the same hashes is the measured system.
+    """
 
     name: str
     network_sha256: str
@@ -32,13 +39,17 @@ class System(Frozen):
 
 
 class AnchorChoice(Frozen):
-    """The release that the candidate is compared with besides the champion; see `evernear.evaluation.gate_anchor`."""
+    """The release that the candidate is compared with in addition to the champion.
+
+    See `evernear.evaluation.gate_anchor`.
+    """
 
     version: str
     former: str = ""
-    """The anchor before, if it can no longer be compared. A promotion makes ``version`` the anchor."""
+    """The previous anchor, if it can no longer be compared. A promotion then makes ``version``
+    the anchor."""
     why: str = ""
-    """Why ``former`` cannot be compared, as a sentence."""
+    """The reason why ``former`` cannot be compared, as a sentence."""
 
 
 class Verdict(Frozen):
@@ -47,17 +58,19 @@ class Verdict(Frozen):
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
-    """Reasons of the failed rules; of all rules if none failed."""
+    """Reasons of the failed rules, or of all rules if none failed."""
     rules: list[Rule]
     candidate: System
     champion: System | None
     dataset_digest: str
     anchor: AnchorChoice | None = None
-    """None without a champion, and in verdicts of earlier versions."""
+    """The anchor, or None without a champion and in verdicts of earlier versions."""
     detectable_loss: float | None = None
-    """The smallest loss of accuracy that the gate detects with a probability of 90%: 0 to 1. None as for ``anchor``."""
+    """The smallest loss of accuracy, 0 to 1, that the gate detects with a probability of 90%.
+    None under the same conditions as ``anchor``."""
     caution: str = ""
-    """What a promotion without a person leaves unknown, as sentences; empty if the test split is large enough."""
+    """The loss that an automatic promotion may leave undetected, as sentences, or empty if the
+    test split is large enough."""
     digest: str
     """sha256 of all other fields."""
 
@@ -71,7 +84,7 @@ class Verdict(Frozen):
         detectable_loss: float | None = None,
         caution: str = "",
     ) -> "Verdict":
-        """The verdict of ``rules``: promote if at least one is given and all passed."""
+        """The verdict of ``rules``, which is promote if there is at least one rule and all rules passed."""
         rules = list(rules)
         promote = _all_passed(rules)
         verdict = Verdict(
@@ -89,7 +102,7 @@ class Verdict(Frozen):
         return verdict.model_copy(update={"digest": _digest(verdict)})
 
     def summary(self) -> str:
-        """The verdict and the names of the failed rules; `reasons` says why."""
+        """The verdict and the names of the failed rules. `reasons` has their reasons."""
         failed = [rule.name for rule in self.rules if not rule.passed]
         if self.promote:
             return f"promote: all {len(self.rules)} rules passed"
@@ -100,7 +113,8 @@ class Verdict(Frozen):
         """Parse a stored verdict and check that it is consistent.
 
         Raises:
-            IntegrityError: it is invalid, was changed, or promotes although a rule failed.
+            IntegrityError: the verdict is invalid, was changed, or promotes although a rule
+                failed.
         """
         verdict = super().from_json(data, source, remedy)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
@@ -114,16 +128,22 @@ def _all_passed(rules: Iterable[Rule]) -> bool:
 
 
 def _digest(verdict: Verdict) -> str:
-    # Verdicts of earlier versions lack these fields, and stay valid.
+    # Verdicts of earlier versions lack these fields and remain valid.
     unset = {name for name in ("anchor", "detectable_loss", "caution") if not getattr(verdict, name)}
     return sha256_bytes(verdict.model_dump_json(exclude={"digest", *unset}).encode())
 
 
 def floor_setting(key: str, value: float) -> str:
-    """The setting ``key`` for a floor that ``value`` reaches, in hundredths; empty if ``value`` is not finite."""
+    """The setting ``key`` with a floor that ``value`` reaches, rounded to hundredths.
+
+    The result is empty if ``value`` is not finite.
+    """
     return f"{key}={math.floor(value * 100) / 100:g}" if math.isfinite(value) else ""
 
 
 def ceiling_setting(key: str, value: float) -> str:
-    """The same for a ceiling."""
+    """The setting ``key`` with a ceiling that ``value`` does not exceed, rounded to hundredths.
+
+    The result is empty if ``value`` is not finite.
+    """
     return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""

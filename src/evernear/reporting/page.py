@@ -1,7 +1,8 @@
-"""The run page: one self-contained HTML file with everything that a run recorded.
+"""The run page, a self-contained HTML file with everything that a run recorded.
 
-It is a function of the run's record in the store (`evernear.common.run_record`), so it can also be rendered later and
-elsewhere. The templates escape every value. The page has neither scripts nor external resources.
+The page depends only on the run's record in the store (`evernear.common.run_record`), so it
+can also be rendered later and on a different machine. The templates escape every value. The
+page has neither scripts nor external resources.
 """
 
 from functools import cache
@@ -20,10 +21,11 @@ from evernear.reporting import plots
 from evernear.reporting.run_report import ClassRow, Figure, RunReport
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
-"""Points of the detection error trade-off that the page lists."""
+"""False-reject rates for which the page lists the detection error trade-off."""
 CLASSES_MAX = 50
 REASONS_MAX = 4
-"""So that the next command stays above the fold in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
+"""Largest number of reasons to show. The next command is then visible without scrolling in
+the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
 
 
 def run_page(record: RunRecord) -> str:
@@ -38,7 +40,7 @@ def run_page(record: RunRecord) -> str:
 
 
 def compare_page(first: RunRecord, second: RunRecord) -> str:
-    """A page that compares two runs that have ended.
+    """A page that compares two ended runs.
 
     Raises:
         StoreError: as `RunReport.load`.
@@ -62,7 +64,10 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
 
 
 def page(title: str, *parts: Markup) -> str:
-    """A self-contained page with other content. ``title`` is text, which is escaped; ``parts`` are HTML."""
+    """A self-contained page with the content ``parts``, which are HTML.
+
+    ``title`` is text and is escaped.
+    """
     return _render("plain.html.j2", title=title, parts=parts)
 
 
@@ -87,7 +92,7 @@ def _charts(report: RunReport) -> dict[str, Markup]:
 def _colors(examples: Examples | None) -> dict[str, str]:
     """A color of each class on the map."""
     labels = sorted({point.label for point in examples.map}) if examples else []
-    # Lightness alternates, because neighboring hues of many classes are hard to tell apart.
+    # Lightness alternates because neighboring hues of many classes are hard to distinguish.
     return {
         label: f"hsl({360 * index / len(labels):.0f} 70% calc(var(--lightness) + {(0, 12)[index % 2]}%))"
         for index, label in enumerate(labels)
@@ -125,7 +130,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Text on one line, without control characters; autoescape comes after."""
+    """Text on one line, without control characters. Jinja escapes the text afterwards."""
     return value if isinstance(value, Markup) else printable(str(value))
 
 
@@ -142,7 +147,10 @@ def _money(value: float | None) -> str:
 
 
 def _tile(sheet: Sheet, number: int) -> str:
-    """The CSS background position of a tile, as percentages of the room that the sheet leaves."""
+    """The CSS background position of a tile, as percentages of the size difference.
+
+    CSS percentages refer to the size of the sheet minus the size of the tile.
+    """
     row, column = divmod(number, SHEET_COLUMNS)
     rows = -(-sheet.count // SHEET_COLUMNS)
     return f"{100 * column / (SHEET_COLUMNS - 1):.3f}% {100 * row / max(1, rows - 1):.3f}%"

@@ -1,16 +1,19 @@
-"""Log of sampled live queries, from which the watcher detects drift: written next to the server, shipped to the store.
+"""The log of sampled live queries, from which the watcher detects drift.
+
+The files are written next to the server and shipped to the store.
 
 ::
 
     TORCHSERVE_HOME/queries/<time>-<version>-<host>-<process>-<random>.jsonl    finished files on this machine
     queries/<day>/<same name>                                                   in the store
 
-Each worker samples the queries of a period uniformly in memory. At the end of the period it writes a file: a first line
-that counts all queries, then one line per sampled query. With ``serving.query_log=images``, uncertain queries have
-their preprocessed image with its embedding, and a smaller uniform sample (`SampledFiles`) has the file that the client
-sent. Log files are written atomically, bounded in rows and bytes, and their names are unique, so any number of workers
-and pods may write. Logging never fails a prediction or blocks it on a disk: a thread writes, and drops what it cannot
-write.
+Each worker samples the queries of a period uniformly in memory. At the end of the period,
+the worker writes a file. The first line counts all queries, and each further line has a
+sampled query. With ``serving.query_log=images``, uncertain queries have their preprocessed
+image with its embedding, and a smaller uniform sample (`SampledFiles`) has the file that the
+client sent. Log files are written atomically and are bounded in rows and bytes. Their names
+are unique, so any number of workers and pods may write. Logging never fails a prediction or
+blocks it on a disk. A thread writes the files, and drops queries that it cannot write.
 """
 
 import base64
@@ -45,17 +48,18 @@ from evernear.serving.query_log_files import QUERIES, TIME_FORMAT, LoggedQuery, 
 from evernear.serving.responses import Prediction
 
 SHIP_EVERY_S = 60.0
-_IMAGE_BYTES = 3 * 2**20  # images in a file; base64 makes them a third larger
-_SENT_BYTES = 3 * 2**19  # files of clients, likewise
+_IMAGE_BYTES = 3 * 2**20  # largest total size of the images in a file, before base64 adds a third
+_SENT_BYTES = 3 * 2**19  # largest total size of the clients' files in a file, before base64 adds a third
 SENT_MAX_BYTES = 2**19
-"""A larger file of a client is stored as its preprocessed image, so that three do not fill the sample."""
+"""Size above which a client's file is replaced by its preprocessed image in the log.
+Otherwise, three large files would fill the sample."""
 SENT_MAX_FILES = 20
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """A request that was answered: its id, and the file that the client sent."""
+    """An answered request, with its id and the file that the client sent."""
 
     id: str
     file: bytes
@@ -79,9 +83,11 @@ _NO_FILE = _File(b"", preprocessed=False)
 
 
 class SampledFiles:
-    """A uniform sample of files, bounded in number and bytes: those with the smallest random priorities.
+    """A uniform sample of files, bounded in number and bytes.
 
-    Files are dropped by priority alone, never by size, so a small file is no more likely to stay than a large one.
+    The sample consists of the files with the smallest random priorities. Files are dropped
+    by priority only and never by size, so a small file is no more likely to remain than a
+    large file.
     """
 
     def __init__(self) -> None:
@@ -90,11 +96,14 @@ class SampledFiles:
         self._limit = 1.0
 
     def admits(self, priority: float) -> bool:
-        """Whether a file with this ``priority`` (0 to 1) precedes all files that were dropped."""
+        """Whether ``priority`` (0 to 1) is smaller than the priorities of all dropped files."""
         return priority < self._limit
 
     def add(self, priority: float, file: _File) -> None:
-        """Add a file that the sample `admits`, and drop those with the largest priorities beyond the bounds."""
+        """Add a file that the sample `admits`.
+
+        If the sample exceeds its bounds, drop the files with the largest priorities.
+        """
         heapq.heappush(self._files, (-priority, file))
         self._bytes += len(file.data)
         while self._bytes > _SENT_BYTES or len(self._files) > SENT_MAX_FILES:
@@ -103,7 +112,7 @@ class SampledFiles:
             self._limit = -negative
 
     def by_priority(self) -> dict[float, _File]:
-        """The sampled files."""
+        """The sampled files by priority."""
         return {-negative: file for negative, file in self._files}
 
 
@@ -121,7 +130,10 @@ class QueryLog:
 
     @staticmethod
     def from_environment(release: ReleaseParts) -> "QueryLog | None":
-        """The log that the server is configured to write; None if it is off or its configuration is unreadable."""
+        """The log that the server is configured to write.
+
+        Return None if the log is off or its configuration is unreadable.
+        """
         path = os.environ.get(QUERY_LOG_VARIABLE)
         if not path or not Path(path).is_file():
             return None
@@ -144,7 +156,8 @@ class QueryLog:
     ) -> None:
         """Count a batch, and sample the queries with the smallest random priorities.
 
-        Rows of ``embeddings`` and ``images``, and ``requests`` if there are any, correspond to ``predictions``.
+        Rows of ``embeddings`` and ``images`` correspond to ``predictions``, as do
+        ``requests`` if they are not empty.
         """
         size = self._configuration.sample
         with self._lock:
@@ -163,10 +176,12 @@ class QueryLog:
                     self._files.add(priority, _stored_file(request.file, images, row))
 
     def write_file(self) -> Path | None:
-        """Write the queries since the last file; returns its path, or None without queries.
+        """Write the queries since the last file, and return the path of the new file.
+
+        Return None if no query was recorded.
 
         Raises:
-            StoreError: the directory is not writable; the queries are lost.
+            StoreError: the directory is not writable. The queries are lost.
         """
         with self._lock:
             since, queries, unknown = self._since, self._queries, self._unknown
@@ -189,7 +204,7 @@ class QueryLog:
         self, prediction: Prediction, row: int, embeddings: NDArray[np.float32] | None, images: Pixels | None, id_: str
     ) -> _Sample:
         coordinates = None if embeddings is None else embeddings[row] @ self._projection
-        # A copy: a view would keep the whole batch in memory.
+        # Copy the row, because a view would keep the whole batch in memory.
         wanted = self._configuration.images and is_uncertain(prediction, self._threshold)
         pixels = images[row].copy() if images is not None and wanted else None
         embedding = "" if embeddings is None or pixels is None else encode_embedding(embeddings[row])
@@ -198,7 +213,7 @@ class QueryLog:
     def _clear(self) -> None:
         self._since = datetime.now(UTC)
         self._queries = self._unknown = 0
-        self._samples: list[tuple[float, int, _Sample]] = []  # a heap: negative priority, number of the query
+        self._samples: list[tuple[float, int, _Sample]] = []  # a heap of (negative priority, query number, sample)
         self._files = SampledFiles()
 
     def _write_forever(self) -> None:
@@ -213,26 +228,29 @@ class QueryLog:
 
 
 def is_uncertain(prediction: Prediction, threshold: float) -> bool:
-    """Whether a person should look at a query: unknown, near the threshold, or near the boundary of two classes.
+    """Whether a query needs manual review.
 
-    Near means that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the threshold, or of the distance
-    to the nearest neighbor with another label.
+    The query is unknown, near the threshold, or near the boundary of two classes. Near means
+    that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the threshold, or
+    of the distance to the nearest neighbor with a different label.
     """
     others = [neighbor.dist for neighbor in prediction.neighbors if neighbor.label != prediction.pred]
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
 def ship_query_log(directory: Path, store: Store) -> int:
-    """Move the files in ``directory`` to the store; returns their number. Safe to repeat after a kill.
+    """Move the files in ``directory`` to the store, and return their number.
+
+    The call is safe to repeat if it was killed.
 
     Raises:
-        StoreError: the store or the disk fails; the remaining files are shipped next time.
+        StoreError: the store or the disk fails. The next call ships the remaining files.
     """
     count = 0
     for path in sorted(directory.glob("*.jsonl")):
         try:
             data = path.read_bytes()
-        except FileNotFoundError:  # shipped by another process, or removed as the oldest
+        except FileNotFoundError:  # shipped by a different process, or removed as the oldest file
             continue
         store.put(f"{QUERIES}{path.name[:8]}/{path.name}", data)
         path.unlink(missing_ok=True)
@@ -241,7 +259,10 @@ def ship_query_log(directory: Path, store: Store) -> int:
 
 
 def ship_until(ended: threading.Event, directory: Path, store: Store) -> None:
-    """`ship_query_log` once a minute, and once more at the end. Failures are logged and retried."""
+    """Call `ship_query_log` once a minute, and once more at the end.
+
+    Failures are logged and retried.
+    """
     while True:
         at_end = ended.wait(SHIP_EVERY_S)
         try:
@@ -257,7 +278,7 @@ def _projection(release: ReleaseParts) -> NDArray[np.float32]:
 
 
 def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dict[float, _File]) -> Generator[str]:
-    """The lines of a file, queries in the order of their arrival."""
+    """The lines of a file, with the queries in the order of their arrival."""
     yield period.model_dump_json()
     image_bytes = 0
     for negative_priority, _, sample in sorted(samples, key=lambda entry: entry[1]):
@@ -290,9 +311,10 @@ def _labels(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _remove_oldest(directory: Path, size_bytes: int) -> None:
-    """Remove the oldest files until the others take at most ``size_bytes``.
+    """Remove the oldest files until the remaining files take at most ``size_bytes``.
 
-    A file that is dated in the future was written before the clock was set back, so it is older than the others.
+    A file with a future date was written before the clock was set back, so it is older than
+    the other files.
     """
     files: list[tuple[bool, str, Path, int]] = []
     now = f"{datetime.now(UTC):{TIME_FORMAT}}"
