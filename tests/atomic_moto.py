@@ -1,4 +1,4 @@
-"""moto with atomic conditional writes, as S3 has them: moto checks the condition and writes in two steps."""
+"""moto with atomic conditional writes, like S3. Plain moto checks the condition and writes in two steps."""
 
 import io
 import sys

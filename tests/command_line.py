@@ -1,4 +1,4 @@
-"""The ``evernear`` command in the tests' own process, which has already imported what the command needs."""
+"""Run the ``evernear`` command in the test process, which has already imported the command's modules."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""The console as a test client."""
+"""A test client for the console."""
 
 from starlette.testclient import TestClient
 

@@ -1,4 +1,4 @@
-"""Small folders of images of noise, and descriptions of exports."""
+"""Small folders of noise images, and descriptions of exports."""
 
 from pathlib import Path
 

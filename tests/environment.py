@@ -1,7 +1,7 @@
 """The initial environment of every test and its subprocesses, isolated from the user's shell.
 
 conftest.py imports this module before anything that reads the environment. The removed variables are saved for the few
-tests that need them: those that install packages, and those on a real cluster.
+tests that need them, which install packages or use a real cluster.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory, which no library would write.
+"""Hand-crafted PNG, JPEG and WebP files that cost a decoder time or memory.
 
-`REFUSED` must be rejected by their structure; `largest_valid_files` are just within every limit.
+No library would write such files. The files in `REFUSED` must be rejected by their structure.
+The files of `largest_valid_files` are just within every limit.
 """
 
 import random

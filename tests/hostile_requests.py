@@ -1,4 +1,4 @@
-"""Generated requests, most of them malformed, and a client that sends them along with valid ones."""
+"""Generated requests, most of them malformed, and a client that sends them along with valid requests."""
 
 import asyncio
 import base64

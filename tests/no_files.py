@@ -1,4 +1,4 @@
-"""Special files in place of a regular file; opening some of them blocks forever."""
+"""Special files in place of a regular file. Opening some of the special files blocks forever."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Draws of the open-set probe from distances."""
+"""Draws of the open-set probe, made from given distances."""
 
 import numpy as np
 

@@ -1,4 +1,6 @@
-"""A real SeaweedFS, started as in ``deploy/overlays/local``; ``TEST_WEED`` is the path of its binary, ``weed``."""
+"""A real SeaweedFS server, started as in ``deploy/overlays/local``.
+
+``TEST_WEED`` is the path of the ``weed`` binary."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Tests are isolated from the user's shell; see `environment`."""
+"""Tests are isolated from the user's shell. See `environment`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``WORKDIR/evernear.toml``: what a run keeps in it, who reads it, and which source overrides it."""
+"""The settings that a run saves in ``WORKDIR/evernear.toml``, their readers, and their precedence."""
 
 import os
 from pathlib import Path

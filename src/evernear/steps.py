@@ -249,7 +249,7 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
         from evernear.evaluation.probe import probe_open_set
 
         data = Dataset.open(Path(dataset))
-        here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for a quarter of the epochs
+        here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
         result = probe_open_set(
             data,
             here,

@@ -1,4 +1,4 @@
-"""A local run in progress, and the directories of old ones."""
+"""A local run in progress, and the directories of old runs."""
 
 import os
 import subprocess

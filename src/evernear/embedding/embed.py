@@ -46,7 +46,7 @@ Embed = Callable[[Iterable[ShardBlocks]], Iterator[tuple[Block, Vectors]]]
 
 
 class ExportedEmbedder:
-    """Embeds the images of datasets with the exported network in ``network_dir``, except those that are cached.
+    """Embeds the images of datasets with the exported network in ``network_dir``, unless they are cached.
 
     The cache in ``store`` has the network's embeddings or, if the network is frozen, the
     features of the network's backbone. If ``read_only``, the cache is not written.

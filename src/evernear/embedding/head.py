@@ -68,8 +68,8 @@ class HeadExamples(NamedTuple):
     """Whitened features of length sqrt(F), in place of the images of the train split."""
 
     features: NDArray[np.float32]
-    """(V + 1, N, F), the features of the plain images followed by those of each of the V
-    augmented views."""
+    """(V + 1, N, F), the features of the plain images, followed by the features of each of
+    the V augmented views."""
     classes: NDArray[np.int64]
     """(N,), the class of each image."""
 

@@ -44,7 +44,7 @@ def training_batch_size(network: nn.Module, image: Tensor, device: torch.device)
 
 @torch.no_grad()
 def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
-    """``measure(input bytes, output bytes)`` of each layer of ``network`` for one image."""
+    """The result of ``measure(input bytes, output bytes)`` for each layer of ``network`` and one image."""
     measured: list[int] = []
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

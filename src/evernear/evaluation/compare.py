@@ -155,7 +155,7 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
     """The smallest loss of accuracy at which the net losses exceed ``budget`` with probability ``power``.
 
-    The assumptions are those of `detectable_loss`. The result is 1 if no loss does.
+    The assumptions are the same as in `detectable_loss`. The result is 1 if no loss suffices.
     """
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 

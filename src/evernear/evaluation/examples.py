@@ -113,8 +113,8 @@ class Examples(Frozen):
     remedy = "run the evaluate step again"
 
     mistakes: tuple[Mistake, ...]
-    """Wrong predictions. Predictions that were not called unknown come first, sorted by
-    distance with the most confident first, followed by the others in the same order."""
+    """Wrong predictions. Predictions that were not called unknown precede predictions that
+    were. Each of the two groups is sorted by distance, with the most confident first."""
     map: tuple[MapPoint, ...]
     """A random sample of the test split, placed by t-SNE (van der Maaten and Hinton 2008,
     JMLR 9:2579)."""

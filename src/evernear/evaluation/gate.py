@@ -34,7 +34,7 @@ Test set (`same_test_set`)
     on which a release can only be promoted manually.
 
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
-    The candidate must know every class that the champion can predict, except those that ``classes.retired`` and
+    The candidate must know every class that the champion can predict, except the classes that ``classes.retired`` and
     ``classes.renamed`` name. A renamed class is compared under its new name. A class fails
     the recall floor if even the upper limit of its interval is below the floor. A class
     fails the drop rule if its recall fell by more than ``gate.class_recall_drop`` *and* is

@@ -212,7 +212,7 @@ Column = Literal["correct", "nearest", "among_nearest", "unknown"]
 
 @dataclass(frozen=True)
 class _Shares:
-    """Proportions of queries, from one column of booleans for each property."""
+    """Proportions of queries. Each property has one column of booleans."""
 
     names: tuple[str, ...]
     labels: NDArray[np.int32]

@@ -46,8 +46,8 @@ class OpenSet(Frozen):
     def separates(self) -> bool:
         """Whether images of the held-out classes are significantly farther away than known images.
 
-        This is a statement about the held-out classes. Other classes may differ, as the
-        interval of ``auroc`` shows.
+        This property is about the held-out classes. Other classes may differ, as the interval
+        of ``auroc`` shows.
         """
         return self.reject_rate is not None
 
