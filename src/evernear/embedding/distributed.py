@@ -2,7 +2,8 @@
 
 `torchrun` starts processes in the same way and also restarts them. With several nodes, a
 JobSet restarts the processes. This module does not use `torchrun`, whose agent starts each
-process in a new session. Neither Ctrl-C nor a signal to the process group would reach it.
+process in a new session. Neither Ctrl-C nor a signal to the process group would reach
+these processes.
 """
 
 import multiprocessing
@@ -124,7 +125,7 @@ def run_processes(
 def _serve_rendezvous(node: Node) -> TCPStore:
     """Start the rendezvous server.
 
-    It listens on the loopback interface, or on all interfaces if there are other nodes.
+    The server listens on the loopback interface, or on all interfaces if there are other nodes.
     """
     if node.count > 1:
         return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)

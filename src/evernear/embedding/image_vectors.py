@@ -84,7 +84,7 @@ class ImageVectors:
     def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
         """The images to embed.
 
-        They are made in this thread, because views draw from torch's global random number
+        The images are made in this thread, because views draw from torch's global random number
         generator.
         """
         if self._view is None:

@@ -63,7 +63,7 @@ def measure_gallery(
 def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
     """The flips that augment the next epoch.
 
-    They are set by ``train.flip``, or `measure_flips` found them harmless.
+    ``train.flip`` sets the flips, or `measure_flips` found the flips harmless.
     """
     if settings.flip == "both":
         return "horizontal", "vertical"

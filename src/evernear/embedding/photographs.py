@@ -1,6 +1,7 @@
 """Random augmentation of photographs.
 
-An image is cropped, mirrored, changed in color or shape, and partly erased. Large crops
+An image is cropped, and changed in color or shape. The image may also be mirrored or
+partly erased. Large crops
 and one random operation with a random strength are the "wide" variant of TrivialAugment
 (Müller and Hutter 2021, arXiv:2103.10158), which needs no tuning. Rectangles are erased as
 in Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896. An image and a

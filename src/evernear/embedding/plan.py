@@ -130,7 +130,7 @@ def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Pl
 def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, measure: Measure) -> Plan:
     """The plan for the first way in `LADDER` that fits, otherwise for a head.
 
-    ``train.layers`` may demand one of the ways.
+    ``train.layers`` may require one of the ways.
     """
     of_head = settings.model_copy(update={"layers": "head"})
     recipe, images = with_defaults(of_head, dataset), dataset.count("train")

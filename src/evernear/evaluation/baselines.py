@@ -1,6 +1,7 @@
 """Trivial recognizers to compare the candidate with on its test images.
 
-They are the most common class, and the nearest neighbor by pixels.
+One predicts the most common class, and the other predicts the class of the nearest gallery
+image by pixels.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """The evaluation artifact, which has all measurements that the gate needs.
 
-They come from one run on one frozen test split.
+All measurements come from one run on one frozen test split.
 """
 
 import io

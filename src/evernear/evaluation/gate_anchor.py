@@ -72,7 +72,7 @@ class Anchor:
 def choose_anchor(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Anchor:
     """The anchor of an evaluation.
 
-    It is the measured anchor if that release can be compared, otherwise the champion.
+    Return the measured anchor if that release can be compared, otherwise the champion.
     """
     measured = evaluation.anchor
     if measured is None:

@@ -19,7 +19,7 @@ def effective_totals(strata: NDArray[np.integer], groups: NDArray[np.integer], c
     assumed to have the same outcome, which is nearly true of frames of one scene. The result
     is then the squared sum of the group sizes divided by the sum of the squared group sizes
     (Kish 1965, Survey Sampling, section 8.2). If all groups have the same size, the result
-    is the number of groups. If this size is 1, it is the number of images.
+    is the number of groups. If this size is 1, the result is the number of images.
 
     Wilson's interval with this number contained the true proportion in 92.6 to 100% of 1,000
     simulations in each of 96 cases. The cases had 8 to 200 groups of equal or geometric

@@ -179,7 +179,7 @@ class PairedAnswers:
 
     @property
     def changed(self) -> NDArray[np.bool_]:
-        """Whether (N,) a client would see a different answer.
+        """Mask (N,) of the images for which a client would see a different answer.
 
         The answer names a different class, or is unknown instead of a class or the reverse.
         """
@@ -187,20 +187,20 @@ class PairedAnswers:
 
     @property
     def relabeled(self) -> NDArray[np.bool_]:
-        """Whether (N,) both systems recognize the image, as different classes."""
+        """Mask (N,) of the images that both systems recognize, as different classes."""
         recognized = ~self.champion.unknown & ~self.candidate.unknown
         return recognized & (self.champion.labels != self.candidate.labels)
 
     def is_retired(self) -> NDArray[np.bool_]:
-        """Whether (N,) the champion recognizes a class that was retired."""
+        """Mask (N,) of the images that the champion recognizes as a retired class."""
         return ~self.champion.unknown & (self.champion.labels == RETIRED)
 
     def is_new_class(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether (N,) the candidate recognizes a class that is not among ``known_before``."""
+        """Mask (N,) of the images that the candidate recognizes as a class not in ``known_before``."""
         return ~self.candidate.unknown & ~np.isin(self.candidate.labels, known_before)
 
     def is_compared(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether (N,) the image is part of the comparison."""
+        """Mask (N,) of the images that are part of the comparison."""
         return ~self.champion.unknown & ~self.is_retired() & ~self.is_new_class(known_before)
 
 

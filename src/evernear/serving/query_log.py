@@ -241,7 +241,7 @@ def is_uncertain(prediction: Prediction, threshold: float) -> bool:
 def ship_query_log(directory: Path, store: Store) -> int:
     """Move the files in ``directory`` to the store, and return their number.
 
-    The call is safe to repeat if it was killed.
+    A killed call can safely be repeated.
 
     Raises:
         StoreError: the store or the disk fails. The next call ships the remaining files.
