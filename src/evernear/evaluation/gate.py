@@ -11,7 +11,7 @@ Paired test (`no_worse`)
     counts groups instead of queries (`evernear.evaluation.grouped.sign_flip_worse`). The
     rule fails if p <= 0.8 x ``gate.significance``. An anchor other than the champion takes
     half of this level for its own test. The rule for the classes spends the remaining
-    share, so all tests together hold an equally good candidate at most as often as the
+    share, so these tests together hold an equally good candidate at most as often as the
     setting says. The test is exact because mid-p keeps the level only approximately.
     docs/decisions/0007-the-gate-asks-not-worse.md explains why the level is 0.10, and how
     often the rules err.
