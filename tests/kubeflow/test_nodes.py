@@ -109,7 +109,10 @@ def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str) -> 
     assert nodes_of_ingest(auto) == 1
 
 
-@pytest.mark.parametrize("source", ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images"])
+@pytest.mark.parametrize(
+    "source",
+    ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images", "inventory:s3://reports/images/all"],
+)
 def test_source_in_a_bucket_may_use_several_nodes(source: str) -> None:
     for nodes in (2, "auto"):
         data = {"nodes": nodes, "source": source}

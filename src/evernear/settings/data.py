@@ -119,7 +119,7 @@ class DataSettings(Section):
     def location(self) -> str:
         """The path or URI of the source, without its kind; a name for those that are built in."""
         kind, _, path = self.source.partition(":")
-        return path if kind in PATH_KINDS and path else self.source
+        return path if path.startswith("s3://") or (kind in PATH_KINDS and path) else self.source
 
     @model_validator(mode="after")
     def _has_splits(self) -> Self:
