@@ -345,9 +345,10 @@ def test_too_few_and_old_queries_are_not_tested(watched: WatchedSystem) -> None:
 
 
 def test_few_queries_a_day_are_tested_together(watched: WatchedSystem) -> None:
+    asked = negatives(120)
     for day in range(4):
         watched.wait(days=day > 0)
-        watched.ask(negatives(30))
+        watched.ask(asked[30 * day : 30 * day + 30])
     report = watched.watcher(min_queries=100).check()
     assert report.action == "retrain"
     assert report.figures["queries"] == 120
