@@ -145,6 +145,25 @@ def _rejection(status: int, message: str, retry_after_s: int | None = None) -> H
     return HTTPException(status, message, headers)
 
 
+class HeadTimer:
+    """Closes a connection if the head of a request does not arrive in `HEAD_TIMEOUT_S`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, transport: asyncio.Transport) -> None:
+        """Start the timer unless it runs."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(HEAD_TIMEOUT_S, transport.close)
+
+    def stop(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class HeadTimeoutProtocol(H11Protocol):
     """uvicorn's h11 protocol with a timeout for the head of a request.
 
@@ -152,12 +171,14 @@ class HeadTimeoutProtocol(H11Protocol):
     uvicorn's httptools protocol reads heads and trailers of any size.
     """
 
-    _head_timer: asyncio.TimerHandle | None = None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer = HeadTimer(self.loop)
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer for the first request."""
         super().connection_made(transport)
-        self._start_timer()
+        self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
         """Stop the timer when the head is complete,
@@ -165,19 +186,11 @@ class HeadTimeoutProtocol(H11Protocol):
         """
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]
-            self._stop_timer()
-        elif self._head_timer is None:
-            self._start_timer()
+            self._head_timer.stop()
+        else:
+            self._head_timer.start(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer."""
-        self._stop_timer()
+        self._head_timer.stop()
         super().connection_lost(exc)
-
-    def _start_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None

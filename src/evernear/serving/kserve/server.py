@@ -8,19 +8,16 @@ import argparse
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from struct import error as StructError
 from typing import Any, cast
 
 import grpc
-import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from grpc_interceptor.exceptions import GrpcException, InvalidArgument, PermissionDenied
 from kserve import ModelServer, model_server
-from kserve.constants.constants import PredictorProtocol
-from kserve.errors import InferenceError, ModelNotReady
+from kserve.errors import InferenceError
 from kserve.protocol.dataplane import DataPlane
 from kserve.protocol.grpc.grpc_predict_v2_pb2 import ModelInferRequest
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
@@ -29,23 +26,21 @@ from kserve.protocol.grpc.server import GRPCServer
 from kserve.protocol.grpc.servicer import InferenceServicer
 from kserve.protocol.model_repository_extension import ModelRepositoryExtension
 from kserve.protocol.rest.server import RESTServer
-from kserve.protocol.rest.v1_endpoints import V1Endpoints
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from evernear.errors import PortInUseError, SettingsError
 from evernear.serving.endpoints import create_listener, host_and_port
-from evernear.serving.http_limits import BodyLimits, HeadTimeoutProtocol
+from evernear.serving.http_limits import BodyLimits
 from evernear.serving.kserve.command import predictor_config
+from evernear.serving.kserve.http_protocol import LimitedHttpProtocol
 from evernear.serving.kserve.model import ReleaseModel
-from evernear.serving.kserve.protocols import parse_infer_request, require_few_tensors, require_uncompressed
+from evernear.serving.kserve.predictions import Predictions
+from evernear.serving.kserve.protocols import require_few_tensors, require_uncompressed
 
 MAX_RPCS = 64
 """Concurrent gRPC calls; each may have a message of the largest size."""
-_BINARY_HEADER = "inference-header-content-length"
-Endpoint = Callable[[Request], Awaitable[Response]]
-_CLIENT_CLOSED_REQUEST = 499  # of nginx
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.PERMISSION_DENIED: 403,
@@ -94,13 +89,7 @@ class _Server(ModelServer):
         app.add_exception_handler(RequestValidationError, _validation_error_response)
         for status in (408, 413, 503):
             app.add_exception_handler(status, _http_error_response)
-        app.add_middleware(
-            BodyLimits,
-            max_size_bytes=self._args.max_request_size_bytes,
-            max_total_size_bytes=self._args.max_bodies_size_bytes,
-            timeout_s=self._args.upload_timeout_seconds,
-        )
-        self._add_prediction_endpoints()
+        predictions = Predictions(app, self.dataplane, self.model_repository_extension)
         listener = _listen(self._args.host, self.http_port)
         rest = _RestServer(
             "kserve.model_server:app",
@@ -115,7 +104,13 @@ class _Server(ModelServer):
         )
         rest.listener = listener
         rest.timed = self._args.enable_latency_logging
-        rest.config.http = HeadTimeoutProtocol
+        rest.config.app = BodyLimits(
+            predictions,
+            max_size_bytes=self._args.max_request_size_bytes,
+            max_total_size_bytes=self._args.max_bodies_size_bytes,
+            timeout_s=self._args.upload_timeout_seconds,
+        )
+        rest.config.http = LimitedHttpProtocol
         rest.config.ws = "none"
         self.servers = [rest.start()]
         if self.enable_grpc:
@@ -127,56 +122,6 @@ class _Server(ModelServer):
         self.register_signal_handler()
         with asyncio.Runner(loop_factory=rest.config.get_loop_factory()) as runner:
             runner.run(self._serve())
-
-    def _add_prediction_endpoints(self) -> None:
-        """Replace KServe's two, which cost more than the prediction and need 3 GB for a request with 6 MB of errors."""
-        v1 = V1Endpoints(self.dataplane, self.model_repository_extension)
-
-        async def predict(request: Request) -> Response:
-            return cast(Response, await v1.predict(request.path_params["model_name"], request))
-
-        async def infer(request: Request) -> Response:
-            model_name, headers = request.path_params["model_name"], dict(request.headers)
-            if not await self.dataplane.model_ready(model_name, True):
-                raise ModelNotReady(model_name)
-            body = await request.body()
-            payload = body if _BINARY_HEADER in headers else parse_infer_request(body, model_name)
-            if "model_version" in request.path_params:
-                raise NotImplementedError("The model has one version; send the request to /v2/models/NAME/infer.")
-            tensors, _ = self.dataplane.decode(payload, headers, PredictorProtocol.REST_V2.value, model_name)
-            answer, _ = await self.dataplane.infer(model_name, tensors, headers)
-            content, added = self.dataplane.encode(model_name, answer, headers, {})
-            body = content if isinstance(content, bytes) else msgspec.json.encode(content)
-            return Response(body, headers=added, media_type="application/json")
-
-        model = "/models/{model_name}"
-        for path, endpoint in (
-            (f"/v1{model}:predict", predict),
-            (f"/v2{model}/infer", infer),
-            (f"/v2{model}/versions/{{model_version}}/infer", infer),
-        ):
-            model_server.app.add_route(path, _unless_disconnected(endpoint), methods=["POST"])
-
-
-def _unless_disconnected(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that is cancelled when its client disconnects, as grpc.aio cancels a call."""
-
-    async def call(request: Request) -> Response:
-        await request.body()
-        task = cast(asyncio.Task[Any], asyncio.current_task())
-        disconnect = asyncio.ensure_future(request.receive())
-        disconnect.add_done_callback(lambda done: None if done.cancelled() else task.cancel())
-        try:
-            return await endpoint(request)
-        except asyncio.CancelledError:
-            if not disconnect.done():
-                raise
-            task.uncancel()
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)  # nobody receives it
-        finally:
-            disconnect.cancel()
-
-    return call
 
 
 class _RestServer(RESTServer):
