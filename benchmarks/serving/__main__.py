@@ -9,6 +9,7 @@ a few of its answers differ.
 - ``naive``: TorchServe with its defaults around a handler in the style of the source document;
 - ``evernear``, ``evernear gRPC``: evernear with its defaults, as ``evernear serve`` starts it;
 - ``kserve``: KServe's predictor, from the environment `.venv/kserve`, without a transformer;
+- ``kserve transformer``: the same with a transformer in front, which calls it over gRPC;
 - ``fastapi``: FastAPI and uvicorn around the same core, one image per call;
 - ``litserve``: LitServe around the same core, batching like evernear (bodies in JSON, which it requires);
 - ``in-process``: the core alone with batches of 1, 8 and 32, as a lower bound. Its latencies are per batch.
@@ -40,7 +41,7 @@ from evernear.settings import Settings, load
 
 CONCURRENCIES = (1, 8, 32)
 STARTED = (servers.naive, servers.evernear, servers.kserve, servers.fastapi, servers.litserve)
-ROWS = ("naive", "evernear", "evernear gRPC", "kserve", "fastapi", "litserve", "in-process")
+ROWS = ("naive", "evernear", "evernear gRPC", "kserve", "kserve transformer", "fastapi", "litserve", "in-process")
 DISTANCE_TOLERANCE = 5e-3  # the naive handler's vectors are not rounded to fp16; the square root is steep near zero
 TARGET_TIMES_RPS, TARGET_P99_SHARE = 15, 0.1
 

@@ -87,22 +87,25 @@ def evernear(served: Served, directory: Path) -> Generator[Running]:
 
 @contextmanager
 def kserve(served: Served, directory: Path) -> Generator[Running]:
-    """KServe's predictor, which clients call without its transformer (bodies in JSON), from a separate environment."""
+    """KServe's predictor, called by clients or by its transformer (bodies in JSON), from a separate environment."""
     directory.mkdir(exist_ok=True)
-    port, grpc_port = free_ports(2)
-    command = [str(KSERVE_PYTHON), "-m", "evernear.serving.kserve.predictor", "--store", served.settings.store_uri]
-    command += ["--http_port", str(port), "--grpc_port", str(grpc_port)]
-    with _process(command, directory, CORE_ENVIRONMENT) as processes:
-        path = f"/v1/models/{served.settings.serving.model_name}:predict"
-        bodies = [json.dumps({"instances": [{"data": base64.b64encode(i).decode()}]}).encode() for i in served.images]
-        target = Target(
-            HOST,
-            port,
-            tuple(_http(path, body, "Content-Type: application/json") for body in bodies),
-            prediction_of=lambda body: json.dumps(json.loads(body)["predictions"][0]).encode(),
-        )
+    with ExitStack() as stack:
+
+        def start(module: str, *options: str) -> tuple[int, int, Callable[[], list[psutil.Process]]]:
+            port, grpc_port = free_ports(2)
+            command = [str(KSERVE_PYTHON), "-m", f"evernear.serving.kserve.{module}", *options]
+            command += ["--store", served.settings.store_uri, "--http_port", str(port), "--grpc_port", str(grpc_port)]
+            return port, grpc_port, stack.enter_context(_process(command, directory, CORE_ENVIRONMENT))
+
+        port, grpc_port, predictor = start("predictor")
+        target = _v1_target(served, port)
         _await_response(target)
-        yield Running({"kserve": target}, processes)
+        address = ("--predictor_host", f"{HOST}:{grpc_port}", "--predictor_protocol", "grpc-v2")
+        transformer_port, _, transformer = start("transformer", *address)
+        transformed = _v1_target(served, transformer_port)
+        _await_response(transformed)
+        targets = {"kserve": target, "kserve transformer": transformed}
+        yield Running(targets, lambda: [*predictor(), *transformer()])
 
 
 @contextmanager
@@ -145,6 +148,17 @@ def free_ports(count: int) -> list[int]:
         for sock in sockets:
             sock.bind((HOST, 0))
         return [sock.getsockname()[1] for sock in sockets]
+
+
+def _v1_target(served: Served, port: int) -> Target:
+    bodies = [json.dumps({"instances": [{"data": base64.b64encode(i).decode()}]}).encode() for i in served.images]
+    path = f"/v1/models/{served.settings.serving.model_name}:predict"
+    return Target(
+        HOST,
+        port,
+        tuple(_http(path, body, "Content-Type: application/json") for body in bodies),
+        prediction_of=lambda body: json.dumps(json.loads(body)["predictions"][0]).encode(),
+    )
 
 
 def _post_target(served: Served, port: int, path: str, *headers: str) -> Target:

@@ -478,6 +478,12 @@ class TestOperation:
         assert f'evernear_release_info{{model_name="embedding",version="{release.version}"}} 1.0' in text
         assert 'request_predict_seconds_count{model_name="embedding"}' in text
 
+    def test_requests_beside_predictions_reach_kserves_application(self, server: Server) -> None:
+        assert server.get("/v1/models").json() == {"models": ["embedding"]}
+        assert server.get("/v2/models/embedding/infer").status_code == 405
+        assert server.post("/v1/models/embedding/x:predict").status_code == 404
+        assert server.post("/v1/models/embedding:explain", json={}).status_code == 501
+
     def test_unknown_model_is_404(self, server: Server) -> None:
         assert server.post("/v1/models/other:predict", json={"instances": []}).status_code == 404
 

@@ -38,7 +38,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            self.parser.feed_data(data)  # pyright: ignore[reportOptionalMemberAccess]
         except httptools.HttpParserUpgrade as upgrade:
             self._continue_with_h11(data[upgrade.args[0] :])
         except httptools.HttpParserError:
