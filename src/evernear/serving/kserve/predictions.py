@@ -46,11 +46,10 @@ class Predictions:
         scope[ON_DISCONNECT] = client.leave
         try:
             response = await self._answer(Request(scope, receive), *path.groups())
+            await response(scope, receive, send)
         except asyncio.CancelledError:
             if client.present:
                 raise
-        else:
-            await response(scope, receive, send)
 
     async def _answer(self, request: Request, v1_model: str | None, v2_model: str, version: str | None) -> Response:
         try:
