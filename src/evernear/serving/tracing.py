@@ -43,18 +43,14 @@ def tracer(service: str) -> Tracer:
     return (tracer_provider(service) or NoOpTracerProvider()).get_tracer("evernear", __version__)
 
 
-def request_span(
-    tracer: Tracer, parent: str, name: str = "request", **attributes: str
-) -> AbstractContextManager[Span]:
+def request_span(tracer: Tracer, parent: str, name: str = "request", **attributes: str) -> AbstractContextManager[Span]:
     """A span around a request. It is a child of the client's span if ``parent`` is a
     valid `TRACE_FIELD`.
     """
     if isinstance(tracer, NoOpTracer) and not parent:
         # An inert span takes as much CPU time as a small prediction.
         return nullcontext(INVALID_SPAN)
-    return tracer.start_as_current_span(
-        name, _context(parent), SpanKind.SERVER, attributes, record_exception=False
-    )
+    return tracer.start_as_current_span(name, _context(parent), SpanKind.SERVER, attributes, record_exception=False)
 
 
 def describe_response(span: Span, method: str, route: str, status: int, release: str) -> None:
