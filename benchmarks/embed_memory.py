@@ -1,7 +1,8 @@
 """Peak memory of the embed step with ten times the images.
 
-Usage: ``python benchmarks/embed_memory.py --source mnist``. Two datasets contain the same images, 8% or 80% of them in
-the gallery; each is embedded in a separate process, whose peak (``VmHWM`` in Linux's /proc) is read at its end.
+Usage: ``python benchmarks/embed_memory.py --source mnist``. Two datasets contain the
+same images, 8% or 80% of them in the gallery; each is embedded in a separate process,
+whose peak (``VmHWM`` in Linux's /proc) is read at its end.
 """
 
 import argparse

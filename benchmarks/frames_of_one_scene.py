@@ -1,12 +1,15 @@
-"""What a burst of photographs does to the figures: ``python benchmarks/frames_of_one_scene.py --mnist DIRECTORY``.
+"""What a burst of photographs does to the figures:
+``python benchmarks/frames_of_one_scene.py --mnist DIRECTORY``.
 
-200 scenes of ten frames each: an image shifted by up to a pixel, with brightness up to 6% higher or lower, saved as
-JPEG. The images are scikit-learn's digits, MNIST (a directory with its four files), and rendered shapes whose classes
-have nothing to do with what they show, so that only a scene that was seen before can be recognized. Each set is
-ingested without and with ``data.group``, and trained with the default settings. The truth are 200 other scenes.
+200 scenes of ten frames each: an image shifted by up to a pixel, with brightness up to
+6% higher or lower, saved as JPEG. The images are scikit-learn's digits, MNIST (a
+directory with its four files), and rendered shapes whose classes have nothing to do
+with what they show, so that only a scene that was seen before can be recognized. Each
+set is ingested without and with ``data.group``, and trained with the default settings.
+The truth are 200 other scenes.
 
-``--near`` prints only the share of near-duplicates of sets without any: the two sets, and each directory of
-``--images`` with one folder per class.
+``--near`` prints only the share of near-duplicates of sets without any: the two sets,
+and each directory of ``--images`` with one folder per class.
 """
 
 import argparse

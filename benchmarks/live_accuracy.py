@@ -1,16 +1,20 @@
-"""Live accuracy: coverage, power and false alarms, simulated: ``python benchmarks/live_accuracy.py``.
+"""Live accuracy: coverage, power and false alarms, simulated:
+``python benchmarks/live_accuracy.py``.
 
-A release has a true accuracy. Its test split and its labeled live queries are independent samples, and the expected
-accuracy comes from that test split, as for a real release. Every label counts as a look. A month has 433 labels.
+A release has a true accuracy. Its test split and its labeled live queries are
+independent samples, and the expected accuracy comes from that test split, as for a real
+release. Every label counts as a look. A month has 433 labels.
 
 - Coverage: the share of 95% intervals of 100 labels that contain the truth.
-- Power: live accuracy is 10 points lower, from the first label, or from the beginning of the 13th month on. The result
-  is the share of releases whose loss is significant within 150 labels. If the loss begins at a random label of the
-  second month, the share is of 300 labels.
-- Best possible: a single look at all 150 labels, which raises exactly 2% of false alarms because it is chosen with the
-  true accuracy (randomized where no limit does). No test with this level finds the loss more often.
-- False alarms: live accuracy equals the true accuracy for 12 months. The result is the share of months in which a loss
-  becomes significant, and the share in the first month.
+- Power: live accuracy is 10 points lower, from the first label, or from the beginning
+  of the 13th month on. The result is the share of releases whose loss is significant
+  within 150 labels. If the loss begins at a random label of the second month, the share
+  is of 300 labels.
+- Best possible: a single look at all 150 labels, which raises exactly 2% of false
+  alarms because it is chosen with the true accuracy (randomized where no limit does).
+  No test with this level finds the loss more often.
+- False alarms: live accuracy equals the true accuracy for 12 months. The result is the
+  share of months in which a loss becomes significant, and the share in the first month.
 """
 
 import argparse
@@ -53,14 +57,18 @@ def coverage(truth: float, repetitions: int, rng: np.random.Generator) -> float:
 def losses(
     truth: float, expected: ExpectedAccuracy, months: NDArray[np.int_], lost: int, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """With which labels a loss is significant, if the last ``lost`` labels are `LOSS` less accurate."""
+    """With which labels a loss is significant,
+    if the last ``lost`` labels are `LOSS` less accurate.
+    """
     accuracy = np.full(len(months), truth)
     accuracy[len(months) - lost :] -= LOSS
     return is_loss(rng.random(len(months)) < accuracy, months, expected)
 
 
 def best_possible(truth: float, test_images: int, rng: np.random.Generator, repetitions: int = 20_000) -> float:
-    """The share of losses that a single look at `POWER_LABELS` labels finds, with exactly `LEVEL` of false alarms."""
+    """The share of losses that a single look at `POWER_LABELS` labels finds, with
+    exactly `LEVEL` of false alarms.
+    """
     right = rng.binomial(test_images, truth, repetitions)
     usual, worse = (
         betabinom.cdf(
@@ -74,7 +82,9 @@ def best_possible(truth: float, test_images: int, rng: np.random.Generator, repe
 
 
 def found_at_any_time(truth: float, expected: ExpectedAccuracy, rng: np.random.Generator) -> bool:
-    """Whether a loss from a random label of the second month on is found within `ANY_TIME_LABELS`."""
+    """Whether a loss from a random label of the second month on is found within
+    `ANY_TIME_LABELS`.
+    """
     labels = MONTH_LABELS + int(rng.integers(MONTH_LABELS)) + ANY_TIME_LABELS
     return bool(losses(truth, expected, LATE[:labels], ANY_TIME_LABELS, rng)[-ANY_TIME_LABELS:].any())
 

@@ -1,10 +1,13 @@
-"""Transfer of a pretrained backbone to new classes, compared with logistic regression on the same features.
+"""Transfer of a pretrained backbone to new classes,
+compared with logistic regression on the same features.
 
-``python benchmarks/pretrained.py --source DIRECTORY --new frog horse ship truck`` with class folders in
-``DIRECTORY/train`` and ``DIRECTORY/test``. A resnet18 is pretrained on all classes but the new ones. Its weights then
-recognize the new classes from a few images each: frozen, by vote of the nearest neighbors, and fine-tuned. Two logistic
-regressions of scikit-learn train on the images of the frozen backbone's gallery: one on its features, each divided by
-its standard deviation, and one on the embeddings, which are whitened. Cross-validation chooses their regularization.
+``python benchmarks/pretrained.py --source DIRECTORY --new frog horse ship truck`` with
+class folders in ``DIRECTORY/train`` and ``DIRECTORY/test``. A resnet18 is pretrained on
+all classes but the new ones. Its weights then recognize the new classes from a few
+images each: frozen, by vote of the nearest neighbors, and fine-tuned. Two logistic
+regressions of scikit-learn train on the images of the frozen backbone's gallery: one on
+its features, each divided by its standard deviation, and one on the embeddings, which
+are whitened. Cross-validation chooses their regularization.
 """
 
 import argparse
@@ -84,7 +87,9 @@ def main() -> None:
 
 
 def sample(source: Path, labels: list[str], counts: tuple[int | None, int | None], seed: int, out_dir: Path) -> None:
-    """Link a random sample of the train and the test images of each of ``labels`` to ``out_dir``; None: all."""
+    """Link a random sample of the train and the test images of each of ``labels`` to
+    ``out_dir``; None: all.
+    """
     generator = np.random.default_rng(seed)
     for label in labels:
         for split, count in zip(("train", "test"), counts, strict=True):
@@ -124,7 +129,9 @@ Labeled = tuple[Features, NDArray[np.int64]]
 
 @torch.inference_mode()
 def embed(trained_dir: Path, dataset: Dataset) -> Iterator[tuple[Labeled, Labeled]]:
-    """Features and embeddings (N, D) with their classes (N,), of the training and the test images."""
+    """Features and embeddings (N, D) with their classes (N,),
+    of the training and the test images.
+    """
     network, images = load_trained(trained_dir)[1].eval(), TrainingImages(dataset, frozenset())
     member = cast(TimmMember, network.members[0])
     training: tuple[Split, ...] = ("train", "gallery")

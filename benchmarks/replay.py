@@ -1,17 +1,23 @@
-"""How often replay holds equal retrainings and planted damage: ``python benchmarks/replay.py``.
+"""How often replay holds equal retrainings and planted damage:
+``python benchmarks/replay.py``.
 
-Networks of one recipe are trained on scikit-learn's digits with different seeds. 500 digits are never ingested: they
-are the live queries, stored as larger files with a margin at both sides, as a camera sends them. Each trial draws
-champion and candidate, 80% of the test images and 80% of the queries, and plants one damage:
+Networks of one recipe are trained on scikit-learn's digits with different seeds. 500
+digits are never ingested: they are the live queries, stored as larger files with a
+margin at both sides, as a camera sends them. Each trial draws champion and candidate,
+80% of the test images and 80% of the queries, and plants one damage:
 
-- ``another preprocessing``: the candidate's files say that images are stretched, while they were cropped for training.
-  The test split is preprocessed already, so it shows nothing.
-- ``a lost class``: the candidate's dataset lost one class together with its test images.
-- ``labels exchanged in the dataset``: the labels of three classes rotate in the candidate's dataset, and so in its test
-  split.
-- ``labels exchanged in the release``: the same in the candidate's index alone, which the test split shows.
+- ``another preprocessing``: the candidate's files say that images are stretched, while
+  they were cropped for training. The test split is preprocessed already, so it shows
+  nothing.
+- ``a lost class``: the candidate's dataset lost one class together with its test
+  images.
+- ``labels exchanged in the dataset``: the labels of three classes rotate in the
+  candidate's dataset, and so in its test split.
+- ``labels exchanged in the release``: the same in the candidate's index alone,
+  which the test split shows.
 
-``gate`` also counts the paired test with the champion and the rule that the candidate knows the champion's classes.
+``gate`` also counts the paired test with the champion and the rule that the candidate
+knows the champion's classes.
 """
 
 import argparse
@@ -66,7 +72,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class System:
-    """One network with its answers to the test split and to the queries, as cropped and as stretched images."""
+    """One network with its answers to the test split and to the queries,
+    as cropped and as stretched images.
+    """
 
     recognizer: Recognizer
     test: Answers
@@ -217,7 +225,9 @@ def relabel(answers: Answers, exchanged: NDArray[np.int32]) -> Answers:
 
 
 def without(answers: Answers, lost: int, rng: np.random.Generator) -> Answers:
-    """Answers of a gallery without one class: half of its queries become unknown, half another class."""
+    """Answers of a gallery without one class: half of its queries become unknown,
+    half another class.
+    """
     is_lost = answers.labels == lost
     others = ((lost + rng.integers(1, 10, len(is_lost))) % 10).astype(np.int32)
     labels = np.where(is_lost, others, answers.labels).astype(np.int32)

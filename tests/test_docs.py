@@ -163,7 +163,9 @@ def test_demo_installs_what_it_runs_and_not_the_rest() -> None:
 
 
 def installed_with(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
-    """The package ``name`` with ``extras`` and all that they require on this platform."""
+    """The package ``name`` with ``extras`` and all that they require on this
+    platform.
+    """
     seen: set[tuple[str, frozenset[str]]] = set()
     pending = [(name, extras)]
     while pending:

@@ -1,4 +1,6 @@
-"""docs/extending.md is correct: each diff applies to the tree, touches few files, and its commands run."""
+"""docs/extending.md is correct: each diff applies to the tree, touches few files,
+and its commands run.
+"""
 
 import os
 import re

@@ -1,9 +1,11 @@
-"""Calibrate and evaluate on a million vectors: ``python -m benchmarks.scale.evaluation``.
+"""Calibrate and evaluate on a million vectors:
+``python -m benchmarks.scale.evaluation``.
 
-It reads the embeddings and the index that ``benchmarks.scale.index`` wrote. Calibration runs as in the index step; the
-queries of the evaluation are embeddings of the test split, repeated, in blocks as in the evaluate step. Each phase is
-timed by wall clock and by CPU, because other processes lengthen the former only. Embedding the images is not included;
-`benchmarks/embed_gallery.py` measures it.
+It reads the embeddings and the index that ``benchmarks.scale.index`` wrote. Calibration
+runs as in the index step; the queries of the evaluation are embeddings of the test
+split, repeated, in blocks as in the evaluate step. Each phase is timed by wall clock
+and by CPU, because other processes lengthen the former only. Embedding the images is
+not included; `benchmarks/embed_gallery.py` measures it.
 """
 
 import argparse
@@ -84,7 +86,9 @@ def timed(phases: dict[str, Seconds], name: str) -> Iterator[None]:
 
 
 def test_blocks(embeddings: Embeddings, count: int, size: int) -> Iterator[np.ndarray]:
-    """``count`` vectors of the test split in blocks of ``size``, starting over at its end."""
+    """``count`` vectors of the test split in blocks of ``size``,
+    starting over at its end.
+    """
     blocks: list[EmbeddingBlock] = list(embeddings.blocks("test"))
     vectors = np.concatenate([block.embeddings for block in blocks])
     vectors = vectors[np.random.default_rng(0).permutation(len(vectors))]

@@ -1,8 +1,10 @@
-"""Build the automatic index within a memory limit: ``python -m benchmarks.scale.index_memory --count 10000000``.
+"""Build the automatic index within a memory limit:
+``python -m benchmarks.scale.index_memory --count 10000000``.
 
-The vectors are the gallery that ``benchmarks.scale.index`` embedded, repeated up to ``--count``, so a larger gallery
-takes no disk space. The kernel enforces the limit (``RLIMIT_DATA``): an allocation beyond it fails. The peak is
-``VmHWM``. Each count is added to the table; memory and size are valid for distinct vectors too, recall is not.
+The vectors are the gallery that ``benchmarks.scale.index`` embedded, repeated up to
+``--count``, so a larger gallery takes no disk space. The kernel enforces the limit
+(``RLIMIT_DATA``): an allocation beyond it fails. The peak is ``VmHWM``. Each count is
+added to the table; memory and size are valid for distinct vectors too, recall is not.
 """
 
 import argparse
@@ -58,7 +60,9 @@ def main() -> None:
 
 
 def repeat_gallery(directory: Path, count: int, out: Path) -> Embeddings:
-    """The same queries, and the gallery's shards, repeated until they have ``count`` vectors; described in ``out``."""
+    """The same queries, and the gallery's shards, repeated until they have ``count``
+    vectors; described in ``out``.
+    """
     description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
     gallery: list[EmbeddingShard] = []
     total = 0

@@ -1,24 +1,30 @@
-"""Shuffled reading by our shards, WebDataset, MosaicML Streaming and LitData: ``python -m benchmarks.scale.readers``.
+"""Shuffled reading by our shards, WebDataset, MosaicML Streaming and LitData:
+``python -m benchmarks.scale.readers``.
 
-The libraries are not dependencies of evernear. Install them into a directory and add it to ``PYTHONPATH``; without
-``--no-deps``, MosaicML Streaming would replace numpy, and transformers huggingface-hub::
+The libraries are not dependencies of evernear. Install them into a directory and add it
+to ``PYTHONPATH``; without ``--no-deps``, MosaicML Streaming would replace numpy, and
+transformers huggingface-hub::
 
     uv pip install --target DIRECTORY --no-deps webdataset==1.0.2 braceexpand litdata==0.2.76 lightning-utilities \\
         tifffile filelock mosaicml-streaming==0.13.0 'xxhash<4' brotli zstd python-snappy cramjam catalogue \\
         'transformers<5' 'huggingface-hub<1' 'tokenizers<0.23' regex
 
-Every reader gets the same images as raw pixels from a bucket on loopback that is as slow as S3
-(`benchmarks.scale.bucket`), in shards of 32 MiB, to which tar adds its headers. It fills batches of 256 uint8 images
-and their labels, shuffled as the documentation of the library recommends for training. A process reads two epochs:
-``cold``, from the opening of the dataset, with an empty cache, and ``warm``. The rows are measured in turns, and the
-medians reported. CPU time is a warm epoch's. Memory is the largest resident set of the reading process plus the
-private pages of its workers; it is measured again with a quarter of the images, to see whether it grows with them.
+Every reader gets the same images as raw pixels from a bucket on loopback that is as
+slow as S3 (`benchmarks.scale.bucket`), in shards of 32 MiB, to which tar adds its
+headers. It fills batches of 256 uint8 images and their labels, shuffled as the
+documentation of the library recommends for training. A process reads two epochs:
+``cold``, from the opening of the dataset, with an empty cache, and ``warm``. The rows
+are measured in turns, and the medians reported. CPU time is a warm epoch's. Memory is
+the largest resident set of the reading process plus the private pages of its workers;
+it is measured again with a quarter of the images, to see whether it grows with them.
 
-The first four bytes of an image are its number, so the order that arrives is known. The second table says what the
-order depends on: the same in another process, after a resume in the middle of an epoch, and with two processes whose
-batches of 128 are joined. ``spread`` is the standard deviation of the image numbers in a batch, relative to a perfect
-shuffle's: 1 if a batch mixes the whole dataset, near 0 if its images were stored together.
-"""
+The first four bytes of an image are its number, so the order that arrives is known. The
+second table says what the order depends on: the same in another process, after a resume
+in the middle of an epoch, and with two processes whose batches of 128 are joined.
+``spread`` is the standard deviation of the image numbers in a batch, relative to a
+perfect shuffle's: 1 if a batch mixes the whole dataset, near 0 if its images were
+stored together.
+"""  # noqa: W505
 
 import argparse
 import itertools
@@ -172,7 +178,9 @@ class Bench:
         return row
 
     def order(self, reader: Reader, case: Case, spread_case: Case) -> dict[str, Any]:
-        """What the order of ``case`` depends on, and how well a batch of ``spread_case`` is mixed."""
+        """What the order of ``case`` depends on,
+        and how well a batch of ``spread_case`` is mixed.
+        """
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
 
             def numbers(name: str, **job: Any) -> list[list[int]]:
@@ -206,10 +214,13 @@ class Bench:
         return row
 
     def _ranks(self, reader: Reader, case: Case, directory: str) -> list[set[int]]:
-        """The images of each global batch that two processes read, in half batches each."""
+        """The images of each global batch that two processes read,
+        in half batches each.
+        """
         jobs = []
         for rank in range(2):
-            # The processes of a node share the cache of MosaicML Streaming; the others have one each.
+            # The processes of a node share the cache of MosaicML Streaming;
+            # the others have one each.
             cache = Path(directory, "ranks" if reader.format == "mosaicml" else f"rank-{rank}")
             cache.mkdir(exist_ok=True)
             jobs.append(self._start(self._job(reader, case, str(cache), epochs=1, rank=rank, world_size=2)))
@@ -266,7 +277,9 @@ def result_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def spread(numbers: list[int]) -> float:
-    """The standard deviation of the numbers in a batch, relative to the deviation of all."""
+    """The standard deviation of the numbers in a batch,
+    relative to the deviation of all.
+    """
     batches = [numbers[start : start + BATCH_SIZE] for start in range(0, len(numbers), BATCH_SIZE)]
     return float(np.mean([np.std(batch) for batch in batches]) / np.std(numbers))
 
@@ -330,7 +343,9 @@ def peak_bytes() -> int:
 
 
 def private_bytes_of_children() -> int:
-    """Pages that only one of the workers uses; those inherited from this process are counted there."""
+    """Pages that only one of the workers uses;
+    those inherited from this process are counted there.
+    """
     total = 0
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         try:
@@ -416,7 +431,9 @@ def samples_of(case: Case) -> Iterator[dict[str, Any]]:
 
 
 class Evernear:
-    """Our shards, as the training step reads them; epochs are functions of the seed and their number."""
+    """Our shards, as the training step reads them;
+    epochs are functions of the seed and their number.
+    """
 
     def __init__(self, job: dict[str, Any], case: Case, uri: str) -> None:
         from evernear.common.store import open_store
@@ -442,7 +459,9 @@ class Evernear:
 
 
 class WebDataset:
-    """Tar files, cached; shards and a buffer of samples are shuffled by seed and number of passes."""
+    """Tar files, cached; shards and a buffer of samples are shuffled by seed and number
+    of passes.
+    """
 
     def __init__(self, job: dict[str, Any], case: Case) -> None:
         webdataset = import_module("webdataset")
@@ -517,14 +536,17 @@ class MosaicML(StatefulLoader):
             shuffle_seed=SEED,
             batch_size=batch_size,
         )
-        # Forked workers would share the connection that fetched the index, and wait for each other's responses.
+        # Forked workers would share the connection that fetched the index,
+        # and wait for each other's responses.
         for stream in dataset.streams:
             stream._downloader.clean_up()
         super().__init__(streaming.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=job["workers"]))
 
 
 class LitData(StatefulLoader):
-    """Optimized chunks; chunks and the samples of each are shuffled, and the loader has a state."""
+    """Optimized chunks; chunks and the samples of each are shuffled,
+    and the loader has a state.
+    """
 
     def __init__(self, job: dict[str, Any], case: Case) -> None:
         litdata = import_module("litdata")

@@ -1,10 +1,12 @@
-"""Accuracy with 100,000 classes of ten images each: ``python -m benchmarks.scale.splits``.
+"""Accuracy with 100,000 classes of ten images each:
+``python -m benchmarks.scale.splits``.
 
-The embeddings imitate a nearly perfect network: a random unit vector for each class, and noise. They are split as
-ingest splits images, indexed with default settings, and a sample of the test split is recognized with two galleries:
+The embeddings imitate a nearly perfect network: a random unit vector for each class,
+and noise. They are split as ingest splits images, indexed with default settings, and a
+sample of the test split is recognized with two galleries:
 
-- ``by digest``: the digest alone assigns an image to a split, as in earlier versions, so some classes have no image in
-  the gallery;
+- ``by digest``: the digest alone assigns an image to a split, as in earlier versions,
+  so some classes have no image in the gallery;
 - ``ingest``: the split of `evernear.data.splits.choose_split`.
 """
 
@@ -28,7 +30,9 @@ from evernear.settings import DataSettings, IndexSettings
 
 DIM, IMAGES_PER_CLASS = 128, 10
 NOISE = 0.9
-"""Length of the noise, relative to a class's vector: images of a class have a cosine of about 0.55."""
+"""Length of the noise, relative to a class's vector:
+images of a class have a cosine of about 0.55.
+"""
 BLOCK = 8192
 QUERIES = 10_000
 """Images of the test split that are recognized."""

@@ -1,1 +1,3 @@
-"""Serving benchmark: evernear compared with servers that users already have or would write; see `__main__`."""
+"""Serving benchmark: evernear compared with servers that users already have or would
+write; see `__main__`.
+"""

@@ -1,4 +1,6 @@
-"""The core behind FastAPI and uvicorn, one image per call in the thread pool: ``fastapi_app.py PARTS PORT``."""
+"""The core behind FastAPI and uvicorn, one image per call in the thread pool:
+``fastapi_app.py PARTS PORT``.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A minimal server, which returns a constant response. ``trivial_app.py PARTS PORT``."""
+"""A minimal server, which returns a constant response.
+``trivial_app.py PARTS PORT``.
+"""
 
 import asyncio
 import sys

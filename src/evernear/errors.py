@@ -1,4 +1,5 @@
-"""The error tree. Every message is one sentence: what is wrong, where, and how to fix it.
+"""The error tree. Every message is one sentence: what is wrong, where,
+and how to fix it.
 
 ::
 
@@ -23,7 +24,7 @@
     ├── SlackError                  14   Slack is unreachable or rejects a request
     ├── PartError                   15   a process or a pod that ran a part of a step ended without a result
     └── UserInterruptError         130   Ctrl-C; the shell's convention is 128 + SIGINT
-"""
+"""  # noqa: W505
 
 import errno
 from pathlib import Path
@@ -68,7 +69,9 @@ class MissingObjectError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The store is unreachable or overloaded, or the connection broke. The write may or may not have happened."""
+    """The store is unreachable or overloaded, or the connection broke.
+    The write may or may not have happened.
+    """
 
 
 class IntegrityError(EvernearError):

@@ -60,7 +60,9 @@ class IndexBackend(Protocol):
         ...
 
     def open(self, collection: "Collection", shape: tuple[int, int], search: str) -> "VectorIndex":
-        """Open a collection of ``shape`` (vectors, dimensions) with the search parameters ``search``."""
+        """Open a collection of ``shape`` (vectors,
+        dimensions) with the search parameters ``search``.
+        """
         ...
 
     def drop(self, collection: "Collection") -> None:

@@ -1,9 +1,9 @@
 """The pipeline's steps, one function each.
 
 A step opens the input artifacts, calls one package and writes the output artifact. Each
-component under ``components/`` only calls the function of the same name, so the steps also
-run without KFP. Imports are local to each function so that a step loads only the libraries
-that it needs.
+component under ``components/`` only calls the function of the same name, so the steps
+also run without KFP. Imports are local to each function so that a step loads only the
+libraries that it needs.
 """
 
 from collections.abc import Generator
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
-"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults, as `ingest` returns them."""
+"""The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults,
+as `ingest` returns them.
+"""
 PRETRAINED_SIZE_PX = 224
 """Largest automatic image size for a pretrained backbone, as in most pretraining."""
 UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
@@ -43,9 +45,9 @@ UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
     """Add the source's new images to the dataset.
 
-    Return the snapshot's digest and the settings of the run. This first step also resolves
-    the run's ``parameters`` (`evernear.settings.of_run`) and rejects a run that cannot
-    deploy.
+    Return the snapshot's digest and the settings of the run. This first step also
+    resolves the run's ``parameters`` (`evernear.settings.of_run`) and rejects a run
+    that cannot deploy.
     """
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
@@ -87,14 +89,16 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
             running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
         running.summary += nodes.ran.summary() if nodes.ran else ""
         running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
-    # Argo copies the settings several times per step. Settings with defaults would be so
-    # large that Argo compresses the workflow status. KFP's API server does not read a
-    # compressed status, and would not report the last steps.
+    # Argo copies the settings several times per step. Settings with defaults would be
+    # so large that Argo compresses the workflow status. KFP's API server does not read
+    # a compressed status, and would not report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
 
 
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
-    """Report problems with the dataset. A problem of severity ``error`` stops the run."""
+    """Report problems with the dataset.
+    A problem of severity ``error`` stops the run.
+    """
     with _step("validate", run, settings) as (running, chosen, record):
         from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
@@ -114,7 +118,9 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
 
 
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
-    """Train the network, and write its weights and an HTML page with the training curves."""
+    """Train the network, and write its weights and an HTML page with the training
+    curves.
+    """
     with _step("train", run, settings) as (running, chosen, record):
         from evernear.data.manifest import SPLITS
         from evernear.data.shards import Dataset
@@ -173,7 +179,9 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
 
 
 def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -> Tree:
-    """Extract the champion's network and threshold, and return the network artifact's metadata."""
+    """Extract the champion's network and threshold,
+    and return the network artifact's metadata.
+    """
     with _step("reuse", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
         from evernear.release.reuse import reuse_network
@@ -213,7 +221,9 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
 
 
 def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
-    """Build the index of the gallery, with the open-set threshold that belongs to the network."""
+    """Build the index of the gallery, with the open-set threshold that belongs to the
+    network.
+    """
     with _step("index", run, settings) as (running, chosen, record):
         from evernear.common.store.identity import owner_of
         from evernear.data.groups import group_numbers
@@ -243,7 +253,9 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
-    """Measure how well images of unseen classes are rejected, and calibrate the open-set threshold."""
+    """Measure how well images of unseen classes are rejected,
+    and calibrate the open-set threshold.
+    """
     with _step("probe", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe_open_set
@@ -266,7 +278,9 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
 def evaluate(
     run: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
 ) -> "Evaluation":
-    """Evaluate candidate, champion and anchor, each as deployed, on the same frozen test split."""
+    """Evaluate candidate, champion and anchor, each as deployed,
+    on the same frozen test split.
+    """
     with _step("evaluate", run, settings) as (running, chosen, record):
         from evernear.common.parts import PARTS
         from evernear.data.shards import Dataset
@@ -383,7 +397,9 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 
 
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
-    """Publish and roll out the release if the verdict promotes it. Otherwise, do nothing."""
+    """Publish and roll out the release if the verdict promotes it. Otherwise,
+    do nothing.
+    """
     with _step("deploy", run, settings) as (running, chosen, record):
         from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
@@ -399,7 +415,9 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 def rollback(
     run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Roll back to the previous champion. If ``release`` is set, fail unless it is the current champion."""
+    """Roll back to the previous champion. If ``release`` is set,
+    fail unless it is the current champion.
+    """
     with step("rollback", run, store) as running:
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
@@ -486,7 +504,9 @@ def notify(run: str, store: str, pipeline: str, state: str, error_message: str, 
 
 @contextmanager
 def _step(name: str, run: str, settings: Tree) -> Generator[tuple[Step, RunSettings, RunRecord]]:
-    """Run a step after `ingest` with the settings that `ingest` resolved, and the record of the run in its store."""
+    """Run a step after `ingest` with the settings that `ingest` resolved, and the
+    record of the run in its store.
+    """
     chosen = parse(RunSettings, settings)
     with step(name, run, chosen.store_uri) as running:
         yield running, chosen, RunRecord(open_store(chosen.store_uri), run)

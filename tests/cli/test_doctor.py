@@ -1,4 +1,6 @@
-"""`evernear doctor` against stores and against loopback servers for Kubeflow Pipelines and Slack."""
+"""`evernear doctor` against stores and against loopback servers for Kubeflow Pipelines
+and Slack.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""A temporary namespace in a cluster, with the objects that a deployment needs in production."""
+"""A temporary namespace in a cluster,
+with the objects that a deployment needs in production.
+"""
 
 import secrets
 import time
@@ -30,7 +32,9 @@ _LEVELS = ("enforce", "audit", "warn")
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts: a real cluster pulls images and loads networks, loopback does neither."""
+    """Timeouts: a real cluster pulls images and loads networks,
+    loopback does neither.
+    """
 
     rollout_timeout_s: int
     failure_grace_s: int
@@ -79,7 +83,9 @@ def temporary_namespace(admin: ApiClient) -> Iterator[str]:
 
 
 def install_deployer(admin: ApiClient, namespace: str) -> None:
-    """Create the deployer of `deploy/base`, with the one extra right that it needs from outside the cluster."""
+    """Create the deployer of `deploy/base`,
+    with the one extra right that it needs from outside the cluster.
+    """
     create(admin, namespace, *_manifests(DEPLOY / "base" / "deployer.yaml"))
     rule = {
         "apiGroups": [""],
@@ -103,7 +109,8 @@ def install_store_secret(admin: ApiClient, namespace: str, environment: dict[str
 
 
 def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
-    """Install the local overlay's SeaweedFS with an emptyDir, on a node port that pods and this process can reach.
+    """Install the local overlay's SeaweedFS with an emptyDir,
+    on a node port that pods and this process can reach.
 
     Returns the ``AWS_`` variables of its administrator.
     """

@@ -1,4 +1,6 @@
-"""The memory limit of a container; the tests of `evernear.common.threads` cover the CPU limit."""
+"""The memory limit of a container; the tests of `evernear.common.threads` cover the CPU
+limit.
+"""
 
 import math
 from pathlib import Path

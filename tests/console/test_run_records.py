@@ -1,4 +1,6 @@
-"""The console's listing of runs: which are in progress, and what it reads of the store."""
+"""The console's listing of runs: which are in progress,
+and what it reads of the store.
+"""
 
 import os
 import subprocess

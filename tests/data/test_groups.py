@@ -187,7 +187,9 @@ def test_groups_of_test_images_are_numbered(scenes: Path, run_ingest):
 
 
 def bursts(root: Path, name: str, shown: int = 40) -> Path:
-    """Scenes of smooth noise with ten frames each, shifted by a pixel and of other brightness."""
+    """Scenes of smooth noise with ten frames each,
+    shifted by a pixel and of other brightness.
+    """
     rng = np.random.default_rng(0)
     for scene in range(shown):
         base = np.kron(rng.uniform(40, 200, (6, 6)), np.ones((6, 6)))

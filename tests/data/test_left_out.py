@@ -1,4 +1,6 @@
-"""A file among the images is used, broken, or left out and counted: never lost in silence."""
+"""A file among the images is used, broken, or left out and counted:
+never lost in silence.
+"""
 
 import os
 import sqlite3
@@ -61,7 +63,9 @@ def noted(manifest: Manifest, rule: str) -> list[str]:
 
 
 def upload(bucket: str, tree: Path) -> str:
-    """Put all files of ``tree`` into the bucket, also those whose keys a `Store` rejects."""
+    """Put all files of ``tree`` into the bucket,
+    also those whose keys a `Store` rejects.
+    """
     from tests.data.test_sources_s3 import client
 
     for path in filter(Path.is_file, tree.rglob("*")):

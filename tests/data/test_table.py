@@ -1,4 +1,6 @@
-"""Tables of names and labels: the dataset of the same folder, and one sentence for each mistake."""
+"""Tables of names and labels: the dataset of the same folder,
+and one sentence for each mistake.
+"""
 
 import csv
 from collections.abc import Callable
@@ -39,7 +41,9 @@ def write_parquet(path: Path, rows: Rows) -> Path:
 
 @pytest.fixture
 def table(tree: Path) -> Callable[[str], str]:
-    """``table(text)`` writes the text as labels.csv next to the images, and returns the source."""
+    """``table(text)`` writes the text as labels.csv next to the images,
+    and returns the source.
+    """
 
     def table(text: str) -> str:
         path = tree / "labels.csv"

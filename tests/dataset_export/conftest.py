@@ -21,7 +21,9 @@ ExportTo = Callable[..., Parts]
 
 @pytest.fixture
 def ingest(tmp_path: Path) -> Ingest:
-    """``ingest(source, **settings)`` ingests a source into a store of its name in the test's directory."""
+    """``ingest(source, **settings)`` ingests a source into a store of its name in the
+    test's directory.
+    """
 
     def ingest(source: str, store: str = "store", **settings: object) -> Manifest:
         values = DataSettings.model_validate({"source": source, "shard_size_bytes": SHARD_BYTES, **settings})
@@ -39,7 +41,9 @@ def snapshot(tmp_path: Path, ingest: Ingest) -> Manifest:
 
 @pytest.fixture
 def export_to() -> ExportTo:
-    """``export_to(out, format, snapshot)`` exports a snapshot to a directory or store, in parts of one shard."""
+    """``export_to(out, format, snapshot)`` exports a snapshot to a directory or store,
+    in parts of one shard.
+    """
 
     def export_to(
         out: Path | Store, form: str, manifest: Manifest, release: str = "", processes: int = 1, part_shards: int = 1

@@ -1,4 +1,6 @@
-"""Exports as Parquet and WebDataset, and exports that were killed, repeated or written by several processes."""
+"""Exports as Parquet and WebDataset, and exports that were killed,
+repeated or written by several processes.
+"""
 
 import io
 import json
@@ -59,7 +61,9 @@ def written_at(out: Path) -> dict[str, int]:
 
 
 def tar_samples(out: Path) -> dict[str, list[tuple[str, dict[str, bytes]]]]:
-    """The samples of each split in the order of its tars: key, and content by suffix."""
+    """The samples of each split in the order of its tars: key,
+    and content by suffix.
+    """
     samples: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
     for path in sorted(out.glob("*.tar")):
         of_split = samples.setdefault(path.name.partition("-")[0], [])

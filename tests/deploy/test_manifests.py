@@ -1,4 +1,6 @@
-"""Every overlay, with the objects that the deploy step adds, meets rules on schemas, pods, RBAC and names."""
+"""Every overlay, with the objects that the deploy step adds,
+meets rules on schemas, pods, RBAC and names.
+"""
 
 import json
 import os
@@ -94,7 +96,9 @@ def test_no_pod_has_a_kubernetes_api_token(manifests: list[Object]) -> None:
 
 
 def test_service_link_variables_are_disabled(manifests: list[Object]) -> None:
-    """Kubernetes would set EVERNEAR_PREP_PORT=tcp://..., which is not a setting of evernear."""
+    """Kubernetes would set EVERNEAR_PREP_PORT=tcp://...,
+    which is not a setting of evernear.
+    """
     assert all(spec["enableServiceLinks"] is False for spec in pod_specs(manifests).values())
 
 
@@ -229,7 +233,9 @@ esac
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """``install()`` runs ``tests/cluster/install.sh`` with a fake kubectl, and returns the stored Secrets by name."""
+    """``install()`` runs ``tests/cluster/install.sh`` with a fake kubectl,
+    and returns the stored Secrets by name.
+    """
     script, state = tmp_path / "tests/cluster/install.sh", tmp_path / "state"
     for folder in (script.parent, state, tmp_path / "deploy/overlays"):
         folder.mkdir(parents=True)
@@ -315,7 +321,9 @@ def _environment(container: Object, manifests: list[Object]) -> dict[str, str]:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_kfp_endpoint_accepts_the_mounted_token(part: str, tmp_path: Path) -> None:
-    """The client sends a token over plain HTTP only to loopback and to Services of the cluster."""
+    """The client sends a token over plain HTTP only to loopback and to Services of the
+    cluster.
+    """
     (tmp_path / "token").write_text("a pod's own")
     endpoint = settings_of(objects(part)).pipeline
     mounted = {"KF_PIPELINES_SA_TOKEN_PATH": str(tmp_path / "token")}

@@ -1,4 +1,6 @@
-"""checkov's policies pass, offline, for every overlay with the objects that the deploy step adds."""
+"""checkov's policies pass, offline, for every overlay with the objects that the deploy
+step adds.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""A frozen backbone sees each image once: its features are cached, and every head reads them."""
+"""A frozen backbone sees each image once: its features are cached,
+and every head reads them.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Twenty kills of the embed step and of its processes, at random moments: the embeddings are the same each time."""
+"""Twenty kills of the embed step and of its processes, at random moments: the
+embeddings are the same each time.
+"""
 
 import json
 import os
@@ -17,7 +19,8 @@ from evernear.data.manifest import save_manifest
 from evernear.settings import DataSettings
 
 KILLS = 20
-# Two processes, so that the step and a part can be killed apart. Parts are slow, so that a kill meets one.
+# Two processes, so that the step and a part can be killed apart. Parts are slow,
+# so that a kill meets one.
 EMBED = """
 import sys, time
 from functools import partial

@@ -193,7 +193,9 @@ def test_champion_passes_against_itself(system: System, full: Recognizer):
 
 
 def test_leakage_includes_the_training_images_of_the_network(system: System, full: Recognizer):
-    """The candidate's network was trained on another snapshot, whose train split contains these test images."""
+    """The candidate's network was trained on another snapshot,
+    whose train split contains these test images.
+    """
 
     shards = tuple(shard.model_copy(update={"split": "train"}) for shard in system.dataset.shards("test"))
     manifest = system.dataset.manifest.model_copy(update={"shards": shards})
@@ -208,7 +210,9 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
 def test_unreadable_earlier_snapshot_holds_the_candidate(
     system: System, full: Recognizer, tmp_path: Path, damage: bytes | None
 ):
-    """A shard of the champion's snapshot, on which the network was trained as well, is lost or damaged."""
+    """A shard of the champion's snapshot, on which the network was trained as well,
+    is lost or damaged.
+    """
     store = open_store(tmp_path.as_uri())
     shard = system.dataset.manifest.shards[0]
     if damage is not None:
@@ -348,7 +352,9 @@ def reviewed_and_own(system: System, tmp_path: Path) -> Path:
 def test_reviewed_images_that_left_the_test_split_are_no_lost_test_images(
     reviewed_and_own: Path, full: Recognizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """An earlier version placed images that came by review in the test split, and tested the champion on them."""
+    """An earlier version placed images that came by review in the test split,
+    and tested the champion on them.
+    """
     settings = DataSettings(source=f"folder:{reviewed_and_own}", test_fraction=0.5, gallery_fraction=0.3)
     store = (tmp_path / "store").as_uri()
     with monkeypatch.context() as patch:

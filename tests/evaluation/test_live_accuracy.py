@@ -1,4 +1,6 @@
-"""Live accuracy: coverage of the intervals, power of the test for a loss, and its false alarms."""
+"""Live accuracy: coverage of the intervals, power of the test for a loss,
+and its false alarms.
+"""
 
 from datetime import UTC, datetime
 

@@ -26,7 +26,9 @@ SETTINGS = GateSettings()
 
 
 def retrained(rng: np.random.Generator, count: int, difficulty: float = 1.0) -> PairedAnswers:
-    """Two equally good systems: each errs, and rejects, independently and more often on difficult images."""
+    """Two equally good systems: each errs, and rejects,
+    independently and more often on difficult images.
+    """
     truth = rng.integers(0, CLASSES, count).astype(np.int32)
     hardness = rng.beta(1, 6 / difficulty, count)
 
@@ -102,7 +104,9 @@ def test_a_lost_class_among_many_is_held():
 
 
 def test_labels_exchanged_in_the_whole_dataset_are_held():
-    """The candidate agrees with the test split, and the champion disagrees with it as with the live queries."""
+    """The candidate agrees with the test split,
+    and the champion disagrees with it as with the live queries.
+    """
     rng = np.random.default_rng(3)
     live, test = retrained(rng, 500), retrained(rng, 400)
     shuffled = rng.permutation(CLASSES).astype(np.int32)

@@ -1,1 +1,3 @@
-"""Servers that stand in for the network: each speaks a real protocol and checks what the real one checks."""
+"""Servers that stand in for the network:
+each speaks a real protocol and checks what the real one checks.
+"""

@@ -1,4 +1,6 @@
-"""The drift baseline: a sample of a release's predictions to compare live queries with."""
+"""The drift baseline: a sample of a release's predictions to compare live queries
+with.
+"""
 
 import dataclasses
 import io

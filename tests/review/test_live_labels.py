@@ -1,4 +1,6 @@
-"""Labels of live queries by id: files that people export, and their way into the store."""
+"""Labels of live queries by id: files that people export,
+and their way into the store.
+"""
 
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A first release that the gate holds: every command that evernear prints in that state works."""
+"""A first release that the gate holds:
+every command that evernear prints in that state works.
+"""
 
 import re
 import shlex

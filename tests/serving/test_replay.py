@@ -78,7 +78,9 @@ def cropping(recognizer: Recognizer, resize: Resize = "crop") -> Recognizer:
 
 @pytest.fixture(scope="module")
 def large_queries(system: System) -> list[bytes]:
-    """Digits of the gallery as a camera sends them: larger, and twice as wide as high, with a margin at both sides."""
+    """Digits of the gallery as a camera sends them: larger,
+    and twice as wide as high, with a margin at both sides.
+    """
     images = np.concatenate([block.images for block in system.dataset.blocks("gallery")])[:250]
     return [png(np.pad(image.repeat(2, 0).repeat(2, 1), ((0, 0), (8, 8), (0, 0)))) for image in images]
 
@@ -141,7 +143,9 @@ def test_labels_exchanged_in_the_whole_dataset_are_held(
     large_queries: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The candidate learned the exchanged labels, so only the champion's accuracy and the live queries show it."""
+    """The candidate learned the exchanged labels,
+    so only the champion's accuracy and the live queries show it.
+    """
     log_queries(store, large_queries, "other")
     exchanged = dict(zip("0123456789", "1234567890", strict=True))
     before = champion.recognizer.gallery

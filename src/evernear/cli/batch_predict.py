@@ -47,8 +47,9 @@ def batch_predict(
 ) -> None:
     """Recognize all images of a folder or bucket with a release, without a server.
 
-    Each part is a Parquet file with the columns path, digest (sha256 of the file), label, distance, unknown, neighbors,
-    version and error. Run the same command again to continue.
+    Each part is a Parquet file with the columns path, digest (sha256 of the file),
+    label, distance, unknown, neighbors, version and error. Run the same command again
+    to continue.
     """
     from evernear.common.parts import run_parts
     from evernear.common.store import open_store

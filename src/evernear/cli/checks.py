@@ -45,7 +45,9 @@ def configured(settings: Settings) -> list[Part]:
 
 
 def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
-    """Check ``parts`` and yield each result as soon as it is known. An error becomes a finding."""
+    """Check ``parts`` and yield each result as soon as it is known.
+    An error becomes a finding.
+    """
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
         "cluster": _cluster,
@@ -64,7 +66,9 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
 
 
 def _store(settings: Settings) -> str:
-    """Write, read and list objects. The first conditional write tests whether the store supports them."""
+    """Write, read and list objects. The first conditional write tests whether the store
+    supports them.
+    """
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 

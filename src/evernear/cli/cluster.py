@@ -22,7 +22,9 @@ def render(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Print the objects that a deployment would apply, as YAML, for reviews, policy checks or GitOps."""
+    """Print the objects that a deployment would apply, as YAML, for reviews,
+    policy checks or GitOps.
+    """
     import yaml
 
     from evernear.deployment.kubernetes import KubernetesTarget

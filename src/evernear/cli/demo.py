@@ -1,4 +1,6 @@
-"""``evernear demo``: run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
+"""``evernear demo``: run the pipeline, deploy the release locally,
+and recognize images that it was not trained on.
+"""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -39,7 +41,8 @@ def run_demo(
     unseen: Path | None = None,
     command: RunCommand | None = None,
 ) -> None:
-    """Run the pipeline, deploy the release on TorchServe, and recognize images that it was not trained on.
+    """Run the pipeline, deploy the release on TorchServe,
+    and recognize images that it was not trained on.
 
     ``unseen`` is a folder with images of a class that is not in the source.
     """

@@ -18,7 +18,9 @@ def forget(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Delete images that the source no longer has from snapshots, releases, caches, run pages and the query log."""
+    """Delete images that the source no longer has from snapshots, releases, caches,
+    run pages and the query log.
+    """
     from evernear.common.store import open_store
     from evernear.deployment import forget_releases
     from evernear.maintenance.forget import find

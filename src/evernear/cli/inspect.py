@@ -1,4 +1,6 @@
-"""``evernear inspect``: show the contents of a release and predict with it, without a server."""
+"""``evernear inspect``: show the contents of a release and predict with it,
+without a server.
+"""
 
 import shutil
 import sys

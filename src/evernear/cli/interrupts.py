@@ -28,8 +28,8 @@ def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
     """Set ``stop`` on SIGTERM and Ctrl-C, so that the body can finish its current work.
 
     Raises:
-            UserInterruptError: on Ctrl-C, with ``message``. SIGTERM raises no error,
-                so the exit code is 0.
+        UserInterruptError: on Ctrl-C, with ``message``. SIGTERM raises no error,
+            so the exit code is 0.
     """
     received: list[int] = []
 

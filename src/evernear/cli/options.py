@@ -5,7 +5,7 @@ A command declares the options and passes them to a function of this module:
     @app.command()
     def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
         settings = local_settings(config, overrides, workdir)
-"""
+"""  # noqa: W505
 
 import json
 import re

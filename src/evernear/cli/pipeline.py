@@ -107,7 +107,9 @@ def compile_(
     store: StoreOption = None,
     defaults: ParameterOption = None,
 ) -> None:
-    """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. The options set the defaults of their parameters."""
+    """Compile pipelines to DIR/PIPELINE.yaml, reproducibly.
+    The options set the defaults of their parameters.
+    """
     from evernear.common.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
 
@@ -141,7 +143,8 @@ def upload(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Upload pipelines as a new version with this image. The options set the defaults of their parameters.
+    """Upload pipelines as a new version with this image.
+    The options set the defaults of their parameters.
 
     A version that already exists with the same content is left unchanged.
     """
@@ -181,7 +184,9 @@ def run(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Start the newest version of a pipeline. Unset parameters keep the defaults of that version."""
+    """Start the newest version of a pipeline.
+    Unset parameters keep the defaults of that version.
+    """
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.parameters import caller, combine, from_words
 

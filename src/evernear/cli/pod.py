@@ -66,6 +66,8 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
 @app.command()
 def drain(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """preStop hook: wait `serving.endpoint_removal_s` while Kubernetes removes the pod from its endpoints."""
+    """preStop hook: wait `serving.endpoint_removal_s` while Kubernetes removes the pod
+    from its endpoints.
+    """
     settings = local_settings(config, overrides, workdir)
     time.sleep(settings.serving.endpoint_removal_s)

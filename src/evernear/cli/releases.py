@@ -60,7 +60,9 @@ def list_(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """List all releases, oldest first, with their states: champion, promoted (once), held, or not promoted."""
+    """List all releases, oldest first, with their states: champion,
+    promoted (once), held, or not promoted.
+    """
     registry = registry_of(store, config, overrides, workdir)
     records, faults = registry.records()
     try:
@@ -224,7 +226,9 @@ def promote(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Make a release the champion. A running server loads it first and must pass its stored queries."""
+    """Make a release the champion. A running server loads it first and must pass its
+    stored queries.
+    """
     from evernear.deployment import promote_release
     from evernear.release.promotions import Cause
 
@@ -302,7 +306,8 @@ def prune(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Remove old releases, except the champion, its parent, the target of a rollback and the anchor.
+    """Remove old releases, except the champion, its parent,
+    the target of a rollback and the anchor.
 
     `evernear store prune` also removes the objects that only these releases needed.
     """

@@ -51,7 +51,9 @@ def run(
     rename: RenameOption = None,
     minutes: MinutesOption = None,
 ) -> None:
-    """Run the continuous-training pipeline on this machine, each step in its own process."""
+    """Run the continuous-training pipeline on this machine,
+    each step in its own process.
+    """
     layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
     _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
@@ -68,7 +70,9 @@ def reindex(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Add new gallery images, even of a new class, to the index of the champion's network, without training."""
+    """Add new gallery images, even of a new class,
+    to the index of the champion's network, without training.
+    """
     layers = run_layers(source, preset, config, overrides, workdir, retire, rename)
     _run_and_show(layers, "reindex", remember, reread, as_json)
 
@@ -93,7 +97,9 @@ def demo(
     rename: RenameOption = None,
     minutes: MinutesOption = None,
 ) -> None:
-    """Run the pipeline, deploy the release locally, and recognize images that it was not trained on."""
+    """Run the pipeline, deploy the release locally,
+    and recognize images that it was not trained on.
+    """
     from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
 

@@ -121,7 +121,9 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
-    """Get the current state of the run. Requests are retried, so that a restart of the server does not end the wait."""
+    """Get the current state of the run. Requests are retried,
+    so that a restart of the server does not end the wait.
+    """
     return retry(
         lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))
     )

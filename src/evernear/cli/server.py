@@ -1,4 +1,6 @@
-"""The local servers: ``evernear status``, ``serve``, ``ready``, ``stop`` and ``token`` of TorchServe, and ``prep``."""
+"""The local servers: ``evernear status``, ``serve``, ``ready``,
+``stop`` and ``token`` of TorchServe, and ``prep``.
+"""
 
 import logging
 import sys
@@ -125,7 +127,9 @@ def _serve_and_follow(settings: Settings) -> None:
 
 
 def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Readiness probe: exit with 0 if the server can answer predictions now, otherwise with 1."""
+    """Readiness probe: exit with 0 if the server can answer predictions now,
+    otherwise with 1.
+    """
     from evernear.serving.endpoints import home_of
     from evernear.serving.torchserve import is_ready
 
@@ -155,7 +159,9 @@ def token(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
 
 def prep(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Run the preprocessing server, which decodes images and forwards them to TorchServe."""
+    """Run the preprocessing server, which decodes images and forwards them to
+    TorchServe.
+    """
     from evernear.serving.endpoints import host_and_port
 
     settings = local_settings(config, overrides, workdir)

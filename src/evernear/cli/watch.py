@@ -152,7 +152,9 @@ def ship(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Ship the query logs of a server on this machine to the store once a minute, until SIGTERM or Ctrl-C."""
+    """Ship the query logs of a server on this machine to the store once a minute,
+    until SIGTERM or Ctrl-C.
+    """
     from evernear.common.store import open_store
     from evernear.serving import query_log
     from evernear.serving.configuration import logged_queries

@@ -1,4 +1,6 @@
-"""The CPU and memory limits of the container that this process runs in, from its cgroups."""
+"""The CPU and memory limits of the container that this process runs in,
+from its cgroups.
+"""
 
 import math
 from collections.abc import Iterator
@@ -7,14 +9,16 @@ from pathlib import Path
 ROOT = Path("/")
 """The directory that contains ``proc`` and ``sys``."""
 UNLIMITED_BYTES = 2**62
-"""Without a memory limit, cgroups v1 report the largest multiple of the page size, about 2**63 bytes."""
+"""Without a memory limit, cgroups v1 report the largest multiple of the page size,
+about 2**63 bytes.
+"""
 
 
 def cpu_limit(root: Path = ROOT) -> float:
     """The lowest CPU limit of this process's cgroups, or infinity without a limit.
 
-    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files, version 1:
-    https://docs.kernel.org/scheduler/sched-bwc.html#management.
+    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files,
+    version 1: https://docs.kernel.org/scheduler/sched-bwc.html#management.
     """
     return min(map(_cpus, _cgroups(root, "cpu")), default=math.inf)
 
@@ -22,8 +26,9 @@ def cpu_limit(root: Path = ROOT) -> float:
 def memory_limit_bytes(root: Path = ROOT) -> float:
     """The lowest memory limit of this process's cgroups, or infinity without a limit.
 
-    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, version 1:
-    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
+    Version 2:
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, version
+    1: https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
     """
     return min(map(_memory_bytes, _cgroups(root, "memory")), default=math.inf)
 

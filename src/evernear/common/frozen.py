@@ -14,7 +14,9 @@ _QUOTED_MAX_CHARACTERS = 200
 
 
 class Frozen(BaseModel):
-    """An immutable value that rejects unknown fields and can be stored as a JSON document."""
+    """An immutable value that rejects unknown fields and can be stored as a JSON
+    document.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     remedy: ClassVar[str] = ""
@@ -64,7 +66,8 @@ class Frozen(BaseModel):
         """Read a document that `save` wrote.
 
         Raises:
-            IntegrityError: the file cannot be read or is not a valid document, as in `from_json`.
+            IntegrityError: the file cannot be read or is not a valid document,
+                as in `from_json`.
         """
         try:
             data = path.read_bytes()

@@ -25,9 +25,11 @@ _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | 
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """``text`` on one line, secrets masked and unprintable characters escaped as in ``\\x1b``, ``\\u202e`` or ``\\n``.
+    """``text`` on one line, secrets masked and unprintable characters escaped as in
+    ``\\x1b``, ``\\u202e`` or ``\\n``.
 
-    Text longer than ``limit`` characters is truncated and ends in "...". The function is idempotent.
+    Text longer than ``limit`` characters is truncated and ends in "...".
+    The function is idempotent.
     """
     text = mask(text)  # the beginning of a secret would not be recognized in a shortened text
     shortened = text if limit is None else text[:limit]
@@ -123,7 +125,9 @@ def log_fields(**fields: object) -> Generator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter that prints each record as one line of ASCII JSON, with the fields of `log_fields`."""
+    """A formatter that prints each record as one line of ASCII JSON,
+    with the fields of `log_fields`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The record with time, level, logger, message and, if present, traceback."""

@@ -11,7 +11,7 @@ Parts follow from a listing and a fixed size, never from the number of processes
 that results do not depend on this number. An `Executor` runs parts, follows them and
 returns. The executors are `Processes` on this machine, and an Indexed Job
 (`evernear.kubeflow.indexed_job`). Both call `run_part`.
-"""
+"""  # noqa: W505
 
 import json
 import multiprocessing
@@ -55,7 +55,9 @@ No error class and no signal uses this code.
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
 STEPS_IN_PARTS = ("ingest", "embed", "evaluate")
-"""Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on several nodes."""
+"""Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on
+several nodes.
+"""
 REQUESTS_IN_FLIGHT = 16
 """Number of small objects that are read or written concurrently."""
 Worker = Callable[[int, bytes], bytes]

@@ -90,7 +90,9 @@ class Step:
         self._writer.write_soon()
 
     def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
-        """Write one event to the event file, to the log and, except for progress, to the run's record."""
+        """Write one event to the event file, to the log and, except for progress,
+        to the run's record.
+        """
         message = printable(message)
         event = Event(
             at=datetime.now(UTC),
@@ -109,7 +111,9 @@ class Step:
             _write_termination_message(message)
 
     def _save(self, event: Event) -> None:
-        """Record the state of the step. Store errors are ignored: the step may not need the store otherwise."""
+        """Record the state of the step. Store errors are ignored:
+        the step may not need the store otherwise.
+        """
         if event.kind == "progress":
             return
         self._writer.stop()  # a record of progress must not replace the record of the end
@@ -305,7 +309,9 @@ class RunCommand(Frozen):
 
 
 def duration(seconds: float) -> str:
-    """``seconds`` in its two largest units, such as ``45 s``, ``3 min 20 s`` or ``1 h 5 min``."""
+    """``seconds`` in its two largest units, such as ``45 s``,
+    ``3 min 20 s`` or ``1 h 5 min``.
+    """
     total_s = round(seconds)
     if total_s < 60:
         return f"{total_s} s"

@@ -78,7 +78,8 @@ def run_directories(workdir: Path) -> list[Path]:
 
 
 def prune_runs(workdir: Path, own: Path, keep: int) -> None:
-    """Delete all runs but the newest ``keep``, of which ``own`` is the newest, and record their order.
+    """Delete all runs but the newest ``keep``, of which ``own`` is the newest,
+    and record their order.
 
     Directories that cannot be deleted are left to the next run.
     """

@@ -8,7 +8,7 @@ own state::
     runs/<run>/stop.json            the person who stopped the run, and the time
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
     runs/<run>/run.html             the run page (`evernear.reporting.page`)
-"""
+"""  # noqa: W505
 
 import json
 import os
@@ -61,7 +61,9 @@ class StepProgress(Frozen):
 
 
 class StepRecord(Frozen):
-    """The last recorded state of one step. A retry overwrites the state of the previous attempt."""
+    """The last recorded state of one step.
+    A retry overwrites the state of the previous attempt.
+    """
 
     step: str
     state: Literal["running", "finished", "failed"]
@@ -183,7 +185,8 @@ def _is_alive(process: int | None, step: StepRecord) -> bool:
 class RunRecord:
     """The record of one run.
 
-    Every method raises `StoreError` if the store fails, and `IntegrityError` for a damaged object.
+    Every method raises `StoreError` if the store fails,
+    and `IntegrityError` for a damaged object.
     """
 
     def __init__(self, store: Store, run: str) -> None:

@@ -1,4 +1,6 @@
-"""Private directories in ``/tmp`` under predictable names, so that other processes can locate them."""
+"""Private directories in ``/tmp`` under predictable names,
+so that other processes can locate them.
+"""
 
 import hashlib
 import os
@@ -26,7 +28,8 @@ def make_private(directory: Path) -> None:
     different user may have created a directory or link first. Such a path is not used.
 
     Raises:
-        StoreError: the path exists and cannot be removed, or the directory cannot be created.
+        StoreError: the path exists and cannot be removed,
+            or the directory cannot be created.
     """
     remove_own(directory)
     with disk_errors(directory):

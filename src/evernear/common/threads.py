@@ -1,4 +1,5 @@
-"""Threads of the numerical libraries: one per CPU of the container, without busy waiting.
+"""Threads of the numerical libraries: one per CPU of the container,
+without busy waiting.
 
 By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node,
 and waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read
@@ -23,7 +24,8 @@ to distinguish it from a user's value.
 
 
 def configure_threads() -> None:
-    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the user set them.
+    """Set `THREADS` and `WAIT_POLICY` for this process and its children,
+    unless the user set them.
 
     Libraries that are already loaded are not affected.
     """

@@ -58,7 +58,7 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     Raises:
         PortInUseError, ServingError: ``console.host`` and ``console.port`` cannot be bound.
             SettingsError: as for `require_private`, or the certificate is unusable.
-    """
+    """  # noqa: W505
     require_private(settings)
     _require_usable(settings.certificate, settings.private_key)
     config = uvicorn.Config(

@@ -23,7 +23,9 @@ def images_at_once(form: ImageForm) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C) in the shape of the dataset."""
+    """Images ready for a shard: ``pixels`` is uint8 (N, H, W,
+    C) in the shape of the dataset.
+    """
 
     names: list[str]
     labels: list[str]

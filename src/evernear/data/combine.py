@@ -1,7 +1,9 @@
-"""Combine what the parts of an ingest decoded, in one process and in an order that the parts do not change.
+"""Combine what the parts of an ingest decoded,
+in one process and in an order that the parts do not change.
 
-It leaves out copies of an image, chooses splits, which depend on the images before, and writes the shards. Then it
-compares the shards with the files, whose images may be gone or have other labels.
+It leaves out copies of an image, chooses splits, which depend on the images before, and
+writes the shards. Then it compares the shards with the files, whose images may be gone
+or have other labels.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +33,9 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
 
 
 def file_batches(results: Iterator[DecodedImage | DecodeFailure], ledger: Ledger, size: int) -> Iterator[Batch]:
-    """Record the results of files as they are listed now, and yield the images. ``size`` is at most 500."""
+    """Record the results of files as they are listed now,
+    and yield the images. ``size`` is at most 500.
+    """
     for page in batched(results, size):
         listed = ledger.pending([result.entry.name for result in page])
         images, outcomes = list[DecodedImage](), list[tuple[str, bytes | None, str | None]]()
@@ -40,7 +44,8 @@ def file_batches(results: Iterator[DecodedImage | DecodeFailure], ledger: Ledger
             if entry is None or entry.etag != result.entry.etag:
                 continue  # another plan had it too, or it has changed since
             if isinstance(result, DecodedImage):
-                # The label and the explicit split may have changed since the part was planned.
+                # The label and the explicit split may have changed since the part was
+                # planned.
                 images.append(result if result.entry == entry else replace(result, entry=entry))
                 outcomes.append((entry.name, result.digest, None))
             else:
@@ -60,12 +65,14 @@ def combine(
     writer: ShardWriter,
     on_images: Callable[[int], None],
 ) -> None:
-    """Add the images of ``batches``, and update the shards of earlier images whose files changed.
+    """Add the images of ``batches``, and update the shards of earlier images whose
+    files changed.
 
     ``candidates`` are the splits that the source leaves open.
 
     Raises:
-        ConflictError: a file is not among the batches, because another ingest planned the parts.
+        ConflictError: a file is not among the batches,
+            because another ingest planned the parts.
     """
     _rewrite_changed(ledger, writer)  # without the images that were decoded again
     _refresh_groups(settings, group, ledger)
@@ -91,7 +98,9 @@ def _rewrite_changed(ledger: Ledger, writer: ShardWriter) -> None:
 
 
 def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Set the groups of the images whose files are read: names, labels and ``data.group`` may have changed."""
+    """Set the groups of the images whose files are read: names, labels and
+    ``data.group`` may have changed.
+    """
     if settings.group or not ledger.groups.is_empty():
         ledger.groups.refresh(group)
 

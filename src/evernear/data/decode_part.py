@@ -1,11 +1,13 @@
-"""A part of an ingest (`evernear.common.parts`): decode and hash some files. Parts know nothing of each other.
+"""A part of an ingest (`evernear.common.parts`): decode and hash some files.
+Parts know nothing of each other.
 
 ::
 
     <folder>/...              the plan, its parts and their results
     <folder>/<sha256>.raw     the pixels of one part's images
 
-The result of a part says what each of its files is, in the order of decoding, and names the object with the pixels.
+The result of a part says what each of its files is, in the order of decoding,
+and names the object with the pixels.
 """
 
 import tempfile
@@ -50,7 +52,9 @@ class Shared(Frozen):
 
 
 class Outcome(NamedTuple):
-    """What a file is: an image with a ``digest``, or else broken if there is a ``fault``, or else no image."""
+    """What a file is: an image with a ``digest``,
+    or else broken if there is a ``fault``, or else no image.
+    """
 
     position: int
     """Of the file in its part."""
@@ -67,7 +71,9 @@ class DecodedPart(Frozen):
     outcomes: tuple[Outcome, ...]
     """In the order of decoding."""
     pixels: str = ""
-    """The object with the images' pixels, uint8 (N, H, W, C) without a header; empty if there is no image."""
+    """The object with the images' pixels, uint8 (N, H, W, C) without a header;
+    empty if there is no image.
+    """
     sha256: str = ""
 
 
@@ -82,7 +88,9 @@ def open_here(
 
 
 def open_worker(parts: Parts) -> Worker:
-    """As `open_here`, in another process or on another machine, which opens the source itself."""
+    """As `open_here`, in another process or on another machine,
+    which opens the source itself.
+    """
     shared = Shared.model_validate(parts.plan.shared)
     source = open_source(shared.settings.source, shared.settings)
     if not isinstance(source, FileSource):
@@ -99,7 +107,9 @@ def _decode_part(
     number: int,
     value: bytes,
 ) -> bytes:
-    """Write the pixels of a part to the store under their sha256, and return its `DecodedPart`."""
+    """Write the pixels of a part to the store under their sha256,
+    and return its `DecodedPart`.
+    """
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     positions = {entry.name: position for position, entry in enumerate(part.entries)}
     requests, threads, at_once = (
@@ -138,7 +148,8 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 
 def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
-    """Each file of the parts that have a result, and what it is, in the order of decoding.
+    """Each file of the parts that have a result, and what it is,
+    in the order of decoding.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
@@ -148,7 +159,8 @@ def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedImage | DecodeFailure]:
-    """What `Decoder.decode_all` returned for the parts that have a result. The pixels of three parts are on the disk.
+    """What `Decoder.decode_all` returned for the parts that have a result. The pixels
+    of three parts are on the disk.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.

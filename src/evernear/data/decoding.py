@@ -15,7 +15,8 @@ from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 
-# Images of the maximum size that are decoded at the same time, regardless of the number of threads.
+# Images of the maximum size that are decoded at the same time,
+# regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
 _MAX_AHEAD_BYTES = 64 * 2**20
 """Contents of images that are read one after the other, ahead of their decoding."""
@@ -25,7 +26,9 @@ PIXEL_SETTING = "data.max_pixels"
 
 @dataclass(frozen=True)
 class ImageForm:
-    """How a dataset stores images, fixed by its first ingest: the fields of its `evernear.data.manifest.Manifest`."""
+    """How a dataset stores images, fixed by its first ingest: the fields of its
+    `evernear.data.manifest.Manifest`.
+    """
 
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
@@ -34,7 +37,9 @@ class ImageForm:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """``pixels`` is uint8 (H, W, C) in the shape of the dataset. The rest describes the original image."""
+    """``pixels`` is uint8 (H, W, C) in the shape of the dataset.
+    The rest describes the original image.
+    """
 
     entry: FileEntry
     digest: bytes
@@ -45,7 +50,9 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason; None if it is no image, and was not named like one."""
+    """A file that cannot be decoded, and the reason; None if it is no image,
+    and was not named like one.
+    """
 
     entry: FileEntry
     reason: str | None
@@ -56,9 +63,11 @@ class NotAnImageError(DataError):
 
 
 class Decoder:
-    """Reads files of ``source`` and decodes them to ``form``; memory does not grow with the threads.
+    """Reads files of ``source`` and decodes them to ``form``;
+    memory does not grow with the threads.
 
-    Reading waits for a disk or a bucket and decoding for the CPU, so each has a pool of threads.
+    Reading waits for a disk or a bucket and decoding for the CPU,
+    so each has a pool of threads.
     """
 
     def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
@@ -69,7 +78,9 @@ class Decoder:
     def decode_all(
         self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int
     ) -> Generator[DecodedImage | DecodeFailure]:
-        """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of the consumer."""
+        """Read and decode ``entries`` in order,
+        at most ``lookahead`` images ahead of the consumer.
+        """
         pending: deque[tuple[Future[Future[DecodedImage | DecodeFailure]], int]] = deque()
         ahead_bytes = 0
         readers, decoders = ThreadPoolExecutor(requests_in_flight, "read"), ThreadPoolExecutor(threads, "decode")
@@ -97,7 +108,8 @@ class Decoder:
     def _read(
         self, entry: FileEntry, data: bytes | None, decoders: ThreadPoolExecutor
     ) -> Future[DecodedImage | DecodeFailure]:
-        # A file that is too large is rejected before it is read, so its listed size does not count.
+        # A file that is too large is rejected before it is read,
+        # so its listed size does not count.
         size_bytes = min(entry.size_bytes, max_file_size_bytes(self._max_pixels))
         with ExitStack() as stack:
             stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
@@ -132,7 +144,8 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: bytes | None = None) -> EncodedImage:
-    """Read and inspect a file, unless ``data`` is its content. One that is larger than any image is not read.
+    """Read and inspect a file, unless ``data`` is its content.
+    One that is larger than any image is not read.
 
     Raises:
         NotAnImageError: the name does not promise an image, and the content is none.
@@ -165,7 +178,9 @@ class _Budget:
 
     @contextmanager
     def reserve(self, amount: int) -> Generator[None]:
-        """Reserve ``amount``, which is at most the limit, for the context; wait until it is available."""
+        """Reserve ``amount``, which is at most the limit, for the context;
+        wait until it is available.
+        """
         with self._changed:
             self._changed.wait_for(lambda: amount <= self._left)
             self._left -= amount

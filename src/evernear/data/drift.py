@@ -1,14 +1,18 @@
-"""Drift of live queries from the champion's reference: three two-sample tests, each with an effect size.
+"""Drift of live queries from the champion's reference: three two-sample tests,
+each with an effect size.
 
-A p-value shows that two samples differ, not that the difference matters: with enough queries any difference is
-significant. Drift is therefore reported if the effect is at least a bound *and* the p-value is at most its share of the
-false alarm rate (Bonferroni).
+A p-value shows that two samples differ, not that the difference matters: with enough
+queries any difference is significant. Drift is therefore reported if the effect is at
+least a bound *and* the p-value is at most its share of the false alarm rate
+(Bonferroni).
 
-The class mix of live queries changes with the hour and the weekday, and is not drift. Each test therefore compares the
-queries with a reference of the same mix of predicted classes: reference queries are weighted, and the permutations that
-give the p-values exchange queries of one class only (a stratified permutation test). If the live queries of a class are
-independent draws from the reference's distribution of this class, the p-values are exact for any mix, and a measurement
-raises a false alarm at most at the stated rate. `evernear.data.query_blocks` removes dependent queries first.
+The class mix of live queries changes with the hour and the weekday, and is not drift.
+Each test therefore compares the queries with a reference of the same mix of predicted
+classes: reference queries are weighted, and the permutations that give the p-values
+exchange queries of one class only (a stratified permutation test). If the live queries
+of a class are independent draws from the reference's distribution of this class, the
+p-values are exact for any mix, and a measurement raises a false alarm at most at the
+stated rate. `evernear.data.query_blocks` removes dependent queries first.
 """
 
 import math
@@ -27,19 +31,25 @@ Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
-"""Live queries in a test. With 1,000 reference queries the matrix of distances then takes 9 MB."""
+"""Live queries in a test. With 1,000 reference queries the matrix of distances then
+takes 9 MB.
+"""
 MIN_QUERIES = 20
 """Fewest independent live queries, and fewest reference queries, to test."""
 POWER = 0.9
 _MIN_SHARED = 5
 """Reference queries that classes without any are compared with."""
 _BATCH = 400
-"""Permutations between two looks at whether the p-values can still become small enough."""
+"""Permutations between two looks at whether the p-values can still become small
+enough.
+"""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release: ``unknown`` of ``total``, and the predictions for a sample of N of them."""
+    """Queries of one release: ``unknown`` of ``total``,
+    and the predictions for a sample of N of them.
+    """
 
     total: int
     unknown: int
@@ -52,7 +62,9 @@ class Queries:
     at_s: NDArray[np.float64]
     """Unix times, (N,); zero in a reference."""
     labels: NDArray[np.str_] | None = None
-    """Predicted classes, (N,); None for the reference of a release that an earlier version archived."""
+    """Predicted classes, (N,); None for the reference of a release that an earlier
+    version archived.
+    """
 
     @property
     def unknown_rate(self) -> float:
@@ -99,8 +111,8 @@ def measure_drift(
 ) -> list[Shift]:
     """Compare ``live`` with ``reference`` by each measure of ``bounds``.
 
-    The embeddings are skipped if one side has none. Empty if a side has fewer than `MIN_QUERIES`. ``seed`` chooses the
-    sample and the permutations.
+    The embeddings are skipped if one side has none. Empty if a side has fewer than
+    `MIN_QUERIES`. ``seed`` chooses the sample and the permutations.
     """
     if min(len(reference), len(live)) < MIN_QUERIES:
         return []
@@ -125,7 +137,9 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class _Strata:
-    """The classes of a pooled sample, reference first. ``order`` sorts it by class, ``ends`` are the classes' ends."""
+    """The classes of a pooled sample, reference first. ``order`` sorts it by class,
+    ``ends`` are the classes' ends.
+    """
 
     is_live: NDArray[np.bool_]
     order: NDArray[np.intp]
@@ -142,10 +156,11 @@ class _Strata:
         return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
 
     def weights(self, permutations: int = 0, rng: np.random.Generator | None = None) -> Weights:
-        """Signed weights of the pooled sample for each permutation within the classes, (N, ``permutations``).
+        """Signed weights of the pooled sample for each permutation within the classes,
+        (N, ``permutations``).
 
-        Live queries weigh 1/n each, and reference queries less than zero, so that each class sums to zero. Without
-        ``rng``, the weights of the actual sides, (N, 1).
+        Live queries weigh 1/n each, and reference queries less than zero, so that each
+        class sums to zero. Without ``rng``, the weights of the actual sides, (N, 1).
         """
         total = int(self.is_live.sum())
         weights = np.zeros((len(self.order), permutations if rng else 1))
@@ -163,7 +178,9 @@ class _Strata:
 
 
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Merge classes that have no reference query with the rarest others, until they share `_MIN_SHARED` of them."""
+    """Merge classes that have no reference query with the rarest others,
+    until they share `_MIN_SHARED` of them.
+    """
     counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
     if counts.min():
         return classes
@@ -173,7 +190,9 @@ def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDA
 
 
 def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Measure, _Statistic]:
-    """Functions of signed weights (N, P) to statistics (P,); ``weights`` are those of the actual sides."""
+    """Functions of signed weights (N, P) to statistics (P,);
+    ``weights`` are those of the actual sides.
+    """
     statistics: dict[Measure, _Statistic] = {
         "unknown_rise": unknown_rise(np.concatenate([reference.is_unknown, live.is_unknown])),
         "distance_shift": distance_shift(np.concatenate([reference.distances, live.distances])),
@@ -190,7 +209,9 @@ def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
 
 
 def distance_shift(distances: Floats) -> _Statistic:
-    """Kolmogorov-Smirnov distance: the largest gap of the two distribution functions."""
+    """Kolmogorov-Smirnov distance: the largest gap of the two distribution
+    functions.
+    """
     order = np.argsort(distances, kind="stable")
     is_last = np.append(np.diff(distances[order]) > 0, True)  # of equal distances
     return lambda weights: np.abs(np.cumsum(weights[order], axis=0)[is_last]).max(axis=0)
@@ -199,10 +220,11 @@ def distance_shift(distances: Floats) -> _Statistic:
 def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
     """Energy coefficient of two samples of ``points``.
 
-    With X, X' of one and Y, Y' of the other, E = 2 E|X-Y| - E|X-X'| - E|Y-Y'| is zero only if both have one
-    distribution, and H = E / 2 E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With signed
-    weights u that sum to zero, E = -u'Du. Of two finite samples of one distribution, H is about their 1/n + 1/m. The
-    denominator is the one of the actual sides, ``weights``.
+    With X, X' of one and Y, Y' of the other, E = 2 E|X-Y| - E|X-X'| - E|Y-Y'| is zero
+    only if both have one distribution, and H = E / 2 E|X-Y| lies between 0 and 1
+    (Szekely and Rizzo 2013, "Energy statistics"). With signed weights u that sum to
+    zero, E = -u'Du. Of two finite samples of one distribution, H is about their 1/n +
+    1/m. The denominator is the one of the actual sides, ``weights``.
     """
     distances = cdist(points, points).astype(np.float32)
     sides = weights[:, 0]
@@ -220,11 +242,13 @@ def _permute(
 ) -> tuple[list[float], list[Weights]]:
     """The statistics of the actual sides, and of permutations (Phipson and Smyth 2010).
 
-    Stops early when no p-value can reach ``level`` any more (Besag and Clifford 1991), which changes no decision.
+    Stops early when no p-value can reach ``level`` any more (Besag and Clifford 1991),
+    which changes no decision.
     """
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]
-    # One more than needed: 1 / (1 / level) may be rounded to above ``level``, which no p-value would reach.
+    # One more than needed: 1 / (1 / level) may be rounded to above ``level``,
+    # which no p-value would reach.
     wanted = max(_BATCH, math.ceil(1 / level))
     exceeding = np.zeros(len(statistics), int)
     done = 0
@@ -238,10 +262,12 @@ def _permute(
 
 
 def _detectable(permuted: Weights, level: float, bound: float) -> float:
-    """The smallest effect that is significant in `POWER` of cases, from the permutation distribution's moments.
+    """The smallest effect that is significant in `POWER` of cases,
+    from the permutation distribution's moments.
 
-    The critical value is a quantile of the Pearson type III distribution with these moments, because a quantile as far
-    out as ``level`` would need more permutations. The effect's spread is assumed to be as large as without a shift.
+    The critical value is a quantile of the Pearson type III distribution with these
+    moments, because a quantile as far out as ``level`` would need more permutations.
+    The effect's spread is assumed to be as large as without a shift.
     """
     spread = float(permuted.std())
     if spread < _ROUNDING:

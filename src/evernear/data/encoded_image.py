@@ -12,14 +12,19 @@ from evernear.errors import DataError
 
 SEGMENTS = 256
 MEAN_SEGMENT_SIZE_BYTES = 512
-"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one per ``MEAN_SEGMENT_SIZE_BYTES``: each takes half a
-microsecond. libpng writes chunks of 8 KiB."""
+"""A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one per
+``MEAN_SEGMENT_SIZE_BYTES``: each takes half a microsecond. libpng writes chunks of 8
+KiB.
+"""
 WEBP_PIXEL_COST = 20 / 12
-"""Pixels that a pixel of a WebP file counts as: Pillow decodes it with 20 bytes of memory, the others with at most
-`evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`."""
+"""Pixels that a pixel of a WebP file counts as: Pillow decodes it with 20 bytes of
+memory, the others with at most `evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`.
+"""
 CODE_GROUP_COST = 1_720
-"""Pixels that a group of prefix codes of a lossless WebP file counts as: its five tables have at most 5,004 entries of
-4 bytes (libwebp, ``kTableSize`` and ``FIXED_TABLE_SIZE``), and their header has 560 bytes."""
+"""Pixels that a group of prefix codes of a lossless WebP file counts as: its five
+tables have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and
+``FIXED_TABLE_SIZE``), and their header has 560 bytes.
+"""
 EXIF_PREFIX = b"Exif\0\0"
 """Precedes EXIF data in a JPEG file, and in some WebP files."""
 _ORIENTATION_TAG = 0x0112
@@ -30,8 +35,9 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 class EncodedImage:
     """A PNG, JPEG or WebP file whose decoding cost is bounded.
 
-    ``data`` is the file without its metadata, ``orientation`` comes from EXIF, 1 to 8, and ``name`` is used in error
-    messages. ``code_groups`` is an upper bound of the groups of prefix codes in a lossless WebP file.
+    ``data`` is the file without its metadata, ``orientation`` comes from EXIF, 1 to 8,
+    and ``name`` is used in error messages. ``code_groups`` is an upper bound of the
+    groups of prefix codes in a lossless WebP file.
     """
 
     name: str
@@ -44,7 +50,9 @@ class EncodedImage:
 
     @property
     def pixels(self) -> int:
-        """The cost of decoding in pixels: width times height, and more for a WebP file."""
+        """The cost of decoding in pixels: width times height,
+        and more for a WebP file.
+        """
         area = self.width_px * self.height_px
         if self.format != "WEBP":
             return area
@@ -69,8 +77,8 @@ def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
 def read_orientation(tiff: bytes) -> int:
     """The orientation in EXIF data, 1 to 8; invalid data are ignored, as in a viewer.
 
-    Only the first directory is read, and only this tag: Pillow would load every tag, and each can claim the whole data
-    as its value.
+    Only the first directory is read, and only this tag: Pillow would load every tag,
+    and each can claim the whole data as its value.
     """
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:

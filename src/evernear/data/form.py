@@ -1,4 +1,6 @@
-"""How a dataset stores images: as its newest snapshot does, or else from the settings and a sample of the images."""
+"""How a dataset stores images: as its newest snapshot does,
+or else from the settings and a sample of the images.
+"""
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +21,9 @@ from evernear.settings import DataSettings
 Shape = tuple[int, int, int]
 
 MAX_SIZE_PX = 128
-"""Largest automatic size: the compact network turns the pixels of larger images into patches. Pretrained backbones
-expect more, see `evernear.steps.ingest`."""
+"""Largest automatic size: the compact network turns the pixels of larger images into
+patches. Pretrained backbones expect more, see `evernear.steps.ingest`.
+"""
 _SAMPLED_FILES = 101
 _SAMPLED_AT_ONCE = 4
 _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
@@ -32,7 +35,8 @@ def choose_form(
     """How the dataset stores the images of ``source``, whose listing is in ``ledger``.
 
     Raises:
-        DataError: the settings ask for another form than the ``parent`` snapshot has, or no image can be decoded.
+        DataError: the settings ask for another form than the ``parent`` snapshot has,
+            or no image can be decoded.
     """
     sample = _Sample(settings, source, ledger)
     shape = _shape(settings, sample, parent)
@@ -83,7 +87,9 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
 
 
 class _Sample:
-    """What images of a source are like, from about `_SAMPLED_FILES` of them; nothing is read before it is asked."""
+    """What images of a source are like, from about `_SAMPLED_FILES` of them;
+    nothing is read before it is asked.
+    """
 
     def __init__(self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger) -> None:
         self._settings, self._source, self._ledger = settings, source, ledger
@@ -91,9 +97,10 @@ class _Sample:
     def shape(self) -> Shape:
         """(H, W, C) of the dataset.
 
-        If most images have one size, that is it. Otherwise the dataset is square, with the median of the shorter
-        sides, because photographs are upright as well as wide. A side is at most ``data.max_size_px``. The dataset is
-        gray if most images are.
+        If most images have one size, that is it. Otherwise the dataset is square, with
+        the median of the shorter sides, because photographs are upright as well as
+        wide. A side is at most ``data.max_size_px``. The dataset is gray if most images
+        are.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -109,13 +116,17 @@ class _Sample:
         return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
     def bit_depth(self) -> BitDepth:
-        """The smallest bit depth that contains the values of all 16-bit files; 16 if there are none."""
+        """The smallest bit depth that contains the values of all 16-bit files;
+        16 if there are none.
+        """
         used: list[BitDepth] = [depth for _, depth in self._files if depth]
         return max(used) if used else 16
 
     @cached_property
     def _files(self) -> list[tuple[Shape, BitDepth | None]]:
-        """Shape and bit depth of the sampled files. Except for 16-bit files, their headers are enough."""
+        """Shape and bit depth of the sampled files. Except for 16-bit files,
+        their headers are enough.
+        """
         source = self._source
         if not isinstance(source, FileSource):
             return []

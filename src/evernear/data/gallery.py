@@ -1,4 +1,5 @@
-"""The gallery of an index: the gallery split, then the train images that join it, in the order of the index's rows.
+"""The gallery of an index: the gallery split, then the train images that join it, in
+the order of the index's rows.
 
 See docs/decisions/0002-splits-and-gallery.md and 0078-neighbors-as-pictures.md.
 """
@@ -13,13 +14,17 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
-"""A class with fewer images in the gallery is filled up to this number with train images."""
+"""A class with fewer images in the gallery is filled up to this number with train
+images.
+"""
 
 
 def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:
-    """The number of train images of each label that join the gallery, as many as there are.
+    """The number of train images of each label that join the gallery,
+    as many as there are.
 
-    ``untrained`` are classes that the network was not trained on: all their train images join.
+    ``untrained`` are classes that the network was not trained on:
+    all their train images join.
     """
     gallery = manifest.label_counts("gallery")
     return {
@@ -30,7 +35,9 @@ def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict
 
 @dataclass(frozen=True)
 class ShardImages:
-    """Images of one shard: the first of each label, as many as are ``taken``, or all."""
+    """Images of one shard: the first of each label, as many as are ``taken``,
+    or all.
+    """
 
     shard: Shard
     taken: Counter[str] | None
@@ -48,9 +55,11 @@ class ShardImages:
 
 
 def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) -> Iterator[ShardImages]:
-    """The images to embed for ``split``, in the order of the embeddings; reads no shard.
+    """The images to embed for ``split``, in the order of the embeddings;
+    reads no shard.
 
-    The gallery ends with train images: the first ``joining`` of each label, as far as there are so many.
+    The gallery ends with train images: the first ``joining`` of each label,
+    as far as there are so many.
     """
     for shard in dataset.shards(split):
         yield ShardImages(shard, None)
@@ -76,7 +85,8 @@ class GalleryPlace(NamedTuple):
 def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> GalleryPlace:
     """Where the image in ``row`` of an index is; reads no shard.
 
-    ``joined`` are the numbers of train images of each label that follow the gallery split, as in `image_blocks`.
+    ``joined`` are the numbers of train images of each label that follow the gallery
+    split, as in `image_blocks`.
 
     Raises:
         IntegrityError: the index has no such row.

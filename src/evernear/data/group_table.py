@@ -114,7 +114,9 @@ class GroupTable:
         self._all(f"INSERT INTO placed SELECT name, label, split, COUNT(*) FROM ({located}) GROUP BY 1, 2, 3")  # noqa: S608 - our own words
 
     def units(self) -> Iterator[tuple[str, Split, int, int]]:
-        """After `start_placing`: label, split, number of groups, number of their images."""
+        """After `start_placing`: label, split, number of groups,
+        number of their images.
+        """
         yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
 
     def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
@@ -138,7 +140,9 @@ class GroupTable:
     # Problems
 
     def problems(self, limit: int) -> Iterator[tuple[str, list[str], int, str]]:
-        """After `refresh`: kind, some names, the count of all, and what is wrong with each."""
+        """After `refresh`: kind, some names, the count of all,
+        and what is wrong with each.
+        """
         if self.is_empty():
             return
         for kind, query, text in (
@@ -157,7 +161,9 @@ class GroupTable:
 
 
 class PublishedGroups:
-    """The groups in a published, immutable ledger, which may be of a version without groups. Close it after use."""
+    """The groups in a published, immutable ledger,
+    which may be of a version without groups. Close it after use.
+    """
 
     def __init__(self, path: Path) -> None:
         with sqlite_errors():
@@ -168,7 +174,9 @@ class PublishedGroups:
         self._db.close()
 
     def queries_of_seen_groups(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in train or gallery."""
+        """Digests of the query images whose group also has images in train or
+        gallery.
+        """
         with sqlite_errors():
             return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
 

@@ -1,8 +1,10 @@
-"""Groups of images that belong together, such as the frames of one scene: all images of a group stand in one split.
+"""Groups of images that belong together, such as the frames of one scene:
+all images of a group stand in one split.
 
-``data.group`` says which: a regular expression, or the name of a form that fits many sources. It is applied to the name
-of a file in its source, as messages show it. A group is one key for all classes and sources of a dataset, because a
-scene may show several classes. Labeled queries (`evernear.data.sources.names.is_reviewed`) belong to no group.
+``data.group`` says which: a regular expression, or the name of a form that fits many
+sources. It is applied to the name of a file in its source, as messages show it. A group
+is one key for all classes and sources of a dataset, because a scene may show several
+classes. Labeled queries (`evernear.data.sources.names.is_reviewed`) belong to no group.
 """
 
 import posixpath
@@ -23,7 +25,9 @@ from evernear.data.sources.names import is_reviewed
 from evernear.settings.group import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
-"""The group of an image by the name of its file and its label; empty if it belongs to none."""
+"""The group of an image by the name of its file and its label;
+empty if it belongs to none.
+"""
 
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
@@ -50,7 +54,9 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
 
 
 def below_class(name: str, label: str) -> str:
-    """The part of a file's name after its class folder, or the whole name if no folder has the name of the class."""
+    """The part of a file's name after its class folder,
+    or the whole name if no folder has the name of the class.
+    """
     folders = name.split("/")[:-1]
     depth = next((depth for depth, folder in enumerate(folders, 1) if class_name(folder) == label), 0)
     return "/".join(name.split("/")[depth:])
@@ -69,15 +75,21 @@ def _stem(path: str) -> str:
 
 
 class GroupNumbers:
-    """Numbers the groups of a snapshot's images as they are asked for, from its ledger."""
+    """Numbers the groups of a snapshot's images as they are asked for,
+    from its ledger.
+    """
 
     def __init__(self, ledger: Path, divided: bool) -> None:
-        """Read ``ledger``. ``divided`` says whether a group has images in several splits."""
+        """Read ``ledger``. ``divided`` says whether a group has images in several
+        splits.
+        """
         self._ledger, self._divided = PublishedGroups(ledger), divided
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """The number of the group of each image (N,) by its digest (N, 32). An image without a group is one."""
+        """The number of the group of each image (N,) by its digest (N, 32).
+        An image without a group is one.
+        """
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
         of_image: list[str | bytes] = [keys.get(image) or image for image in images]
@@ -85,7 +97,8 @@ class GroupNumbers:
         return np.fromiter(numbers, np.int32, len(images))
 
     def independent(self, digests: NDArray[np.uint8]) -> float:
-        """The number of independent images among N >= 1 images, with the estimate of Kish (1965, section 8.2).
+        """The number of independent images among N >= 1 images,
+        with the estimate of Kish (1965, section 8.2).
 
         See `evernear.evaluation.grouped.effective_totals`.
         """
@@ -95,8 +108,9 @@ class GroupNumbers:
     def seen_queries(self) -> frozenset[bytes]:
         """Digests of the query images whose group also has images in train or gallery.
 
-        They look more like the gallery than a new group does. Only a dataset that was ingested before ``data.group``
-        was set has any, or one whose source states the splits.
+        They look more like the gallery than a new group does. Only a dataset that was
+        ingested before ``data.group`` was set has any, or one whose source states the
+        splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 

@@ -1,8 +1,11 @@
-"""Inspect the structure of PNG, JPEG and WebP files, to bound the cost of decoding them.
+"""Inspect the structure of PNG, JPEG and WebP files,
+to bound the cost of decoding them.
 
-A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or metadata that takes longer to read
-than the image. `inspect` walks the chunks or segments of a file without decoding it, rejects files that are too
-expensive, and removes the metadata. The decoder then sees one header, one palette and one stream of pixels.
+A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or
+metadata that takes longer to read than the image. `inspect` walks the chunks or
+segments of a file without decoding it, rejects files that are too expensive, and
+removes the metadata. The decoder then sees one header, one palette and one stream of
+pixels.
 
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B.
 """
@@ -32,16 +35,20 @@ from evernear.settings.section import MAX_PIXELS
 MAX_SIDE_PX = 2**15 - 1
 """Each row needs a pointer, and resizing needs memory for each column."""
 MAX_SCANS = 32
-"""Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK, MozJPEG up to about 20."""
+"""Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK,
+MozJPEG up to about 20.
+"""
 MAX_TABLES_SIZE_BYTES = 2**16
-"""Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8 KiB. Each scan may add Huffman
-tables."""
+"""Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8
+KiB. Each scan may add Huffman tables.
+"""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
 _WEBP_SIGNATURE = re.compile(rb"RIFF....WEBP", re.DOTALL)
 SIGNATURE_SIZE_BYTES = 12
-# Other formats of photographs and drawings, which are named instead of mistaken for a file of another kind.
+# Other formats of photographs and drawings,
+# which are named instead of mistaken for a file of another kind.
 _OTHER_FORMATS = {
     "GIF": rb"GIF8[79]a",
     "BMP": rb"BM.{4}\0{4}",
@@ -62,7 +69,9 @@ IMAGE_SUFFIXES = frozenset(
     | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
     | {".pbm", ".pgm", ".pnm", ".ppm"}
 )
-"""Suffixes of files that are meant to be images, whether or not their format is supported."""
+"""Suffixes of files that are meant to be images,
+whether or not their format is supported.
+"""
 # A marker; stuffed zeros and restart markers belong to the scan around them.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
@@ -73,7 +82,9 @@ _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
-    """The suffix of a file, by its content. A file that is neither JPEG nor WebP counts as PNG."""
+    """The suffix of a file, by its content.
+    A file that is neither JPEG nor WebP counts as PNG.
+    """
     if data.startswith(_JPEG_SIGNATURE):
         return ".jpg"
     return ".webp" if _WEBP_SIGNATURE.match(data) else ".png"
@@ -83,8 +94,9 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
     """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
 
     Raises:
-        DataError: the file is empty, broken or animated, has another format, more than ``max_pixels``, or an encoding
-            of unbounded cost; the message begins with ``name``, and names the ``setting`` of ``max_pixels``.
+        DataError: the file is empty, broken or animated, has another format, more than
+            ``max_pixels``, or an encoding of unbounded cost; the message begins with
+            ``name``, and names the ``setting`` of ``max_pixels``.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -114,19 +126,24 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
 
 
 def has_image_signature(data: bytes) -> bool:
-    """Whether ``data`` begins like an image, supported or not; `SIGNATURE_SIZE_BYTES` are enough."""
+    """Whether ``data`` begins like an image, supported or not;
+    `SIGNATURE_SIZE_BYTES` are enough.
+    """
     return _ANY_FORMAT.match(data) is not None
 
 
 def has_image_suffix(name: str) -> bool:
-    """Whether the name of a file ends like an image's. pathlib is ten times slower, which matters for millions."""
+    """Whether the name of a file ends like an image's.
+    pathlib is ten times slower, which matters for millions.
+    """
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
 
 
 def is_image_file(path: str | Path) -> bool:
     """Whether a file among others is an image: by its suffix, or else by its content.
 
-    A broken image has the suffix, so that it is reported. Other files cost a read of a few bytes.
+    A broken image has the suffix, so that it is reported.
+    Other files cost a read of a few bytes.
 
     Raises:
         StoreError: the file cannot be read.
@@ -172,7 +189,9 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data. A truncated file ends in a truncated chunk."""
+    """Yield type, start and end of each chunk's data.
+    A truncated file ends in a truncated chunk.
+    """
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
         if at + 8 > len(data):
@@ -234,7 +253,8 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
 
 
 def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield marker, start and end of each segment, up to the end of the image or the first error, as libjpeg does.
+    """Yield marker, start and end of each segment,
+    up to the end of the image or the first error, as libjpeg does.
 
     The data of a scan follow its segment.
     """

@@ -1,4 +1,6 @@
-"""The image files of a folder or a bucket at any depth, whatever their classes: what predictions are made for."""
+"""The image files of a folder or a bucket at any depth, whatever their classes:
+what predictions are made for.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -38,7 +40,8 @@ class ImageTree(Protocol):
 
 
 def open_tree(source: str) -> ImageTree:
-    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or another source of files (`open_source`).
+    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``,
+    or another source of files (`open_source`).
 
     Raises:
         DataError: the directory does not exist.
@@ -56,10 +59,12 @@ def open_tree(source: str) -> ImageTree:
 
 
 def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the files below ``folder`` and whether each is an image, by the rule for sources.
+    """Yield the files below ``folder`` and whether each is an image,
+    by the rule for sources.
 
-    Folders that are left out, such as hidden ones, are yielded as no image. Links are followed, loops are not. A folder
-    or a file that cannot be read counts as an image, so that its error is shown. One folder is in memory at a time.
+    Folders that are left out, such as hidden ones, are yielded as no image. Links are
+    followed, loops are not. A folder or a file that cannot be read counts as an image,
+    so that its error is shown. One folder is in memory at a time.
     """
     seen: set[tuple[int, int]] = set()
     pending = [folder]

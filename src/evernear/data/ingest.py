@@ -1,14 +1,18 @@
 """Ingest a source into a dataset snapshot: list -> plan -> parts -> combine -> publish.
 
 - **list** the source, and record its files in the ledger (`evernear.data.listing`);
-- **plan** parts: ranges of the files that are new or have changed (`evernear.data.plan`);
-- **parts** decode and hash their files, on any number of machines (`evernear.data.decode_part`);
-- **combine** what they decoded, in a fixed order, into splits and shards (`evernear.data.combine`);
+- **plan** parts: ranges of the files that are new or have changed
+  (`evernear.data.plan`);
+- **parts** decode and hash their files, on any number of machines
+  (`evernear.data.decode_part`);
+- **combine** what they decoded, in a fixed order,
+  into splits and shards (`evernear.data.combine`);
 - **publish** the snapshot (`evernear.data.snapshots`).
 
-A dataset mirrors the sources it was ingested from: new files are added, files that are gone are dropped, a moved file
-takes its new label, all by content hash. The split of an image never changes, even if the image is removed and
-restored, because a model may have been trained on the image.
+A dataset mirrors the sources it was ingested from: new files are added, files that are
+gone are dropped, a moved file takes its new label, all by content hash. The split of an
+image never changes, even if the image is removed and restored, because a model may have
+been trained on the image.
 """
 
 import tempfile
@@ -59,13 +63,16 @@ def ingest_source(
 ) -> Manifest:
     """Update a dataset in the store from ``settings.source`` and return its snapshot.
 
-    Without changes that is the previous snapshot. Readers see nothing before the last write, which moves
-    ``head.json``. ``run`` runs the parts. An ingest of files that was killed and is run again skips the parts that were
-    finished, and ends with the same digest. Memory does not grow with the number of images. ``report`` receives
-    progress messages about once a second. ``warn`` receives sentences about changes that may be mistakes.
+    Without changes that is the previous snapshot. Readers see nothing before the last
+    write, which moves ``head.json``. ``run`` runs the parts. An ingest of files that
+    was killed and is run again skips the parts that were finished, and ends with the
+    same digest. Memory does not grow with the number of images. ``report`` receives
+    progress messages about once a second. ``warn`` receives sentences about changes
+    that may be mistakes.
 
     Raises:
-        DataError: there are no images, there is only one class, or the images do not match the earlier ones.
+        DataError: there are no images, there is only one class,
+            or the images do not match the earlier ones.
         StoreError: the store or the disk fails.
         ConflictError: another ingest of this dataset finished in the meantime.
     """
@@ -127,7 +134,8 @@ def _ingest(
             manifest = _manifest(settings, snapshots, form, ledger, parent)
             manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
             manifest = snapshots.publish(manifest, ledger, scratch)
-            # Those of other ingests that began with the newest snapshot may still be of use.
+            # Those of other ingests that began with the newest snapshot may still be of
+            # use.
             useful = snapshots.parts_folder(manifest)
             with suppress(StoreError):  # the pipeline's keys may not delete; prune does
                 snapshots.delete_parts(lambda key: key.startswith(f"{folder}/") or not key.startswith(useful))
@@ -148,7 +156,9 @@ def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSe
 
 
 def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode files again on demand, or if other code decoded them: a dataset must not mix two preprocessings."""
+    """Decode files again on demand, or if other code decoded them:
+    a dataset must not mix two preprocessings.
+    """
     if settings.reread:
         ledger.read_all_again()
     if ledger.decoder() != decoder:

@@ -1,7 +1,9 @@
-"""The ledger of a dataset: every file and every image, in SQLite, so that memory does not grow with the data.
+"""The ledger of a dataset: every file and every image, in SQLite,
+so that memory does not grow with the data.
 
-``files`` mirrors the sources: one row per file, with the digest of its image once decoded. ``images`` locates each
-distinct image. Problems that involve several images (duplicates, conflicts) are queries over the two.
+``files`` mirrors the sources: one row per file, with the digest of its image once
+decoded. ``images`` locates each distinct image. Problems that involve several images
+(duplicates, conflicts) are queries over the two.
 """
 
 import hashlib
@@ -27,7 +29,8 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 # Rows of one query: SQLite limits the parameters of a statement.
 _PAGE = 500
 _CACHE_KIB = 64 * 2**10  # digests are random, so that rows of a large ledger are written all over it
-# Maximum number of problems of a kind in a manifest. Those that stop a run must be fixed one by one.
+# Maximum number of problems of a kind in a manifest.
+# Those that stop a run must be fixed one by one.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
@@ -48,8 +51,8 @@ _NOTES = {
     "outside_link": "leads out of the source",
 }
 
-# Published ledgers have these columns: a new name would need a migration. Only earlier versions read ``state`` and
-# ``seen``.
+# Published ledgers have these columns: a new name would need a migration. Only earlier
+# versions read ``state`` and ``seen``.
 _SCHEMA = """
 CREATE TABLE state (run INTEGER NOT NULL);
 INSERT INTO state VALUES (0);
@@ -128,10 +131,14 @@ class NewImage(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one dataset in a local file. All methods raise `StoreError` if the disk is full."""
+    """The ledger of one dataset in a local file.
+    All methods raise `StoreError` if the disk is full.
+    """
 
     def __init__(self, path: Path, source: str, moved_from: str = "") -> None:
-        """Open or create the ledger for one ingest of ``source``, whose images were at ``moved_from`` before."""
+        """Open or create the ledger for one ingest of ``source``,
+        whose images were at ``moved_from`` before.
+        """
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with sqlite_errors():
@@ -164,7 +171,9 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def save_changes(self, path: Path) -> None:
-        """Write what changed since the ledger was opened or last saved to ``path``, for `apply_changes`."""
+        """Write what changed since the ledger was opened or last saved to ``path``,
+        for `apply_changes`.
+        """
         with sqlite_errors():
             self._db.execute("COMMIT")
             ledger_changes.save(self._db, path)
@@ -191,7 +200,8 @@ class Ledger:
     def _move_source(self, old: str, new: str) -> bool:
         """Move the files of one source to another; return whether anything changed.
 
-        If both have files, because the images were ingested from the new location already, the old ones are deleted.
+        If both have files, because the images were ingested from the new location
+        already, the old ones are deleted.
         """
         (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
         if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
@@ -206,13 +216,17 @@ class Ledger:
     # Files
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images of a file of many that is unchanged, see `evernear.data.members`."""
+        """The images of a file of many that is unchanged,
+        see `evernear.data.members`.
+        """
         return members(self._db, self._source, file, etag)
 
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
-        """Record files of the source; new, changed and broken ones become pending, to be decoded ``in_order`` or mixed.
+        """Record files of the source; new, changed and broken ones become pending, to
+        be decoded ``in_order`` or mixed.
 
-        Unchanged files are only read, because most files of a large source are unchanged.
+        Unchanged files are only read,
+        because most files of a large source are unchanged.
         """
         for page in batched(entries, _PAGE):
             names = [entry.name for entry in page]
@@ -241,7 +255,9 @@ class Ledger:
             )
 
     def decoder(self) -> str | None:
-        """The code that decoded the source's images, as `set_decoder` recorded it; None before the first ingest."""
+        """The code that decoded the source's images, as `set_decoder` recorded it;
+        None before the first ingest.
+        """
         rows = self._all("SELECT decoder FROM decoders WHERE source = ?", self._source)
         return rows[0][0] if rows else None
 
@@ -250,9 +266,11 @@ class Ledger:
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
     def decode_all_again(self) -> None:
-        """Remove all images of the source, to be decoded and stored again; `changed_slots` have to be rewritten.
+        """Remove all images of the source, to be decoded and stored again;
+        `changed_slots` have to be rewritten.
 
-        Their splits are remembered, as for removed images, by `removed_splits` and `former_splits`.
+        Their splits are remembered, as for removed images,
+        by `removed_splits` and `former_splits`.
         """
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
@@ -280,7 +298,9 @@ class Ledger:
         self._many("INSERT INTO empty_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def record_hidden_folders(self, names: Iterable[str]) -> None:
-        """Replace the list of class folders that are ignored because their names begin with a dot."""
+        """Replace the list of class folders that are ignored because their names begin
+        with a dot.
+        """
         self._all("DELETE FROM hidden_folders WHERE source = ?", self._source)
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
@@ -298,7 +318,9 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
 
     def count_pending(self) -> int:
-        """The number of files that are not in the dataset yet, or have changed since."""
+        """The number of files that are not in the dataset yet,
+        or have changed since.
+        """
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
@@ -308,7 +330,9 @@ class Ledger:
         return {row[0]: FileEntry(*row) for row in rows}
 
     def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
-        """Leave pending files with these names and etags out of `to_decode`: a part has decoded them."""
+        """Leave pending files with these names and etags out of `to_decode`:
+        a part has decoded them.
+        """
         self._many(
             "INSERT OR IGNORE INTO decoded"
             " SELECT name FROM files WHERE pending AND source = ? AND (name, etag) = (?, ?)",
@@ -344,7 +368,9 @@ class Ledger:
             yield from (FileEntry(*row) for row in rows)
 
     def sample(self, count: int) -> list[FileEntry]:
-        """``count`` of the source's files, or all if there are fewer, evenly spaced in the order of their names."""
+        """``count`` of the source's files, or all if there are fewer,
+        evenly spaced in the order of their names.
+        """
         query = (
             "SELECT name, etag, label, given, size_bytes FROM"
             " (SELECT *, ROW_NUMBER() OVER (ORDER BY name) - 1 AS number FROM files WHERE source = ?)"
@@ -355,7 +381,8 @@ class Ledger:
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
     def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
-        """Record results of decoding: (name, digest or None, fault or None); a file with neither is no image.
+        """Record results of decoding: (name, digest or None, fault or None);
+        a file with neither is no image.
 
         Broken files are read again by the next ingest, the others only if they change.
         """
@@ -371,7 +398,9 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
 
     def normalize_labels(self) -> None:
-        """Rename classes that an earlier version recorded in another spelling, in the files of all sources."""
+        """Rename classes that an earlier version recorded in another spelling,
+        in the files of all sources.
+        """
         for label in self.labels_listed():
             if label != class_name(label):
                 self._all("UPDATE files SET label = ? WHERE label = ?", class_name(label), label)
@@ -396,7 +425,9 @@ class Ledger:
         return dict(self._of_digests("SELECT digest, split FROM removed", digests))
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
-        """The former split of each of ``names``, at most 500, whose unchanged file is decoded again."""
+        """The former split of each of ``names``, at most 500,
+        whose unchanged file is decoded again.
+        """
         query = (
             f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         )
@@ -420,7 +451,9 @@ class Ledger:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
     def lose_shards(self, sha256s: Collection[str]) -> None:
-        """Forget shards that are lost: their images are removed, to be read again from the source in their splits."""
+        """Forget shards that are lost: their images are removed,
+        to be read again from the source in their splits.
+        """
         self._all("DELETE FROM changes")
         for slot, shard in self.shards().items():
             if shard.sha256 in sha256s:
@@ -430,7 +463,9 @@ class Ledger:
             self.put_shard(slot, None)
 
     def remember_splits(self, digests: Iterable[bytes], split: Split) -> None:
-        """Record the split of images as if they were removed, so that they return to it."""
+        """Record the split of images as if they were removed,
+        so that they return to it.
+        """
         self._many("INSERT OR REPLACE INTO removed VALUES (?, ?)", ((digest, split) for digest in digests))
 
     # Files compared with shards
@@ -438,8 +473,9 @@ class Ledger:
     def reconcile(self) -> None:
         """Update ``images`` from the files; `changed_slots` have to be rewritten.
 
-        An image without files is removed. An image whose files all have another label is relabeled. An image whose
-        files disagree is removed until they agree, and is then decoded again.
+        An image without files is removed. An image whose files all have another label
+        is relabeled. An image whose files disagree is removed until they agree, and is
+        then decoded again.
         """
         self._all("DELETE FROM changes")
         self._all(
@@ -465,7 +501,9 @@ class Ledger:
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
 
     def swapped_classes(self) -> list[str]:
-        """After `reconcile`: a sentence about each two classes that exchanged most of their images."""
+        """After `reconcile`: a sentence about each two classes that exchanged most of
+        their images.
+        """
         rows = self._all(
             "SELECT a.name, r.count, (SELECT SUM(count) FROM relabeled WHERE old = r.old),"
             " b.name, s.count, (SELECT SUM(count) FROM relabeled WHERE old = s.old)"
@@ -480,7 +518,9 @@ class Ledger:
         ]
 
     def _remove_changed(self) -> None:
-        """Remove the images of ``changes`` without a label, and remember their splits."""
+        """Remove the images of ``changes`` without a label,
+        and remember their splits.
+        """
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
             "INSERT OR REPLACE INTO removed SELECT digest, json_extract(shard, '$.split')"
@@ -493,13 +533,17 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """After `reconcile` or `decode_all_again`: the new label of each changed image in a slot; None removes it."""
+        """After `reconcile` or `decode_all_again`:
+        the new label of each changed image in a slot; None removes it.
+        """
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     # Problems
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
-        """Some problems of each kind and the counts of all, for a dataset of that size."""
+        """Some problems of each kind and the counts of all,
+        for a dataset of that size.
+        """
 
         def resized(width: int, height: int) -> str | None:
             return choose_resize((width, height), height_px, width_px, resize)
@@ -530,7 +574,9 @@ class Ledger:
         return problems, counts
 
     def _problem_queries(self, height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-        """Kind, query for (name, digest if several files share it, description), values of the query."""
+        """Kind, query for (name, digest if several files share it, description),
+        values of the query.
+        """
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
         no_image = "'contains no image'"
         unusable = f"SELECT label, NULL, {no_image} FROM files GROUP BY label HAVING COUNT(digest) = 0"  # noqa: S608 - our own words
@@ -575,7 +621,8 @@ class Ledger:
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
-    """Apply a file that `Ledger.save_changes` wrote to a copy of the ledger that it was written for.
+    """Apply a file that `Ledger.save_changes` wrote to a copy of the ledger that it was
+    written for.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -597,7 +644,8 @@ def stored_digests(ledger: Path) -> list[bytes]:
 
 
 def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
-    """The images of a slot by digest, in the order of decoding: label number, and files with their sources.
+    """The images of a slot by digest, in the order of decoding: label number,
+    and files with their sources.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -626,7 +674,8 @@ def find_slot(ledger: Path, sha256: str) -> int | None:
 
 
 def decoders(ledger: Path) -> list[tuple[str, str]]:
-    """The code that decoded the images of each source, as `Ledger.set_decoder` recorded it.
+    """The code that decoded the images of each source,
+    as `Ledger.set_decoder` recorded it.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -637,7 +686,8 @@ def decoders(ledger: Path) -> list[tuple[str, str]]:
 
 
 def save_compact(ledger: Path, path: Path) -> None:
-    """Write a ledger to ``path`` without the splits, groups and reviews of removed images, and without deleted rows.
+    """Write a ledger to ``path`` without the splits, groups and reviews of removed
+    images, and without deleted rows.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -698,11 +748,15 @@ class PublishedLedger:
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images of a file of many that is unchanged, see `evernear.data.members`."""
+        """The images of a file of many that is unchanged,
+        see `evernear.data.members`.
+        """
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Etag and label of the ``names``, at most 500, that the ledger has, including broken files."""
+        """Etag and label of the ``names``, at most 500, that the ledger has,
+        including broken files.
+        """
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             rows = self._db.execute(query, (self._source, *names)).fetchall()
@@ -718,13 +772,17 @@ class PublishedLedger:
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """The labels of the ``digests``, at most 500, whose images the snapshot contains."""
+        """The labels of the ``digests``, at most 500,
+        whose images the snapshot contains.
+        """
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
 
     def own_classes(self) -> dict[str, int]:
-        """The number of the source's files in each class of which no other source has an image."""
+        """The number of the source's files in each class of which no other source has
+        an image.
+        """
         query = (
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
             " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
@@ -743,14 +801,18 @@ class PublishedLedger:
 
 
 def _source_uri(source: str) -> str:
-    """The normalized URI: ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are one source."""
+    """The normalized URI: ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are one
+    source.
+    """
     return source.rstrip("/")
 
 
 def decode_order(entry: FileEntry, in_order: bool) -> int:
-    """The sort key of an image: held-out splits first, so an image that is also in ``train`` is held out.
+    """The sort key of an image: held-out splits first,
+    so an image that is also in ``train`` is held out.
 
-    Within a split, a hash of the name decides, or the name itself if ``in_order``. Exported images keep their order.
+    Within a split, a hash of the name decides, or the name itself if ``in_order``.
+    Exported images keep their order.
     """
     if in_order:
         mixed = 0

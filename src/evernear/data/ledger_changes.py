@@ -1,11 +1,13 @@
-"""Changes of a ledger as a file: an ingest that adds little to a large dataset stores little."""
+"""Changes of a ledger as a file: an ingest that adds little to a large dataset stores
+little.
+"""
 # ruff: noqa: S608 - the names of tables and columns are constants
 
 import sqlite3
 from pathlib import Path
 
-# Tables whose changed rows are stored: their primary keys, and the columns that count. The other tables are small and
-# stored whole.
+# Tables whose changed rows are stored: their primary keys, and the columns that count.
+# The other tables are small and stored whole.
 _TABLES = {
     "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
@@ -20,9 +22,11 @@ _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
-    """From here on, note in temporary tables which rows are written, with their content before.
+    """From here on, note in temporary tables which rows are written,
+    with their content before.
 
-    Rows are also written where nothing changes: of decoded images, of broken files, of files that are read again.
+    Rows are also written where nothing changes: of decoded images, of broken files,
+    of files that are read again.
     """
     for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
@@ -46,7 +50,9 @@ def any_changed(db: sqlite3.Connection) -> bool:
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
-    """Write what changed since `track_changes` to ``path``; call this outside of a transaction."""
+    """Write what changed since `track_changes` to ``path``;
+    call this outside of a transaction.
+    """
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
     for table, (keys, _) in _TABLES.items():
@@ -84,7 +90,9 @@ def _content(table: str, row: str) -> str:
 
 
 def _changed(table: str) -> str:
-    """The FROM and WHERE clauses for the changed rows of a table: ``w`` as written, ``t`` as they are now."""
+    """The FROM and WHERE clauses for the changed rows of a table:
+    ``w`` as written, ``t`` as they are now.
+    """
     keys = _TABLES[table][0]
     now = f"CASE WHEN t.{keys[0]} IS NOT NULL THEN {_content(table, 't')} END"
     return f"temp.written_{table} w LEFT JOIN main.{table} t USING ({', '.join(keys)}) WHERE w.before IS NOT {now}"

@@ -60,7 +60,8 @@ def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> N
 
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
-    """Reject two sources that would become one dataset only because their names are alike.
+    """Reject two sources that would become one dataset only because their names are
+    alike.
 
     Raises:
         DataError: ``source`` is not a source of the dataset yet, which has others.
@@ -89,7 +90,9 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, gro
 
 
 def _left_out(source: FileSource) -> str:
-    """A sentence about the files of a source that are no images in a class folder; empty without any."""
+    """A sentence about the files of a source that are no images in a class folder;
+    empty without any.
+    """
     notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
     names = [name for note in notes for name in note.names][:_MAX_NAMES]

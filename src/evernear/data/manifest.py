@@ -30,7 +30,8 @@ class Shard(Frozen):
 
 
 class Problem(Frozen):
-    """A problem that ingest found; ``kind`` is a rule of `evernear.settings.ValidationSettings`.
+    """A problem that ingest found; ``kind`` is a rule of
+    `evernear.settings.ValidationSettings`.
 
     ``names`` are some of the affected files in the source.
     """
@@ -41,10 +42,12 @@ class Problem(Frozen):
 
 
 class Manifest(Frozen):
-    """An immutable snapshot of a dataset. The next ingest makes another one with this one as ``parent``.
+    """An immutable snapshot of a dataset.
+    The next ingest makes another one with this one as ``parent``.
 
-    ``labels`` is append-only, so the number of a label is the same in every snapshot. ``problems`` lists some of each
-    kind, ``problem_counts`` counts them all. ``created`` is UTC, ISO 8601.
+    ``labels`` is append-only, so the number of a label is the same in every snapshot.
+    ``problems`` lists some of each kind, ``problem_counts`` counts them all.
+    ``created`` is UTC, ISO 8601.
     """
 
     remedy = "run the ingest step again"
@@ -52,8 +55,9 @@ class Manifest(Frozen):
     format: Literal[1] = 1
     name: str
     store_uri: str = ""
-    """The store that it was read from, for the steps that get it as an artifact. Empty in the store itself, which may
-    be moved, renamed or copied."""
+    """The store that it was read from, for the steps that get it as an artifact. Empty
+    in the store itself, which may be moved, renamed or copied.
+    """
     source: str
     created: str
     parent: str | None
@@ -66,15 +70,21 @@ class Manifest(Frozen):
     shards: tuple[Shard, ...]
     ledger_sha256: str
     ledger_changes: tuple[str, ...] = ()
-    """The sha256 of files with later changes of the ledger, in order (`evernear.data.ledger.apply_changes`)."""
+    """The sha256 of files with later changes of the ledger, in order
+    (`evernear.data.ledger.apply_changes`).
+    """
     groups: int = 0
     """Groups of images (``data.group``); an image without a group is not counted."""
     groups_sha256: str = ""
-    """Which image belongs to which group, `evernear.data.group_table.GroupTable.sha256`; empty without groups."""
+    """Which image belongs to which group,
+    `evernear.data.group_table.GroupTable.sha256`; empty without groups.
+    """
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int | None = None
-    """Images that came by review, which are in train and gallery only; None in snapshots of earlier versions."""
+    """Images that came by review, which are in train and gallery only; None in
+    snapshots of earlier versions.
+    """
     reviewed_left_out: dict[Split, dict[str, int]] = {}
     """Those of them that were in test or query, by that split and by label."""
 
@@ -93,7 +103,9 @@ class Manifest(Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 of the content (images, labels, splits, groups, order, problems), independent of its location."""
+        """sha256 of the content (images, labels, splits, groups, order,
+        problems), independent of its location.
+        """
         # Snapshots of versions without groups have the same digest.
         identity = self.model_dump(mode="json", include=_IDENTITY | ({"groups_sha256"} if self.groups else set()))
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
@@ -103,7 +115,9 @@ class Manifest(Frozen):
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """The number of images per label in a split, in the order of ``labels``, including zeros."""
+        """The number of images per label in a split,
+        in the order of ``labels``, including zeros.
+        """
         counts = dict.fromkeys(self.labels, 0)
         for shard in self.shards:
             if shard.split == split:
@@ -118,7 +132,8 @@ def manifest_key(name: str, digest: str) -> str:
 
 
 def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
-    """The snapshot ``digest`` of the dataset ``name``; None if ``store`` does not have it.
+    """The snapshot ``digest`` of the dataset ``name``;
+    None if ``store`` does not have it.
 
     Raises:
         IntegrityError: its manifest is damaged.
@@ -146,12 +161,16 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """The key of the ledger, or of changes to one, ``sha256`` of the dataset ``name``."""
+    """The key of the ledger, or of changes to one,
+    ``sha256`` of the dataset ``name``.
+    """
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write ``manifest.json`` into ``directory``; that is the whole dataset artifact of a pipeline step."""
+    """Write ``manifest.json`` into ``directory``;
+    that is the whole dataset artifact of a pipeline step.
+    """
     manifest.save(directory / FILE_NAME)
 
 

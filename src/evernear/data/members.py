@@ -1,4 +1,6 @@
-"""The images of a file of many (`evernear.data.sources.packed`), as a ledger has them."""
+"""The images of a file of many (`evernear.data.sources.packed`),
+as a ledger has them.
+"""
 
 import sqlite3
 from collections.abc import Iterator
@@ -10,7 +12,9 @@ _PAGE = 500
 
 
 def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
-    """The images of ``file`` by name if the file had ``etag`` when it was listed; none otherwise."""
+    """The images of ``file`` by name if the file had ``etag`` when it was listed;
+    none otherwise.
+    """
     query = (
         "SELECT name, etag, label, given, size_bytes FROM files"
         " WHERE source = ? AND name > ? AND name < ? ORDER BY name LIMIT ?"

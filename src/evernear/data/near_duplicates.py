@@ -1,8 +1,10 @@
-"""Test images that are nearly the same as an image that a release is built from, such as frames of one scene.
+"""Test images that are nearly the same as an image that a release is built from,
+such as frames of one scene.
 
-Two images are near-duplicates if they correlate by `CORRELATION` at 16 x 16 gray pixels: shifts by a pixel, another
-brightness and JPEG's noise are leveled out. Simple images are alike without being one scene, so a share of up to
-`MAX_SHARE` is no sign of one: docs/decisions/0068-groups.md has the measurement.
+Two images are near-duplicates if they correlate by `CORRELATION` at 16 x 16 gray
+pixels: shifts by a pixel, another brightness and JPEG's noise are leveled out. Simple
+images are alike without being one scene, so a share of up to `MAX_SHARE` is no sign of
+one: docs/decisions/0068-groups.md has the measurement.
 """
 
 import base64
@@ -26,7 +28,9 @@ MAX_SHARE = 0.3
 TEST_MAX = 2_000
 """Test images to compare."""
 MAX_READ_BYTES = 2**31
-"""Pixels to compare them with: about 3 million images of 28 x 28 gray pixels, or 14,000 of 224 x 224 colored ones."""
+"""Pixels to compare them with: about 3 million images of 28 x 28 gray pixels,
+or 14,000 of 224 x 224 colored ones.
+"""
 MAX_PAIRS = 6
 _NAMED_PAIRS = 200
 _TILE_PX = 96
@@ -74,10 +78,11 @@ class NearDuplicates(Frozen):
 
 
 def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
-    """Compare the test images with those of train and gallery; ``group`` is ``data.group``.
+    """Compare the test images with those of train and gallery;
+    ``group`` is ``data.group``.
 
-    The test images are at most `TEST_MAX`, evenly spaced, and the others at most `MAX_READ_BYTES` in evenly spaced
-    shards. Memory does not grow with the dataset.
+    The test images are at most `TEST_MAX`, evenly spaced, and the others at most
+    `MAX_READ_BYTES` in evenly spaced shards. Memory does not grow with the dataset.
 
     Raises:
         IntegrityError: a shard or the ledger is damaged.
@@ -119,7 +124,8 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
 
 
 def reduced(images: Pixels) -> NDArray[np.float32]:
-    """Images (N, H, W, C) as gray averages over 16 x 16 areas (N, D), standardized so that products correlate them.
+    """Images (N, H, W, C) as gray averages over 16 x 16 areas (N, D),
+    standardized so that products correlate them.
 
     Constant images become zeros.
     """
@@ -131,7 +137,9 @@ def reduced(images: Pixels) -> NDArray[np.float32]:
 
 
 def _areas(size: int, parts: int) -> NDArray[np.float32]:
-    """A matrix (``parts``, ``size``) that averages over areas of equal size, as adaptive average pooling does."""
+    """A matrix (``parts``, ``size``) that averages over areas of equal size, as
+    adaptive average pooling does.
+    """
     weights = np.zeros((parts, size), np.float32)
     for part in range(parts):
         start, stop = part * size // parts, -(-(part + 1) * size // parts)
@@ -153,13 +161,17 @@ def _numbered(blocks: Iterator[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _every(block: Block, step: int, start: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Vectors and digests of every ``step``-th image of a split, whose block begins at ``start``."""
+    """Vectors and digests of every ``step``-th image of a split,
+    whose block begins at ``start``.
+    """
     chosen = slice(-start % step, None, step)
     return reduced(block.images[chosen]), block.digests[chosen]
 
 
 def _spread(dataset: Dataset) -> list[Shard]:
-    """Shards of train and gallery, evenly spaced, of about `MAX_READ_BYTES` in total."""
+    """Shards of train and gallery, evenly spaced,
+    of about `MAX_READ_BYTES` in total.
+    """
     shards = [shard for split in _SEEN for shard in dataset.shards(split)]
     return shards[:: -(-sum(shard.size_bytes for shard in shards) // MAX_READ_BYTES)]
 
@@ -167,7 +179,9 @@ def _spread(dataset: Dataset) -> list[Shard]:
 def _pairs(
     dataset: Dataset, digests: NDArray[np.uint8], pictures: dict[int, tuple[str, float]]
 ) -> tuple[NearDuplicatePair, ...]:
-    """The pairs whose second picture is known; the pictures of the test images are read again."""
+    """The pairs whose second picture is known;
+    the pictures of the test images are read again.
+    """
     wanted = {digests[row].tobytes(): seen for row, seen in pictures.items()}
     pairs: list[NearDuplicatePair] = []
     for block in _blocks(dataset, dataset.shards("test")) if wanted else ():

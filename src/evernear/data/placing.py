@@ -15,10 +15,14 @@ from evernear.settings import DataSettings
 
 
 class Placer:
-    """Chooses splits. Groups count as one image each, so that a class of few large groups has test images as well."""
+    """Chooses splits. Groups count as one image each, so that a class of few large
+    groups has test images as well.
+    """
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
-        """Continue at the images of ``ledger``; ``candidates`` are the splits that the source leaves open."""
+        """Continue at the images of ``ledger``;
+        ``candidates`` are the splits that the source leaves open.
+        """
         self._candidates, self._ledger, self._group = candidates, ledger, group
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
         self._counts: defaultdict[str, Counter[Split]] = defaultdict(Counter)
@@ -37,7 +41,8 @@ class Placer:
         explicit_splits: Sequence[Split | None],
         former_splits: Mapping[str, Split],
     ) -> dict[int, Split]:
-        """The split of each new image, at most 500, by its position. Images of the dataset are left out.
+        """The split of each new image, at most 500, by its position.
+        Images of the dataset are left out.
 
         ``former_splits`` are those of unchanged files that are decoded again, by name.
         """
@@ -73,7 +78,9 @@ class Placer:
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
-    """The split of ``candidates`` with most images of a group; None if it has none there."""
+    """The split of ``candidates`` with most images of a group;
+    None if it has none there.
+    """
     images: Counter[Split] = Counter()
     for (_, split), count in members.items():
         images[split] += count

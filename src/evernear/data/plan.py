@@ -1,10 +1,12 @@
-"""Plan the parts of an ingest, and run them: files to decode, by ranges of the order in which they are decoded.
+"""Plan the parts of an ingest, and run them: files to decode,
+by ranges of the order in which they are decoded.
 
-That order, and with it the parts, follow from the listing alone. An ingest that was killed and is run again first
-finishes the parts that it planned, then plans the files that have come since. Plans are numbered::
+That order, and with it the parts, follow from the listing alone. An ingest that was
+killed and is run again first finishes the parts that it planned, then plans the files
+that have come since. Plans are numbered::
 
     datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...   see `evernear.data.decode_part`
-"""
+"""  # noqa: W505
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,9 +30,13 @@ from evernear.errors import EvernearError
 from evernear.settings import DataSettings
 
 RunParts = Callable[[Parts, OpenWorker], object]
-"""Runs all parts that have no result; the `OpenWorker` opens the worker of this process."""
+"""Runs all parts that have no result;
+the `OpenWorker` opens the worker of this process.
+"""
 PART_SIZE_BYTES = 2**30
-"""Largest size of a part: of its files, and of their pixels in the form of the dataset."""
+"""Largest size of a part: of its files,
+and of their pixels in the form of the dataset.
+"""
 _OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "reread"}
 """Settings that do not affect what a file is."""
 
@@ -38,7 +44,9 @@ _OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "rer
 def parts_folder(
     snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, adopt: bool
 ) -> str:
-    """The folder of the plans of an ingest. ``adopt`` those of an earlier one with the same beginning, if any."""
+    """The folder of the plans of an ingest.
+    ``adopt`` those of an earlier one with the same beginning, if any.
+    """
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
     # With the names of all settings, because another version could not read the plans.
     begun = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {ledger} {decoder}"
@@ -47,7 +55,9 @@ def parts_folder(
 
 
 def planned_form(store: Store, folder: str) -> ImageForm | None:
-    """The form of the images in an ingest that was killed: another sample of the files may show another one."""
+    """The form of the images in an ingest that was killed:
+    another sample of the files may show another one.
+    """
     parts = Parts.find(store, f"{folder}/0")
     return Shared.model_validate(parts.plan.shared).form if parts else None
 
@@ -62,10 +72,12 @@ def decode_in_parts(
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files of ``ledger``. Return the plans whose parts have the results, the newest first.
+    """Decode the pending files of ``ledger``.
+    Return the plans whose parts have the results, the newest first.
 
     Raises:
-        LostPartsError: another ingest of the same files finished, and deleted the parts.
+        LostPartsError: another ingest of the same files finished,
+            and deleted the parts.
         EvernearError: a part failed.
     """
     plans: list[Parts] = []
@@ -92,14 +104,17 @@ def decode_in_parts(
 
 
 def _decoded(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Name and etag of the files that parts have decoded. A file that was broken then is read again."""
+    """Name and etag of the files that parts have decoded.
+    A file that was broken then is read again.
+    """
     return ((entry.name, entry.etag) for entry, outcome in stored_outcomes(parts) if outcome.fault is None)
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
     """Parts of at most ``names`` files and `PART_SIZE_BYTES`, or of one file.
 
-    Files that contain many images are not divided between parts, because each part would read all of one.
+    Files that contain many images are not divided between parts,
+    because each part would read all of one.
     """
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
     part, size_bytes = list[FileEntry](), 0
@@ -124,7 +139,9 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[Fi
 def in_order(
     results: list[Iterator[DecodedImage | DecodeFailure]], source: FileSource
 ) -> Iterator[DecodedImage | DecodeFailure]:
-    """Merge the results of several plans in the order in which one plan would decode the files."""
+    """Merge the results of several plans in the order in which one plan would decode
+    the files.
+    """
 
     def order(result: DecodedImage | DecodeFailure) -> tuple[int, str]:
         entry = result.entry

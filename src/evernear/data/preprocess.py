@@ -29,15 +29,18 @@ from evernear.data.reduction import (
 
 Pixels = NDArray[np.uint8]
 Resize = Literal["auto", "crop", "letterbox", "stretch"]
-"""How an image of another aspect ratio is resized: its center only, with gray bars, or distorted. ``auto`` is ``crop``,
-or ``letterbox`` if that would lose more than `MAX_CROPPED` of the image."""
+"""How an image of another aspect ratio is resized: its center only, with gray bars, or
+distorted. ``auto`` is ``crop``, or ``letterbox`` if that would lose more than
+`MAX_CROPPED` of the image.
+"""
 MAX_CROPPED = 0.5
 BAR_VALUE = 128
 """The gray of a letterbox's bars."""
 
 DECODE_BYTES_PER_PIXEL = 12
-"""Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4 bytes of pixels at once
-(measured by ``benchmarks/decode_limits.py``)."""
+"""Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4
+bytes of pixels at once (measured by ``benchmarks/decode_limits.py``).
+"""
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
 """Gray values of an image that is not faint, out of 256."""
@@ -68,7 +71,9 @@ _TRANSPOSITIONS = {
 
 
 class NetworkInput(Frozen):
-    """How a network itself fits images to its backbone: it resizes their center, the crop, to another size."""
+    """How a network itself fits images to its backbone: it resizes their center,
+    the crop, to another size.
+    """
 
     crop_height_px: int
     crop_width_px: int
@@ -80,8 +85,9 @@ class NetworkInput(Frozen):
 class Preprocessing(Frozen):
     """The preprocessing of images for a network; part of every release.
 
-    `to_array` applies size, ``resize`` and channels and returns uint8. The exported network itself applies ``mean`` and
-    ``std`` per channel, on a scale of 0..1, and ``network_input``.
+    `to_array` applies size, ``resize`` and channels and returns uint8. The exported
+    network itself applies ``mean`` and ``std`` per channel, on a scale of 0..1, and
+    ``network_input``.
     """
 
     height_px: int
@@ -108,7 +114,9 @@ class Flaw(IntFlag):
     CONSTANT = 1
     """The file has one value in all pixels."""
     FAINT = 2
-    """The file has more contrast, of which 8 bits keep fewer than `_MIN_SPAN` values."""
+    """The file has more contrast, of which 8 bits keep fewer than `_MIN_SPAN`
+    values.
+    """
     CLIPPED = 4
     """The file has values beyond the bit depth."""
 
@@ -116,7 +124,8 @@ class Flaw(IntFlag):
 class Picture(NamedTuple):
     """A decoded image: 8 bits, mode ``L`` (gray) or ``RGB``.
 
-    ``identity`` identifies what the file shows, and ``span`` is its contrast, if the image in 8 bits lacks some of it.
+    ``identity`` identifies what the file shows, and ``span`` is its contrast, if the
+    image in 8 bits lacks some of it.
     """
 
     image: Image.Image
@@ -125,7 +134,9 @@ class Picture(NamedTuple):
     clipped: bool = False
 
     def digest(self) -> bytes:
-        """The identity of what the file shows. Images that differ only after the reduction to 8 bits differ."""
+        """The identity of what the file shows.
+        Images that differ only after the reduction to 8 bits differ.
+        """
         return self.identity or image_digest(self.image)
 
     def flaws(self) -> Flaw:
@@ -139,7 +150,8 @@ class Picture(NamedTuple):
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth = 16) -> Image.Image:
-    """Decode a PNG, JPEG or WebP file to an 8-bit image of mode ``L`` (gray) or ``RGB``.
+    """Decode a PNG, JPEG or WebP file to an 8-bit image of mode ``L`` (gray) or
+    ``RGB``.
 
     Raises:
         DataError: as `inspect` and `decode_inspected`.
@@ -150,8 +162,9 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
     """Decode an inspected file to 8 bits; memory stays below `decode_size_bytes`.
 
-    EXIF orientation is applied; palette and CMYK become RGB; transparency is laid over a background
-    (`evernear.data.reduction.flatten`). Values of 16-bit files are read with ``bit_depth``.
+    EXIF orientation is applied; palette and CMYK become RGB; transparency is laid over
+    a background (`evernear.data.reduction.flatten`). Values of 16-bit files are read
+    with ``bit_depth``.
 
     Raises:
         DataError: the file is broken.
@@ -172,7 +185,8 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
 
 
 def is_gray(file: EncodedImage) -> bool:
-    """Whether `decode_inspected` makes a gray image of an inspected file. Reads the header only.
+    """Whether `decode_inspected` makes a gray image of an inspected file.
+    Reads the header only.
 
     Raises:
         DataError: the header is broken.
@@ -182,7 +196,8 @@ def is_gray(file: EncodedImage) -> bool:
 
 
 def bit_depth_of(file: EncodedImage) -> BitDepth | None:
-    """The smallest bit depth that contains all values of a 16-bit file; None for any other file.
+    """The smallest bit depth that contains all values of a 16-bit file;
+    None for any other file.
 
     Raises:
         DataError: the file is broken.
@@ -193,12 +208,16 @@ def bit_depth_of(file: EncodedImage) -> BitDepth | None:
 
 
 def decode_size_bytes(max_pixels: int) -> int:
-    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels``, excluding its file."""
+    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels``,
+    excluding its file.
+    """
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
 def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:
-    """How an image of ``size`` (width, height) is resized; None if it has the aspect ratio, to a pixel."""
+    """How an image of ``size`` (width, height) is resized;
+    None if it has the aspect ratio, to a pixel.
+    """
     width, height = _largest(size, height_px, width_px)
     if abs(width - size[0]) < 1 and abs(height - size[1]) < 1:
         return None
@@ -208,7 +227,9 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
-    """Convert an image of `decode` to uint8 (H, W, C). One of another size is resized (bilinear, antialiased)."""
+    """Convert an image of `decode` to uint8 (H, W, C).
+    One of another size is resized (bilinear, antialiased).
+    """
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
     if image.size != target:
@@ -222,13 +243,17 @@ def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, r
 
 
 def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[float, float]:
-    """Width and height of the largest box within ``size`` (width, height) of the aspect ratio of the others."""
+    """Width and height of the largest box within ``size`` (width,
+    height) of the aspect ratio of the others.
+    """
     scale = max(width_px / size[0], height_px / size[1])
     return width_px / scale, height_px / scale
 
 
 def _crop(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest centered box (left, top, right, bottom) of an image with the aspect ratio of ``target``."""
+    """The largest centered box (left, top, right,
+    bottom) of an image with the aspect ratio of ``target``.
+    """
     width, height = _largest(size, target[1], target[0])
     left, top = (size[0] - width) / 2, (size[1] - height) / 2
     return max(left, 0.0), max(top, 0.0), min(left + width, size[0]), min(top + height, size[1])
@@ -244,7 +269,9 @@ def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:
-    """The identity of an image: sha256 of mode, size and raw 8-bit pixels as decoded, before any resize."""
+    """The identity of an image: sha256 of mode,
+    size and raw 8-bit pixels as decoded, before any resize.
+    """
     return _digest(mode, width_px, height_px, [pixels])
 
 
@@ -298,6 +325,8 @@ def _has_transparency(image: Image.Image) -> bool:
 
 
 def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
-    """Scale the transparent value of gray in 2 or 4 bits to 8, as Pillow scales the pixels."""
+    """Scale the transparent value of gray in 2 or 4 bits to 8,
+    as Pillow scales the pixels.
+    """
     if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)

@@ -109,7 +109,9 @@ PROBLEMS = {
         "; look at",
     ),
 }
-"""Singular, plural, and the words before the names of the files; without them one problem is an example."""
+"""Singular, plural, and the words before the names of the files;
+without them one problem is an example.
+"""
 
 ADVICE = {
     "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"

@@ -23,7 +23,8 @@ _ELSEWHERE = "in another --workdir or store, because images of an existing datas
 
 
 def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], current: str) -> str:
-    """Advice for a dataset with near-duplicates in different splits, by digest; ``current`` is ``data.group``.
+    """Advice for a dataset with near-duplicates in different splits, by digest;
+    ``current`` is ``data.group``.
 
     Raises:
         IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
@@ -59,7 +60,9 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
 
 
 def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current: str) -> tuple[str, int] | None:
-    """The setting that gives most pairs one group and makes the most groups, and their number; None if none fits."""
+    """The setting that gives most pairs one group and makes the most groups,
+    and their number; None if none fits.
+    """
     files = ledger.files([digest for pair in pairs for digest in pair])
     fitting: dict[str, int] = {}
     for setting in CANDIDATES:

@@ -1,12 +1,15 @@
-"""Independent queries among live ones, which come in blocks: the frames of one picture, or a burst of one camera.
+"""Independent queries among live ones, which come in blocks:
+the frames of one picture, or a burst of one camera.
 
-Statistical tests assume independent queries, and ten frames of one picture would count as ten. From each block only its
-first query counts. A test of such a sample is valid whatever the size of the blocks (Hoffman, Sen and Weinberg 2001,
-"Within-cluster resampling").
+Statistical tests assume independent queries, and ten frames of one picture would count
+as ten. From each block only its first query counts. A test of such a sample is valid
+whatever the size of the blocks (Hoffman, Sen and Weinberg 2001, "Within-cluster
+resampling").
 
-The log does not say where a block ends. Queries that are at least a gap apart in time are taken, and the gap is twice
-the smallest at which queries are not more like those just before them than like others of their predicted class: a few
-pairs of one block would go unnoticed at half the gap. Of independent queries, all are taken.
+The log does not say where a block ends. Queries that are at least a gap apart in time
+are taken, and the gap is twice the smallest at which queries are not more like those
+just before them than like others of their predicted class: a few pairs of one block
+would go unnoticed at half the gap. Of independent queries, all are taken.
 """
 
 import numpy as np
@@ -19,11 +22,13 @@ GAPS_S = (0.0, *(float(2**power) for power in range(13)))
 SAMPLE = 2000
 """Queries that are looked at."""
 _COMPARED = 8
-"""Queries before one, of which the nearest counts: cameras may take turns, and in the middle of the window the images
-may change.
+"""Queries before one, of which the nearest counts: cameras may take turns, and in the
+middle of the window the images may change.
 """
 _ALIKE = 0.9
-"""Queries are alike if the distance to the nearest one before is at most this share of the distance to others ..."""
+"""Queries are alike if the distance to the nearest one before is at most this share of
+the distance to others ...
+"""
 _ERRORS = 3.0
 """... and differs from it by this number of standard errors."""
 _MIN_CLASS = 10
@@ -32,7 +37,8 @@ _MIN_CLASS = 10
 def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
     """The sample without dependent queries, and the gap between two queries in seconds.
 
-    If even the largest gap leaves queries that are alike, or too few to say, the sample of the last gap is returned.
+    If even the largest gap leaves queries that are alike, or too few to say,
+    the sample of the last gap is returned.
     """
     rng = np.random.default_rng(seed)
     rows = np.arange(len(live)) if len(live) <= SAMPLE else rng.choice(len(live), SAMPLE, replace=False)
@@ -57,7 +63,8 @@ def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
 
 
 def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
-    """Whether the queries of a class, or of all classes together, are like those just before them.
+    """Whether the queries of a class, or of all classes together,
+    are like those just before them.
 
     Within classes, because the mix of classes changes with time.
     """
@@ -77,10 +84,12 @@ def _differ(before: Floats, others: Floats) -> bool:
 
 
 def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator) -> Floats:
-    """Distances of points, in the order of time, to the nearest of up to `_COMPARED` others, (2, M).
+    """Distances of points, in the order of time,
+    to the nearest of up to `_COMPARED` others, (2, M).
 
-    First of those just before a point, then of equally many that are drawn from other times. The latter are drawn from
-    points that are spread over time, so that a burst is not mostly compared with itself.
+    First of those just before a point, then of equally many that are drawn from other
+    times. The latter are drawn from points that are spread over time, so that a burst
+    is not mostly compared with itself.
     """
     count = len(points)
     spacing_s = (at_s[-1] - at_s[0]) / (2 * count)

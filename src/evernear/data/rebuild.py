@@ -1,8 +1,9 @@
 """Rebuild what a store has lost of a dataset from the images of its source.
 
-A shard is named by the hash of its content, so it is rebuilt byte for byte or not at all. Its rows are in the order in
-which the images were ingested: each ingest's images in the order of decoding, after the images of earlier ingests. The
-ledgers of the snapshot and its ancestors have this order.
+A shard is named by the hash of its content, so it is rebuilt byte for byte or not at
+all. Its rows are in the order in which the images were ingested: each ingest's images
+in the order of decoding, after the images of earlier ingests. The ledgers of the
+snapshot and its ancestors have this order.
 """
 
 import tempfile
@@ -41,7 +42,7 @@ def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settin
     Raises:
         IntegrityError: the source does not have its images any more, or the ledger is missing.
         DataError, StoreError: the source cannot be read.
-    """
+    """  # noqa: W505
     with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
         orders, labels, files = _rows(snapshots, manifest, shard, Path(scratch))
     if moved:
@@ -93,7 +94,8 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
-    """Replace the ledger of the newest snapshot, from its shards, by one that has only the splits of the images.
+    """Replace the ledger of the newest snapshot, from its shards,
+    by one that has only the splits of the images.
 
     The next ingest reads all images again, into the same splits.
 
@@ -119,7 +121,9 @@ def rebuild_ledger(snapshots: Snapshots) -> None:
 def _rows(
     snapshots: Snapshots, manifest: Manifest, shard: Shard, scratch: Path
 ) -> tuple[list[list[bytes]], dict[bytes, int], Files]:
-    """Possible orders of the rows of a shard, the label of each image, and its files."""
+    """Possible orders of the rows of a shard, the label of each image,
+    and its files.
+    """
     own = scratch / "own.sqlite"
     snapshots.fetch_ledger(manifest, own)
     slot = find_slot(own, shard.sha256)
@@ -139,7 +143,9 @@ def _rows(
 
 
 def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[bytes, Pixels]:
-    """The pixels of those images that the sources still have, in the order of the sources of decoded arrays."""
+    """The pixels of those images that the sources still have,
+    in the order of the sources of decoded arrays.
+    """
     found: dict[bytes, Pixels] = {}
     form = ImageForm(manifest.shape, manifest.resize, manifest.bit_depth)
     for uri in dict.fromkeys(uri for candidates in files.values() for uri, _ in candidates):

@@ -1,7 +1,9 @@
-"""Reduce what 8 opaque bits cannot hold: 16-bit values to a range of the dataset, transparency to a background.
+"""Reduce what 8 opaque bits cannot hold:
+16-bit values to a range of the dataset, transparency to a background.
 
-Many 16-bit PNG files use only 8, 10, 12 or 14 of their bits (cameras, X-rays, depth maps), so their upper bytes alone
-are black. White drawings on transparency are invisible on white.
+Many 16-bit PNG files use only 8, 10, 12 or 14 of their bits (cameras, X-rays, depth
+maps), so their upper bytes alone are black. White drawings on transparency are
+invisible on white.
 """
 
 import hashlib
@@ -20,8 +22,9 @@ BIT_DEPTHS: tuple[BitDepth, ...] = get_args(BitDepth)
 Box = tuple[int, int, int, int]
 _BAND_PIXELS = 2**16
 
-# Pillow's raw modes for a 16-bit PNG file of each color type. Color is decoded twice: as big-endian values, of which
-# Pillow keeps the upper bytes, and as little-endian ones, of which it keeps the lower. Gray with alpha is four bytes.
+# Pillow's raw modes for a 16-bit PNG file of each color type. Color is decoded twice:
+# as big-endian values, of which Pillow keeps the upper bytes, and as little-endian
+# ones, of which it keeps the lower. Gray with alpha is four bytes.
 _GRAY, _COLOR, _GRAY_ALPHA, _COLOR_ALPHA = 0, 2, 4, 6
 _RAW_MODES = {
     _GRAY: ("I;16B",),
@@ -40,8 +43,9 @@ _MIN_DRAWN_ALPHA = 32
 class Reduced(NamedTuple):
     """A 16-bit image in 8 bits, of mode ``L``, ``LA``, ``RGB`` or ``RGBA``.
 
-    ``digest`` is the sha256 of its 16-bit content, ``span`` about the largest difference of values in a channel (0 only
-    if it is constant), and ``clipped`` whether there are values beyond the bit depth.
+    ``digest`` is the sha256 of its 16-bit content, ``span`` about the largest
+    difference of values in a channel (0 only if it is constant), and ``clipped``
+    whether there are values beyond the bit depth.
     """
 
     image: Image.Image
@@ -74,7 +78,8 @@ class DeepImage:
 
     def reduce(self, bit_depth: BitDepth) -> Reduced:
         """Read the values with ``bit_depth``. Larger ones become the largest."""
-        # The upper byte of a value within the range has bit_depth - 8 bits, which become the upper bits of the result.
+        # The upper byte of a value within the range has bit_depth - 8 bits, which
+        # become the upper bits of the result.
         from_upper = [min(255, byte << 16 - bit_depth) if byte < 2 ** (bit_depth - 8) else 255 for byte in range(256)]
         from_lower = [byte >> bit_depth - 8 for byte in range(256)]
         has_alpha = 0 if self._opaque else 1
@@ -106,8 +111,8 @@ class DeepImage:
         return 1 if self._color_type in (_GRAY, _GRAY_ALPHA) else 3
 
     def _bands(self) -> Iterator[tuple[Box, Image.Image, Image.Image]]:
-        """Boxes, and their upper and lower bytes as images of `mode`. Transparent pixels are zero: their color is not
-        shown.
+        """Boxes, and their upper and lower bytes as images of `mode`. Transparent
+        pixels are zero: their color is not shown.
         """
         for box in bands(self._parts[0], _BAND_PIXELS):
             upper, lower = self._halves([part.crop(box) for part in self._parts])
@@ -161,11 +166,13 @@ def is_deep_gray(file: EncodedImage) -> bool:
 
 
 def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
-    """Lay a transparent image over a plain background, as an image of ``mode``, ``L`` or ``RGB``.
+    """Lay a transparent image over a plain background, as an image of ``mode``,
+    ``L`` or ``RGB``.
 
-    The background is white, unless that hides more than a tenth of the drawing; then black, then gray. It depends on
-    nothing but the image, so ingest and servers agree. The second value identifies the drawn pixels that have the color
-    of the background, in which images that become equal may differ. It is empty if there are none.
+    The background is white, unless that hides more than a tenth of the drawing; then
+    black, then gray. It depends on nothing but the image, so ingest and servers agree.
+    The second value identifies the drawn pixels that have the color of the background,
+    in which images that become equal may differ. It is empty if there are none.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):
@@ -202,7 +209,9 @@ def as_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def bands(image: Image.Image, pixels: int) -> Iterator[Box]:
-    """Boxes (left, top, right, bottom) of about ``pixels`` that cover an image from top to bottom."""
+    """Boxes (left, top, right, bottom) of about ``pixels`` that cover an image from top
+    to bottom.
+    """
     rows = max(1, pixels // image.width)
     for top in range(0, image.height, rows):
         yield 0, top, image.width, min(top + rows, image.height)

@@ -1,11 +1,14 @@
 """The images of a dataset that came by review, in its ledger.
 
-People label the queries that the recognizer was unsure about. Such a choice biases a measurement: after five rounds of
-review, the accuracy on the test images was 88.8%, and 93.4% on a random sample. These images are in train and gallery
-only. Those that an earlier version placed in test or query move to train, where no release was trained on them before.
+People label the queries that the recognizer was unsure about. Such a choice biases a
+measurement: after five rounds of review, the accuracy on the test images was 88.8%, and
+93.4% on a random sample. These images are in train and gallery only. Those that an
+earlier version placed in test or query move to train, where no release was trained on
+them before.
 
-The name of a file shows that it came by review (`evernear.data.sources.names.is_reviewed`). The ledger remembers the
-image, so that it stays out of the measurement under any later name.
+The name of a file shows that it came by review
+(`evernear.data.sources.names.is_reviewed`). The ledger remembers the image, so that it
+stays out of the measurement under any later name.
 """
 
 import sqlite3
@@ -20,9 +23,13 @@ from evernear.data.sources.names import is_reviewed
 from evernear.data.sqlite import marks, sqlite_errors
 
 TRAINING: tuple[Split, ...] = ("train", "gallery")
-"""The splits of images that came by review. `evernear.evaluation` measures on the others."""
+"""The splits of images that came by review.
+`evernear.evaluation` measures on the others.
+"""
 SCHEMA = "CREATE TABLE IF NOT EXISTS reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
-"""``split`` is the measured split that the image was in, or that its folder names; empty if there was none."""
+"""``split`` is the measured split that the image was in,
+or that its folder names; empty if there was none.
+"""
 _PAGE = 500
 
 # An image that the source also has under an ordinary name counts as an ordinary image.
@@ -55,7 +62,9 @@ class ReviewedImages:
         self.remember(row[0] for row in self._all(_BY_NAME))
 
     def remember(self, digests: Iterable[bytes]) -> None:
-        """Remember that images came by review, and the measured split that each was in."""
+        """Remember that images came by review,
+        and the measured split that each was in.
+        """
         with sqlite_errors():
             self._db.executemany(_REMEMBER, [(digest,) for digest in digests])
 
@@ -82,7 +91,9 @@ class ReviewedImages:
         return self._all("SELECT COUNT(*) FROM reviewed JOIN images USING (digest)")[0][0]
 
     def left_out(self) -> dict[Split, dict[str, int]]:
-        """The number of images that were in a measured split, by that split and by label."""
+        """The number of images that were in a measured split,
+        by that split and by label.
+        """
         counts: defaultdict[Split, Counter[str]] = defaultdict(Counter)
         query = (
             "SELECT reviewed.split, labels.name, COUNT(*) FROM reviewed JOIN images USING (digest)"
@@ -98,7 +109,8 @@ class ReviewedImages:
 
 
 def reviewed_by_name(ledger: Path) -> set[bytes]:
-    """The digests of the images in a ledger, of any version, whose files came by review.
+    """The digests of the images in a ledger, of any version,
+    whose files came by review.
 
     Raises:
         StoreError: the file cannot be read.

@@ -22,7 +22,8 @@ from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.errors import DataError, IntegrityError
 
-# A shuffle reads chunks of this size from a whole group of shards, and mixes them in a buffer.
+# A shuffle reads chunks of this size from a whole group of shards,
+# and mixes them in a buffer.
 _CHUNK_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
 # Smaller rows are not read one by one.
@@ -36,7 +37,9 @@ _FETCHES_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images: uint8 (N, H, W, C), their label indices (N,), and their sha256 as uint8 (N, 32)."""
+    """A block of images: uint8 (N, H, W, C), their label indices (N,),
+    and their sha256 as uint8 (N, 32).
+    """
 
     images: Pixels
     labels: NDArray[np.int64]
@@ -47,10 +50,14 @@ class Block:
 
 
 class Dataset:
-    """A snapshot opened for reading. The hash of each shard is checked before its first use."""
+    """A snapshot opened for reading. The hash of each shard is checked before its first
+    use.
+    """
 
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
-        """Read the shards of ``manifest`` from ``store``; remote ones are cached in ``cache``."""
+        """Read the shards of ``manifest`` from ``store``;
+        remote ones are cached in ``cache``.
+        """
         self.manifest = manifest
         self.store = store
         self.labels = manifest.labels
@@ -61,7 +68,8 @@ class Dataset:
 
     @staticmethod
     def open(directory: Path) -> "Dataset":
-        """Open the dataset whose manifest is in ``directory`` (`evernear.data.manifest.save_manifest`).
+        """Open the dataset whose manifest is in ``directory``
+        (`evernear.data.manifest.save_manifest`).
 
         Raises:
             IntegrityError: the manifest is missing or invalid.
@@ -71,7 +79,8 @@ class Dataset:
 
     @staticmethod
     def find(store: Store, name: str, digest: str) -> "Dataset | None":
-        """An earlier snapshot of the dataset ``name``; None if the store no longer has it.
+        """An earlier snapshot of the dataset ``name``;
+        None if the store no longer has it.
 
         Raises:
             IntegrityError: the stored manifest is invalid.
@@ -84,7 +93,8 @@ class Dataset:
         return self.manifest.count(split)
 
     def require_shape(self, shape: tuple[int, int, int], recognizer: str) -> None:
-        """Check that ``recognizer``, a release or the candidate, accepts images of this dataset's shape.
+        """Check that ``recognizer``, a release or the candidate,
+        accepts images of this dataset's shape.
 
         Raises:
             DataError: it takes images of another ``shape``.
@@ -96,7 +106,8 @@ class Dataset:
             )
 
     def require_bit_depth(self, bit_depth: BitDepth, recognizer: str) -> None:
-        """Check that the release ``recognizer`` reads 16-bit images as this dataset does.
+        """Check that the release ``recognizer`` reads 16-bit images as this dataset
+        does.
 
         Raises:
             DataError: their brightness would differ.
@@ -109,7 +120,8 @@ class Dataset:
             )
 
     def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:
-        """Yield a split in order, at most ``block_size`` images at a time. A rank gets every ``world_size``-th block.
+        """Yield a split in order, at most ``block_size`` images at a time. A rank gets
+        every ``world_size``-th block.
 
         Raises:
             IntegrityError: a shard is damaged.
@@ -137,18 +149,23 @@ class Dataset:
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[Block]:
-        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank gets the same number.
+        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``.
+        Every rank gets the same number.
 
-        The shards are shuffled and divided into groups of 16, or of as many as fit into half of the cache, so that no
-        shard is fetched twice in an epoch. Shards of a group are fetched concurrently. Chunks of 256 KiB are shuffled
-        within a group, and the images in a buffer of 32 MiB or 8 batches, whichever is larger. Which shards form a
-        group differs from epoch to epoch. A batch therefore mixes about 128 chunks from all shards of its group, or
-        fewer of larger images. A group of one shard, in a cache below four shards, mixes only the images of that shard.
+        The shards are shuffled and divided into groups of 16, or of as many as fit into
+        half of the cache, so that no shard is fetched twice in an epoch. Shards of a
+        group are fetched concurrently. Chunks of 256 KiB are shuffled within a group,
+        and the images in a buffer of 32 MiB or 8 batches, whichever is larger. Which
+        shards form a group differs from epoch to epoch. A batch therefore mixes about
+        128 chunks from all shards of its group, or fewer of larger images. A group of
+        one shard, in a cache below four shards, mixes only the images of that shard.
 
-        An incomplete last batch is dropped. A split smaller than one batch is one batch.
+        An incomplete last batch is dropped.
+        A split smaller than one batch is one batch.
 
-        The batches of all ranks, one after the other, are a batch of ``world_size * batch_size`` images of one rank.
-        A rank reads only its own images, unless they are so small that reading whole chunks is faster.
+        The batches of all ranks, one after the other, are a batch of
+        ``world_size * batch_size`` images of one rank. A rank reads only its own
+        images, unless they are so small that reading whole chunks is faster.
         """
         total = self.count(split) // world_size
         if total == 0:
@@ -232,9 +249,11 @@ class Dataset:
 
 
 def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
-    """Divide ``shards`` into groups that fit into half of the cache, so that the next one does not evict shards in use.
+    """Divide ``shards`` into groups that fit into half of the cache, so that the next
+    one does not evict shards in use.
 
-    The groups do not depend on the store, so that the order of the images does not either.
+    The groups do not depend on the store,
+    so that the order of the images does not either.
     """
     group: list[Shard] = []
     for shard in shards:
@@ -282,7 +301,9 @@ def _block(rows: Rows) -> Block:
 
 
 class _ShardFiles:
-    """Opens shards: in place if the store is a directory, otherwise from a bounded cache."""
+    """Opens shards: in place if the store is a directory,
+    otherwise from a bounded cache.
+    """
 
     def __init__(self, dataset: str, store: Store, dtype: np.dtype[np.void], cache: Path) -> None:
         self._dataset, self._store, self._dtype, self._cache = dataset, store, dtype, cache
@@ -312,7 +333,9 @@ class _ShardFiles:
         return file
 
     def prefetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch the ``shards`` that are not in the cache, `_FETCHES_IN_FLIGHT` at a time."""
+        """Fetch the ``shards`` that are not in the cache,
+        `_FETCHES_IN_FLIGHT` at a time.
+        """
         if isinstance(self._store, FileStore):
             return
         missing = [shard for shard in shards if not _touch(self._cached_path(shard))]
@@ -338,7 +361,9 @@ class _ShardFiles:
         return shard.sha256 in self._intact
 
     def _cached(self, path: Path, shard: Shard) -> FileIO | None:
-        """The file in the cache; None if it is missing or damaged, for example by a power failure."""
+        """The file in the cache; None if it is missing or damaged,
+        for example by a power failure.
+        """
         file = _open_existing(path)
         if file is None or self._is_intact(file, shard):
             return file
@@ -356,7 +381,9 @@ class _ShardFiles:
         return self._cache / f"{shard.sha256}.npy"
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict the least recently used copies. A process that is reading one can continue until it closes the file."""
+        """Evict the least recently used copies. A process that is reading one can
+        continue until it closes the file.
+        """
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
             copies: list[tuple[int, int, Path]] = []
@@ -373,7 +400,9 @@ class _ShardFiles:
 
 
 def _touch(path: Path) -> bool:
-    """Mark a copy as used; False if it does not exist. Some file systems do not update access times."""
+    """Mark a copy as used; False if it does not exist.
+    Some file systems do not update access times.
+    """
     try:
         os.utime(path)
     except FileNotFoundError:

@@ -12,7 +12,8 @@ from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_dig
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.errors import ConflictError, IntegrityError
 
-# A ledger is stored whole again after this many sets of changes, or if together they exceed this fraction of its size.
+# A ledger is stored whole again after this many sets of changes, or if together they
+# exceed this fraction of its size.
 _MAX_CHANGES = 20
 _MAX_CHANGED_FRACTION = 0.25
 
@@ -57,7 +58,9 @@ class Snapshots:
         return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``; `publish` then stores only its changes."""
+        """Copy the ledger of a snapshot to ``path``;
+        `publish` then stores only its changes.
+        """
         self._ledger, self._changes_bytes = _ledger_of(manifest), 0
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
@@ -68,9 +71,11 @@ class Snapshots:
             changes.unlink()
 
     def generations(self, manifest: Manifest, scratch: Path) -> Iterator[Path]:
-        """Yield the ledgers of a snapshot's ancestors, the oldest first, then its own, one after the other in one file.
+        """Yield the ledgers of a snapshot's ancestors, the oldest first, then its own,
+        one after the other in one file.
 
-        Ledgers that the store no longer has are left out, except for the snapshot's own.
+        Ledgers that the store no longer has are left out,
+        except for the snapshot's own.
         """
         chains = {manifest.ledger_sha256: manifest.ledger_changes}
         ancestors, ancestor = {manifest.digest}, manifest
@@ -97,7 +102,8 @@ class Snapshots:
                     raise
 
     def move_head(self, digest: str | None) -> None:
-        """Make the stored snapshot ``digest`` the newest one; None: the dataset starts over.
+        """Make the stored snapshot ``digest`` the newest one; None:
+        the dataset starts over.
 
         Raises:
             ConflictError: another process moved the head in the meantime.
@@ -109,7 +115,9 @@ class Snapshots:
             self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
     def parts_folder(self, parent: Manifest | None) -> str:
-        """Where the ingests that begin with the snapshot ``parent`` have their parts; ends with a slash."""
+        """Where the ingests that begin with the snapshot ``parent`` have their parts;
+        ends with a slash.
+        """
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
@@ -125,8 +133,9 @@ class Snapshots:
     def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
         """Make ``manifest`` the newest snapshot.
 
-        The content of a snapshot never changes, but its ledger follows the source: a file may get another name, or be
-        read again because of its times. Otherwise each later run and the watcher would take it for new.
+        The content of a snapshot never changes, but its ledger follows the source: a
+        file may get another name, or be read again because of its times. Otherwise each
+        later run and the watcher would take it for new.
 
         Raises:
             ConflictError: another ingest moved the head in the meantime.
@@ -146,7 +155,8 @@ class Snapshots:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
         except ConflictError:  # another ingest of the same images
             manifest = self._manifest(manifest.digest)
-        # The same number of interrupts, so that the head does not return to a state before an interrupt.
+        # The same number of interrupts, so that the head does not return to a state
+        # before an interrupt.
         self._move_head(DatasetHead(digest=manifest.digest, interrupts=self._interrupts))
         return manifest
 
@@ -171,7 +181,9 @@ class Snapshots:
         self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
-        """Store the ledgers of ``manifests`` without anything about removed images, and delete all others."""
+        """Store the ledgers of ``manifests`` without anything about removed images,
+        and delete all others.
+        """
         compact: set[str] = set()
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path, saved = Path(scratch) / "ledger.sqlite", Path(scratch) / "saved.sqlite"
@@ -189,7 +201,9 @@ class Snapshots:
                 self.store.delete(info.key)
 
     def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Store the ledger, or its changes if they are few, and name it in the manifest."""
+        """Store the ledger, or its changes if they are few,
+        and name it in the manifest.
+        """
         path = scratch / "saved.sqlite"
         if 0 < len(self._ledger) <= _MAX_CHANGES:
             ledger.save_changes(path)
@@ -246,7 +260,9 @@ class Snapshots:
 
 
 def parts_prefix(name: str) -> str:
-    """Where the ingests of the dataset ``name`` have their parts (`evernear.data.plan`)."""
+    """Where the ingests of the dataset ``name`` have their parts
+    (`evernear.data.plan`).
+    """
     return f"{DATASETS}{name}/parts/"
 
 

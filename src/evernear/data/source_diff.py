@@ -1,15 +1,18 @@
-"""The difference between a source and snapshots of it, from listings: only a few touched files are read.
+"""The difference between a source and snapshots of it, from listings:
+only a few touched files are read.
 
-A file is new if its name, label, size or modification time is (in a bucket: its ETag). Its change time and inode, which
-ingest compares as well, also differ after a ``chmod`` or in a restored backup, which should not start a run.
+A file is new if its name, label, size or modification time is (in a bucket: its ETag).
+Its change time and inode, which ingest compares as well, also differ after a ``chmod``
+or in a restored backup, which should not start a run.
 
-The ledger of the newest snapshot shows what ingest has read since: a file that it has with that etag is new only if its
-image is. If only the etag differs, the file may have been touched, restored without its times, or uploaded again in
-other parts. A sample of such files is read, and the share of other images among them counts as new.
+The ledger of the newest snapshot shows what ingest has read since: a file that it has
+with that etag is new only if its image is. If only the etag differs, the file may have
+been touched, restored without its times, or uploaded again in other parts. A sample of
+such files is read, and the share of other images among them counts as new.
 
-A listing does not show the split that ingest will choose for an image (its count is an expectation), nor whether a new
-file is a copy, a renamed file or broken; nor, in sources of decoded arrays (digits, MNIST), whether an image was
-replaced.
+A listing does not show the split that ingest will choose for an image (its count is an
+expectation), nor whether a new file is a copy, a renamed file or broken; nor, in
+sources of decoded arrays (digits, MNIST), whether an image was replaced.
 """
 
 import hashlib
@@ -51,9 +54,13 @@ class SourceDiff:
     new: int = 0
     """Files that are not in the snapshot, or have other content there."""
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
-    """Files with another etag than when they were last read, and the same size, by explicit split."""
+    """Files with another etag than when they were last read, and the same size,
+    by explicit split.
+    """
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Classes of the snapshot without any file in the source, and their numbers of files there."""
+    """Classes of the snapshot without any file in the source,
+    and their numbers of files there.
+    """
     listing: str = ""
     """A digest of the listing, to see whether anything has changed."""
     removed: int = 0
@@ -80,7 +87,9 @@ class SourceDiff:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest snapshot of a dataset: its ledger shows what ingest has read since an older one."""
+    """The newest snapshot of a dataset: its ledger shows what ingest has read since an
+    older one.
+    """
 
     ledger: Path
     bit_depth: BitDepth = 16
@@ -89,13 +98,15 @@ class Newest:
 def diff_source(
     settings: DataSettings, ledgers: Sequence[Path | None], newest: Newest | None = None
 ) -> list[SourceDiff]:
-    """Compare ``settings.source``, listed once, with each of ``ledgers`` (None: an empty snapshot).
+    """Compare ``settings.source``, listed once, with each of ``ledgers`` (None:
+    an empty snapshot).
 
-    If there is a ``newest`` snapshot, at most 200 of the files that were only touched are read. Memory does not grow
-    with the number of files.
+    If there is a ``newest`` snapshot, at most 200 of the files that were only touched
+    are read. Memory does not grow with the number of files.
 
     Raises:
-        DataError, SettingsError: the source is unusable, or empty although a snapshot has files of it.
+        DataError, SettingsError: the source is unusable,
+        or empty although a snapshot has files of it.
         StoreError: the source or a ledger cannot be read.
     """
     source = open_source(settings.source, settings)
@@ -129,7 +140,8 @@ def diff_source(
                 own = ledger.own_classes().items()
                 diff.gone_classes = {label: count for label, count in own if label not in classes}
             diff.add_changed(changed_share)
-            # Etags count only if images were replaced by others of the same size, because touching files is no change.
+            # Etags count only if images were replaced by others of the same size,
+            # because touching files is no change.
             diff.listing = f"{(names + (etags if changed_share else 0)) % 2**64:016x}"
             diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
@@ -160,7 +172,9 @@ def _add(
     read: Mapping[str, ReadFile],
     touched: "_Touched",
 ) -> None:
-    """Compare a page of the listing with a ledger; ``read`` has the files as last read."""
+    """Compare a page of the listing with a ledger;
+    ``read`` has the files as last read.
+    """
     known = ledger.listed([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
     diff.removed -= len(known)
@@ -181,7 +195,9 @@ def _add(
 
 
 def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
-    """Whether a file has this etag and label. In a folder another label is another name; in a table it is not."""
+    """Whether a file has this etag and label.
+    In a folder another label is another name; in a table it is not.
+    """
     return entry.label == label and _has_etag(entry, etag)
 
 
@@ -190,20 +206,26 @@ def _has_etag(entry: FileEntry, etag: str) -> bool:
 
 
 def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
-    """Whether a snapshot has the image of a file in its class, as far as etag and size tell."""
+    """Whether a snapshot has the image of a file in its class,
+    as far as etag and size tell.
+    """
     if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
         return False
     return read.digest is None or labels.get(read.digest) == entry.label
 
 
 class _Touched:
-    """A uniform sample of the files with other etags and the same sizes, to see how many of them are other images."""
+    """A uniform sample of the files with other etags and the same sizes, to see how
+    many of them are other images.
+    """
 
     def __init__(self) -> None:
         self._sample: dict[int, tuple[FileEntry, bytes | None]] = {}
 
     def add(self, entry: FileEntry, digest: bytes | None) -> None:
-        """Sample the file, whose image had ``digest``: those with the lowest hashes stay."""
+        """Sample the file, whose image had ``digest``:
+        those with the lowest hashes stay.
+        """
         self._sample[_hash(entry.name, entry.etag)] = entry, digest
         if len(self._sample) > _MAX_TOUCHED:
             del self._sample[max(self._sample)]

@@ -1,4 +1,6 @@
-"""The assignment of images and groups to splits: stratified by class, and mostly decided by a hash of each."""
+"""The assignment of images and groups to splits: stratified by class,
+and mostly decided by a hash of each.
+"""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -23,12 +25,14 @@ def split_fractions(candidates: Collection[Split], settings: DataSettings) -> di
 
 
 def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
-    """The split, out of those of ``fractions``, of a new image of a class that has ``counts`` images.
+    """The split, out of those of ``fractions``,
+    of a new image of a class that has ``counts`` images.
 
-    The first image of a class goes to the gallery: without one the class cannot be recognized. Then the digest decides,
-    unless a split has fallen behind its share of the class: by any amount in a class of less than 20 images, by more
-    than 1 image up to 40, and by more than 2 in larger classes. So a class of ten has test images, and in a large class
-    the order of the images hardly matters.
+    The first image of a class goes to the gallery: without one the class cannot be
+    recognized. Then the digest decides, unless a split has fallen behind its share of
+    the class: by any amount in a class of less than 20 images, by more than 1 image up
+    to 40, and by more than 2 in larger classes. So a class of ten has test images, and
+    in a large class the order of the images hardly matters.
     """
     if fractions.get("gallery") and not counts["gallery"]:
         return "gallery"
@@ -41,11 +45,12 @@ def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[
 
 
 def choose_group_split(group: str, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
-    """The split of a new group, whose first image is of a class that has ``counts`` groups.
+    """The split of a new group, whose first image is of a class that has ``counts``
+    groups.
 
-    The first three groups of a class go to train, test and gallery, so that a class of two groups is already tested
-    with images of another scene. Train images fill an empty gallery. After them, `choose_split` decides by the hash of
-    the group's name.
+    The first three groups of a class go to train, test and gallery, so that a class of
+    two groups is already tested with images of another scene. Train images fill an
+    empty gallery. After them, `choose_split` decides by the hash of the group's name.
     """
     for split in _FIRST_GROUPS:
         if fractions.get(split) and not counts[split]:

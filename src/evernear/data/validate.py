@@ -1,4 +1,6 @@
-"""Validate a dataset by rules, each with a severity: errors stop a run, warnings and information do not."""
+"""Validate a dataset by rules, each with a severity: errors stop a run,
+warnings and information do not.
+"""
 
 import html
 import re
@@ -34,7 +36,9 @@ _LEFT_OUT = ("undecodable", "conflicting_labels")
 
 
 class Finding(Frozen):
-    """A violated rule; ``names`` are some of the ``count`` affected files, classes or splits."""
+    """A violated rule; ``names`` are some of the ``count`` affected files,
+    classes or splits.
+    """
 
     rule: str
     severity: Literal["error", "warn", "info"]
@@ -99,9 +103,10 @@ def validate_dataset(
 ) -> Report:
     """Check a snapshot against all rules that are not ``off``; findings do not raise.
 
-    ``champion_labels`` are the classes of the live release: one without any image has vanished, unless ``classes`` says
-    that it was removed or renamed on purpose. ``near_duplicates`` were found in the snapshot. ``from_scratch`` says
-    that training starts from random weights.
+    ``champion_labels`` are the classes of the live release: one without any image has
+    vanished, unless ``classes`` says that it was removed or renamed on purpose.
+    ``near_duplicates`` were found in the snapshot. ``from_scratch`` says that training
+    starts from random weights.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -144,7 +149,9 @@ def require_valid(report: Report) -> None:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Any]:
-    """The severity of each rule, where leaving out a few of ``used`` images is only a warning."""
+    """The severity of each rule, where leaving out a few of ``used`` images is only a
+    warning.
+    """
     severities = settings.model_dump()
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
     left_out = sum(problem_counts.get(rule, 0) for rule in rules)
@@ -173,7 +180,8 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
 
 def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSettings) -> Iterator[Finding]:
     empty = [name for problem in manifest.problems if problem.kind == "tiny_class" for name in problem.names]
-    # A class without any image was removed from the source; `_vanished` reports it if it matters.
+    # A class without any image was removed from the source;
+    # `_vanished` reports it if it matters.
     present = {label: count for label, count in totals.items() if count}
     tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
     if tiny:
@@ -193,7 +201,9 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
 
 
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
-    """Classes that a person may take for each other; `class_name` has merged what is the same."""
+    """Classes that a person may take for each other;
+    `class_name` has merged what is the same.
+    """
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for label in sorted(label for label, count in totals.items() if count):
         alike[lookalike_key(label)].append(label)
@@ -221,7 +231,9 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 
 
 def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    """Entries that are misspelled, or that took effect: the champion has the new name of a class, or lacks it."""
+    """Entries that are misspelled, or that took effect:
+    the champion has the new name of a class, or lacks it.
+    """
     known = set(map(class_name, champion_labels))
     unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
     if known and unknown:
@@ -280,7 +292,9 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
 
 
 def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
-    """Images that came by review, and the classes that cannot be measured without them."""
+    """Images that came by review, and the classes that cannot be measured without
+    them.
+    """
     left_out = manifest.reviewed_left_out
     totals = [f"{sum(labels.values()):,} of the {split} split" for split, labels in left_out.items()]
     if not totals:
@@ -296,9 +310,11 @@ def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
 
 
 def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:
-    """The near-duplicates in ``report``, or, if it is none of ``dataset``, those that `find_near_duplicates` finds.
+    """The near-duplicates in ``report``, or, if it is none of ``dataset``,
+    those that `find_near_duplicates` finds.
 
-    A pipeline without a validate step, or with a cached one, leaves no report of its snapshot.
+    A pipeline without a validate step, or with a cached one,
+    leaves no report of its snapshot.
     """
     if report and report.near_duplicates and report.dataset_digest == dataset.digest:
         return report.near_duplicates

@@ -66,7 +66,9 @@ def inspect_webp(data: bytes, name: str) -> EncodedImage:
 
 
 def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data. A truncated file ends in a truncated chunk."""
+    """Yield type, start and end of each chunk's data.
+    A truncated file ends in a truncated chunk.
+    """
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(max_segments(len(data))):
         if at + 8 > end:
@@ -98,9 +100,11 @@ def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
 
 
 def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """Maximum number of groups of prefix codes in a lossless stream of ``lossless_bytes``; 0 without one.
+    """Maximum number of groups of prefix codes in a lossless stream of
+    ``lossless_bytes``; 0 without one.
 
-    The stream must be decoded to count them, so this assumes one for each block, as far as its bits suffice.
+    The stream must be decoded to count them, so this assumes one for each block,
+    as far as its bits suffice.
     """
     blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
     return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))

@@ -1,7 +1,7 @@
 """Write images into shards of bounded size.
 
-The last shard of a split is filled before a new one is started, unless an earlier snapshot has it and it is large: to
-store it again would cost more than the new images.
+The last shard of a split is filled before a new one is started, unless an earlier
+snapshot has it and it is large: to store it again would cost more than the new images.
 """
 
 from collections import Counter
@@ -23,7 +23,9 @@ from evernear.errors import DataError, IntegrityError
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
 _LARGE_FRACTION = 1 / 8
-"""A shard with at least this part of the images that fit is not filled by a later ingest."""
+"""A shard with at least this part of the images that fit is not filled by a later
+ingest.
+"""
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
@@ -55,7 +57,9 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
 
 
 class ShardWriter:
-    """Appends images to splits and updates the slots of the ledger, with one block per split in memory."""
+    """Appends images to splits and updates the slots of the ledger,
+    with one block per split in memory.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,9 @@ class ShardWriter:
         scratch: Path,
         published: Collection[str] = (),
     ) -> None:
-        """Continue at the shards of ``ledger``. ``published`` are the sha256 of those in the parent snapshot."""
+        """Continue at the shards of ``ledger``.
+        ``published`` are the sha256 of those in the parent snapshot.
+        """
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
         self._capacity = (shard_size_bytes - len(_header(self._dtype, 0))) // self._dtype.itemsize
@@ -105,7 +111,9 @@ class ShardWriter:
                 self._finish(split)
 
     def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
-        """Relabel images of a slot or remove them (None); call this only while no shard is open."""
+        """Relabel images of a slot or remove them (None);
+        call this only while no shard is open.
+        """
         shard = self._shards[slot]
         rewritten = _OpenShard(self._scratch, slot, self._dtype)
         for rows in self._rows_of(shard):
@@ -116,7 +124,8 @@ class ShardWriter:
         self._publish(rewritten, shard.split)
 
     def move(self, slot: int, digests: Collection[bytes], split: Split) -> list[tuple[bytes, int]]:
-        """Move images of a slot to another split, and return the slot of each; call this only while no shard is open.
+        """Move images of a slot to another split, and return the slot of each; call
+        this only while no shard is open.
 
         The moved images, at most one shard of them, are in memory.
         """
@@ -204,7 +213,9 @@ class _OpenShard:
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Complete the header; return the path of the file and its number of images per label."""
+        """Complete the header; return the path of the file and its number of images per
+        label.
+        """
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(_header(self._dtype, self.count))
         return self._path, self._labels

@@ -123,7 +123,8 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
-    """Roll back to the previous champion. If ``expected`` is set, fail unless it is the current champion.
+    """Roll back to the previous champion. If ``expected`` is set,
+    fail unless it is the current champion.
 
     Raises:
         ConflictError: the champion is not ``expected``.

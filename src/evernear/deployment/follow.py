@@ -1,4 +1,5 @@
-"""`evernear serve --follow`: the TorchServe of a working directory follows the champion's pointer.
+"""`evernear serve --follow`: the TorchServe of a working directory follows the
+champion's pointer.
 
 The server polls the champion's pointer in a store that it only reads. Before it
 switches, it downloads the release, checks the sha256 and every part, loads the release

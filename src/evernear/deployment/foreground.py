@@ -1,4 +1,6 @@
-"""The local TorchServe in the foreground: it starts with a champion and ends with its command."""
+"""The local TorchServe in the foreground:
+it starts with a champion and ends with its command.
+"""
 
 import contextlib
 import signal

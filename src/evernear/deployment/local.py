@@ -52,7 +52,7 @@ class LocalTarget:
         """Check that TorchServe can start.
 
         Raises:
-                ServingError: TorchServe is not installed, or a port is in use.
+            ServingError: TorchServe is not installed, or a port is in use.
         """
         torchserve.require_startable(self._settings.serving, self._home)
 
@@ -62,7 +62,7 @@ class LocalTarget:
         and remove the files that killed deployments left.
 
         Raises:
-                BusyError: a different deployment does not end.
+            BusyError: a different deployment does not end.
         """
         busy = f"Another deployment to {self._settings.workdir} is in progress; wait for it and try again."
         with torchserve.exclusive_lock(self._home / "deploy.lock", busy):
@@ -155,7 +155,7 @@ class LocalTarget:
         """Make the champion the default, and start TorchServe if it is not running.
 
         Raises:
-                ServingError: TorchServe or the release does not start.
+            ServingError: TorchServe or the release does not start.
             IntegrityError: the champion's archive is damaged.
             StoreError: the registry is unreachable.
         """
@@ -218,7 +218,9 @@ class LocalTarget:
         return {model.version: model for model in self._management.versions(self._model)}
 
     def _follow(self, champion: Champion) -> None:
-        """Make the champion the default, and unload releases that were never published."""
+        """Make the champion the default,
+        and unload releases that were never published.
+        """
         registered = self._registered()
         if champion.version not in registered:
             if not self._has_archive(champion.version):

@@ -27,8 +27,8 @@ def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
     and return the number of answered queries.
 
     Raises:
-            ServingError: an answer is missing or differs from the stored answer,
-                or no query is stored.
+        ServingError: an answer is missing or differs from the stored answer,
+            or no query is stored.
     """
     version = parts.manifest.version
     queries = parts.smoke_queries()

@@ -1,4 +1,6 @@
-"""Train the embedding network with ArcFace, export it as TorchScript, and embed images."""
+"""Train the embedding network with ArcFace, export it as TorchScript,
+and embed images.
+"""
 
 import os
 

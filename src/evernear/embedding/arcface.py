@@ -12,27 +12,35 @@ from evernear.embedding.network import build_network
 from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7
-"""True-class probability that the softmax must be able to reach without label smoothing."""
+"""True-class probability that the softmax must be able to reach without label
+smoothing.
+"""
 HIGHEST_SMOOTHED_PROBABILITY = 0.999
 """True-class probability that the softmax must be able to reach with label smoothing.
 The smoothed targets are well below 1, and a lower scale makes the loss less steep."""
 MIN_CLASSES_TO_SAMPLE = 10_000
-"""Number of classes from which a training step computes logits only for a random sample."""
+"""Number of classes from which a training step computes logits only for a random
+sample.
+"""
 SAMPLE_RATE = 0.1
-"""Fraction of the classes to sample. At this rate, Partial FC is as accurate as with all
-classes."""
+"""Fraction of the classes to sample. At this rate,
+Partial FC is as accurate as with all classes.
+"""
 
 
 class ArcFace(nn.Module):
-    r"""Additive angular margin logits (Deng et al. 2019, "ArcFace", arXiv:1801.07698, equation 3).
+    r"""Additive angular margin logits (Deng et al. 2019, "ArcFace",
+    arXiv:1801.07698, equation 3).
 
-    With :math:`\theta_j` the angle between an embedding and the center of class j, the logit of the true class is
-    :math:`s \cos(\theta_y + m)` and every other logit is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the
-    cosine would rise again. The logit there is :math:`s (\cos \theta_y - m \sin m)`, as
-    in the authors' code, so that it still decreases as the angle grows.
+    With :math:`\theta_j` the angle between an embedding and the center of class j, the
+    logit of the true class is :math:`s \cos(\theta_y + m)` and every other logit is
+    :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the cosine would rise
+    again. The logit there is :math:`s (\cos \theta_y - m \sin m)`, as in the authors'
+    code, so that it still decreases as the angle grows.
 
-    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids the arccosine. The sine is clamped to
-    `MIN_SINE` because the gradient of a square root is infinite at 0.
+    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids the arccosine.
+    The sine is clamped to `MIN_SINE` because the gradient of a square root is infinite
+    at 0.
     """
 
     MIN_SINE = 1e-4
@@ -65,7 +73,8 @@ class ArcFace(nn.Module):
 
 
 def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
-    """The smallest scale at which a softmax over ``classes`` classes can assign the true class a probability near 1.
+    """The smallest scale at which a softmax over ``classes`` classes can assign the
+    true class a probability near 1.
 
     The scale is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414,
     equation 6, for `HIGHEST_PROBABILITY`, or `HIGHEST_SMOOTHED_PROBABILITY` with label
@@ -80,13 +89,14 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
     """Sample the classes of a training step.
 
     Return the sampled classes and the positions of ``labels`` (N,) in the sample.
-    ``batch_labels`` are the labels of the whole batch. ``labels`` may be the part of the
-    batch that one process trains on.
+    ``batch_labels`` are the labels of the whole batch. ``labels`` may be the part of
+    the batch that one process trains on.
 
-    With `MIN_CLASSES_TO_SAMPLE` classes or more, the sample consists of the classes of the batch and `SAMPLE_RATE` of
-    all classes, drawn at random (An et al. 2022, "Killing Two Birds with One Stone: Efficient and Robust Training of
-    Face Recognition CNNs by Partial FC", arXiv:2203.15565). The network then dominates
-    the step time. With fewer classes, the sample is None, which means all classes.
+    With `MIN_CLASSES_TO_SAMPLE` classes or more, the sample consists of the classes of
+    the batch and `SAMPLE_RATE` of all classes, drawn at random (An et al. 2022,
+    "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
+    CNNs by Partial FC", arXiv:2203.15565). The network then dominates the step time.
+    With fewer classes, the sample is None, which means all classes.
     """
     if classes < MIN_CLASSES_TO_SAMPLE:
         return None, labels
@@ -96,7 +106,8 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per ensemble member. `choose_scale` replaces a ``train.scale`` of 0.
+    """The embedding network and one ArcFace head per ensemble member. `choose_scale`
+    replaces a ``train.scale`` of 0.
 
     Only the network runs in mixed precision.
     """
@@ -109,7 +120,9 @@ class TrainingModule(nn.Module):
         precision: torch.dtype,
         network: nn.Module | None = None,
     ) -> None:
-        """Train ``network``, by default a network of ``architecture`` with random weights."""
+        """Train ``network``, by default a network of ``architecture`` with random
+        weights.
+        """
         super().__init__()
         self.network = network or build_network(architecture)
         self.classes, self.label_smoothing = classes, settings.label_smoothing
@@ -119,7 +132,8 @@ class TrainingModule(nn.Module):
         self.precision = precision
 
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
-        """Cross-entropy of ``images`` (N, C, H, W) with ``labels`` (N,), averaged over the members.
+        """Cross-entropy of ``images`` (N, C, H, W) with ``labels`` (N,),
+        averaged over the members.
 
         ``batch_labels`` are the labels of the whole batch. See `sample_classes`.
         """
@@ -131,7 +145,9 @@ class TrainingModule(nn.Module):
         return torch.stack(losses).mean()
 
     def logits(self, images: Tensor) -> Tensor:
-        """Mean of the members' logits (N, classes) of ``images`` (N, C, H, W), without the margin."""
+        """Mean of the members' logits (N, classes) of ``images`` (N, C, H, W),
+        without the margin.
+        """
         return torch.stack([head(chunk) for head, chunk in self._head_inputs(images)]).mean(dim=0)
 
     def _head_inputs(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:

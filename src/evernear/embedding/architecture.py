@@ -18,16 +18,21 @@ class Architecture(Frozen):
     width: int
     """Number of output channels of the first convolution."""
     embedding_dim: int
-    """Number of dimensions of the whole embedding. Each ensemble member computes an equal
-    part of the dimensions."""
+    """Number of dimensions of the whole embedding.
+    Each ensemble member computes an equal part of the dimensions.
+    """
     members: int = 1
     backbone: str = "compact"
     """A name in `evernear.embedding.network.MEMBERS`, or a timm model
-    (`evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm models."""
+    (`evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm
+    models.
+    """
     input: NetworkInput | None = None
     frozen: bool = False
     """Whether only an affine map of the backbone's features was fitted or trained."""
     pretrained: bool = False
-    """Whether training started from a pretrained backbone and an affine map of its features."""
+    """Whether training started from a pretrained backbone and an affine map of its
+    features.
+    """
     test_time_flip: bool = False
     """Whether to average the embeddings of an image and its mirror image."""

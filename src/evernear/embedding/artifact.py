@@ -1,4 +1,6 @@
-"""The trained network on disk: its weights, its architecture and its training history."""
+"""The trained network on disk: its weights,
+its architecture and its training history.
+"""
 
 import io
 from collections.abc import Mapping
@@ -80,7 +82,9 @@ class TrainingResult(Frozen):
     key: str
     """The key of the checkpoint. See `evernear.embedding.checkpoint.checkpoint_key`."""
     best_epoch: int
-    """The epoch whose weights were saved, or 0 for a frozen network, which has no epochs."""
+    """The epoch whose weights were saved, or 0 for a frozen network,
+    which has no epochs.
+    """
     stopped_early: bool
     resumed_after_epoch: int
     epochs: tuple[Epoch, ...]
@@ -136,7 +140,9 @@ class TrainingResult(Frozen):
 
 
 class TrainedNetwork(Frozen):
-    """`DESCRIPTION_FILE`: the architecture, the settings and the training data of a network."""
+    """`DESCRIPTION_FILE`: the architecture,
+    the settings and the training data of a network.
+    """
 
     remedy = "run the train step again"
 
@@ -163,7 +169,8 @@ def load_trained(directory: Path) -> tuple[TrainedNetwork, EmbeddingNetwork]:
     """Load the network that `save_trained` wrote, on the CPU and in eval mode.
 
     Raises:
-        IntegrityError: a file is missing, or the weights do not match the hash in the description.
+        IntegrityError: a file is missing,
+            or the weights do not match the hash in the description.
     """
     trained = TrainedNetwork.load(directory / DESCRIPTION_FILE)
     path = directory / WEIGHTS_FILE

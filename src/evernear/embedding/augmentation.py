@@ -1,4 +1,6 @@
-"""Random augmentation of whole batches: small affine and elastic deformations, and flips."""
+"""Random augmentation of whole batches: small affine and elastic deformations,
+and flips.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +22,16 @@ SHIFT = 0.07
 SHIFT_PER_32_PX = 2
 """Largest shift of `random_shift`, in pixels per 32 pixels of the image's side."""
 MAX_DISPLACEMENT = 0.03
-"""Largest displacement of a control point of an elastic deformation, as a fraction of the image's side."""
+"""Largest displacement of a control point of an elastic deformation,
+as a fraction of the image's side.
+"""
 CONTROL_POINTS = 4
 """Number of control points per side."""
 
 
 class Draws(NamedTuple):
-    """Random numbers for each image, drawn on the CPU so that a GPU computes the same images.
+    """Random numbers for each image, drawn on the CPU so that a GPU computes the same
+    images.
 
     With a ``batch_size``, the images are the part of a batch that starts at index
     ``first``. The numbers are drawn for the whole batch, so an image gets the same
@@ -64,7 +69,8 @@ def augment(images: Tensor, kind: str, draws: Draws) -> Tensor:
 
 
 def random_shift(images: Tensor, draws: Draws) -> Tensor:
-    """Shift each image of (N, C, H, W) by whole pixels, up to `SHIFT_PER_32_PX` per 32 pixels of its side.
+    """Shift each image of (N, C, H, W) by whole pixels,
+    up to `SHIFT_PER_32_PX` per 32 pixels of its side.
 
     The border is filled with the image's reflection. No pixel is interpolated, because
     the blur of `random_affine` costs accuracy on small photographs. The shift is the
@@ -82,7 +88,8 @@ def random_shift(images: Tensor, draws: Draws) -> Tensor:
 
 
 def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor:
-    """Rotate, scale, shear and shift each image of (N, C, H, W) by independent random amounts.
+    """Rotate, scale, shear and shift each image of (N, C, H,
+    W) by independent random amounts.
 
     With ``elastic``, also displace a coarse grid of control points and interpolate
     between the points with cubic splines (Ronneberger et al. 2015, section 3.1,
@@ -98,7 +105,8 @@ def random_affine(images: Tensor, draws: Draws, elastic: bool = False) -> Tensor
     amounts = draws.uniform(count, 6) * 2 - 1
     angle, shear = amounts[:, 0] * math.radians(DEGREES), amounts[:, 1] * SHEAR
     scale_x, scale_y = 1 + amounts[:, 2] * SCALE, 1 + amounts[:, 3] * SCALE
-    # Coordinates run over -1..1, a length of 2. The aspect ratio keeps rotations rigid in oblong images.
+    # Coordinates run over -1..1, a length of 2.
+    # The aspect ratio keeps rotations rigid in oblong images.
     shift_x, shift_y = amounts[:, 4] * 2 * SHIFT, amounts[:, 5] * 2 * SHIFT
     aspect = height / width
     cos, sin = angle.cos(), angle.sin()
@@ -120,7 +128,9 @@ def flip(images: Tensor, direction: Flip) -> Tensor:
 
 
 def random_flips(images: Tensor, directions: Sequence[Flip], draws: Draws) -> Tensor:
-    """Mirror each image of (N, C, H, W) in each of ``directions`` with probability 0.5."""
+    """Mirror each image of (N, C, H, W) in each of ``directions`` with probability
+    0.5.
+    """
     for direction in directions:
         mirrored = draws.uniform(len(images), 1, 1, 1) < 0.5
         images = torch.where(mirrored.to(images.device), flip(images, direction), images)

@@ -1,4 +1,5 @@
-"""timm backbones (https://github.com/huggingface/pytorch-image-models) and their pretrained weights.
+"""timm backbones (https://github.com/huggingface/pytorch-image-models) and their
+pretrained weights.
 
 Only training imports timm: a release contains the network as TorchScript.
 """
@@ -25,7 +26,9 @@ from evernear.settings import TrainSettings
 from evernear.settings.weight_packages import weight_package
 
 DEFAULT_PRETRAINED = "resnet18"
-"""The backbone that ``auto`` selects if ``train.weights`` is set: small, widely available, and fast on a CPU."""
+"""The backbone that ``auto`` selects if ``train.weights`` is set: small,
+widely available, and fast on a CPU.
+"""
 PRIOR_IMAGES = 0.1
 """Shrinkage of the frozen features' covariance toward equal variances, in images per
 dimension."""
@@ -42,7 +45,8 @@ Floats = NDArray[np.float64]
 
 
 def choose_backbone(settings: TrainSettings) -> str:
-    """The name of the network that ``settings`` select: a name in `MEMBERS` or a timm model.
+    """The name of the network that ``settings`` select:
+    a name in `MEMBERS` or a timm model.
 
     Raises:
         TrainingError: timm has no such model, ``train.weights`` is set for the compact
@@ -74,9 +78,9 @@ def choose_backbone(settings: TrainSettings) -> str:
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
     """The crop and resize of images of ``shape`` for a timm model.
 
-    Return None if the model takes the images unchanged. A pretrained model gets the size,
-    crop and interpolation of its pretraining. A model with a fixed input size, such as a
-    vision transformer, gets a square.
+    Return None if the model takes the images unchanged. A pretrained model gets the
+    size, crop and interpolation of its pretraining. A model with a fixed input size,
+    such as a vision transformer, gets a square.
     """
     config = _data_config(name)
     if not settings.weights and not settings.backbone_size_px:
@@ -150,16 +154,17 @@ def whiten(module: Whitening, batches: Iterable[tuple[Tensor, Tensor]], classes:
 
 
 def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats, Floats]:
-    """The mean (D,) and the matrix (D, D) that whiten features and emphasize class differences.
+    """The mean (D,) and the matrix (D,
+    D) that whiten features and emphasize class differences.
 
     Features of a pretrained network vary most in the directions in which the original
     classes of the network differ. As in linear discriminant analysis (Fukunaga 1990,
     "Introduction to Statistical Pattern Recognition", section 10.2), the features are
-    divided by their standard deviation within classes. Let v be the variance of the class
-    means in one direction after this division, and u the error of the means in v. The
-    direction is multiplied by 1 - u / v, but by at least `MIN_GAIN`. Images are often
-    fewer than features, so the covariance is shrunk as if `PRIOR_IMAGES` images per
-    dimension varied equally in all directions.
+    divided by their standard deviation within classes. Let v be the variance of the
+    class means in one direction after this division, and u the error of the means in v.
+    The direction is multiplied by 1 - u / v, but by at least `MIN_GAIN`. Images are
+    often fewer than features, so the covariance is shrunk as if `PRIOR_IMAGES` images
+    per dimension varied equally in all directions.
 
     Args:
         counts: (C,), the number of images of each class.
@@ -180,7 +185,8 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     variances, axes = np.linalg.eigh(covariance)
     whitening = axes / np.sqrt(variances)
     whitened_means = (means - mean) @ whitening
-    # The class means span few directions. In all other directions, the gain is `MIN_GAIN`.
+    # The class means span few directions. In all other directions,
+    # the gain is `MIN_GAIN`.
     _, scales, directions = np.linalg.svd(whitened_means / np.sqrt(max(1, len(counts) - 1)), full_matrices=False)
     gains = np.maximum(1 - (1 / counts).mean() / np.maximum(scales**2, VARIANCE_RTOL), MIN_GAIN)
     emphasized = (whitening @ directions.T) * (gains - MIN_GAIN) @ directions

@@ -17,8 +17,8 @@ class GlobalBatchNorm(TorchFunctionMode):
 
     The context replaces `torch.nn.functional.batch_norm`. `torch.nn.SyncBatchNorm`
     supports GPUs only. It also replaces layers, and timm's normalization layers would
-    lose their activation. With a single process, results do not change, but each function
-    call is intercepted.
+    lose their activation. With a single process, results do not change, but each
+    function call is intercepted.
     """
 
     def __torch_function__(
@@ -40,10 +40,12 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...), with statistics over all processes.
+    """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...),
+    with statistics over all processes.
 
     Every process must have the same number of values. The variance is the mean of the
-    squared deviations, which is more accurate than the mean square minus the squared mean.
+    squared deviations, which is more accurate than the mean square minus the squared
+    mean.
     """
     if not training:
         return F.batch_norm(values, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -65,7 +67,9 @@ def _batch_norm(
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """The sum of all processes' values. Its gradient is the sum of all processes' gradients."""
+    """The sum of all processes' values.
+    Its gradient is the sum of all processes' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """The state of a training run, and its checkpoint in the store.
 
-A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of everything
-that determines the weights, so training resumes only from a checkpoint with the same
-inputs and code. The last checkpoint has no optimizer state. The last checkpoint remains in
-the store, so a pipeline that fails in a later step does not train again. ``checkpoints/``
-may be deleted at any time.
+A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of
+everything that determines the weights, so training resumes only from a checkpoint with
+the same inputs and code. The last checkpoint has no optimizer state. The last
+checkpoint remains in the store, so a pipeline that fails in a later step does not train
+again. ``checkpoints/`` may be deleted at any time.
 """
 
 import hashlib
@@ -32,13 +32,14 @@ LIBRARIES = ("numpy", "timm", "torch")
 class TrainingState:
     """Everything that changes during training.
 
-    The best weights follow the one-standard-error rule (Breiman et al. 1984, "Classification and Regression Trees",
-    section 3.4.3), applied to epochs. They are the latest weights whose gallery accuracy
-    is within one standard error of the highest. On a small gallery, the highest accuracy
-    is partly luck. A schedule that ends at a rate of zero makes later weights better. The
-    criterion is accuracy rather than loss, because the loss rises with the network's
-    confidence in its few wrong answers while the number of wrong answers still falls (Guo
-    et al. 2017, "On Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
+    The best weights follow the one-standard-error rule (Breiman et al. 1984,
+    "Classification and Regression Trees", section 3.4.3), applied to epochs. They are
+    the latest weights whose gallery accuracy is within one standard error of the
+    highest. On a small gallery, the highest accuracy is partly luck. A schedule that
+    ends at a rate of zero makes later weights better. The criterion is accuracy rather
+    than loss, because the loss rises with the network's confidence in its few wrong
+    answers while the number of wrong answers still falls (Guo et al. 2017, "On
+    Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class TrainingState:
 
     @property
     def result(self) -> TrainingModule:
-        """The module to measure and save, which has the averaged weights if weights are averaged."""
+        """The module to measure and save, which has the averaged weights if weights are
+        averaged.
+        """
         return self._module if self._average is None else cast(TrainingModule, self._average.module)
 
     def count_step(self) -> None:
@@ -64,7 +67,9 @@ class TrainingState:
             self._average.update_parameters(self._module)
 
     def is_finished(self, settings: TrainSettings) -> bool:
-        """Whether all epochs are done, or the last ``patience_epochs`` brought no improvement."""
+        """Whether all epochs are done, or the last ``patience_epochs`` brought no
+        improvement.
+        """
         completed = len(self.history)
         return completed >= settings.epochs or completed - self.best_epoch >= settings.patience_epochs
 
@@ -109,7 +114,9 @@ def checkpoint_key(
     exclude_labels: frozenset[str],
     pretrained_sha256: str | None = None,
 ) -> str:
-    """A hash of everything that determines the weights: data, settings, initial weights, excluded labels, code."""
+    """A hash of everything that determines the weights: data, settings, initial
+    weights, excluded labels, code.
+    """
     inputs = {
         "format": CHECKPOINT_FORMAT,
         "dataset": dataset_digest,

@@ -1,9 +1,9 @@
 """Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way and also restarts them. With several nodes, a
-JobSet restarts the processes. This module does not use `torchrun`, whose agent starts each
-process in a new session. Neither Ctrl-C nor a signal to the process group would reach
-these processes.
+`torchrun` starts processes in the same way and also restarts them. With several nodes,
+a JobSet restarts the processes. This module does not use `torchrun`, whose agent starts
+each process in a new session. Neither Ctrl-C nor a signal to the process group would
+reach these processes.
 """
 
 import multiprocessing
@@ -82,11 +82,13 @@ def run_processes(
     on_message: Callable[[Message], None],
     node: Node = ONE_NODE,
 ) -> None:
-    """Call ``function(send)`` in ``processes`` new processes, which join the process group of all nodes.
+    """Call ``function(send)`` in ``processes`` new processes,
+    which join the process group of all nodes.
 
-    Each object that a process passes to ``send`` is passed to ``on_message`` in the calling process. ``function`` and
-    the objects must be picklable. No process outlives this call or the calling process. If ``processes`` is 1,
-    ``function`` runs in the calling process.
+    Each object that a process passes to ``send`` is passed to ``on_message`` in the
+    calling process. ``function`` and the objects must be picklable. No process outlives
+    this call or the calling process. If ``processes`` is 1, ``function`` runs in the
+    calling process.
 
     Raises:
         EvernearError: a process raised this error. The other processes are killed.
@@ -125,7 +127,8 @@ def run_processes(
 def _serve_rendezvous(node: Node) -> TCPStore:
     """Start the rendezvous server.
 
-    The server listens on the loopback interface, or on all interfaces if there are other nodes.
+    The server listens on the loopback interface,
+    or on all interfaces if there are other nodes.
     """
     if node.count > 1:
         return TCPStore(LOOPBACK, node.port, is_master=True, wait_for_workers=False)
@@ -135,7 +138,9 @@ def _serve_rendezvous(node: Node) -> TCPStore:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process and size of its process group, or (0, 1) outside a process group."""
+    """Rank of this process and size of its process group, or (0,
+    1) outside a process group.
+    """
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -207,7 +212,9 @@ def _process_group(backend: str, node: Node, rank: int, processes: int) -> Gener
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process exits, even on systems without Linux's parent-death signal."""
+    """Exit when the parent process exits,
+    even on systems without Linux's parent-death signal.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -5,13 +5,13 @@
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
     embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
-For a frozen network, the cache has the features of its backbone, which every head reads.
-See `evernear.embedding.features`. Each shard of a dataset has one object. A shard grows at
-its end, so the first embedded image identifies the shard in later snapshots. If that image
-is removed from the dataset, the shard is embedded again. Within an object, images are
-looked up by digest rather than by position. Labels are not cached, because they belong to
-the dataset and may be corrected.
-"""
+For a frozen network, the cache has the features of its backbone, which every head
+reads. See `evernear.embedding.features`. Each shard of a dataset has one object. A
+shard grows at its end, so the first embedded image identifies the shard in later
+snapshots. If that image is removed from the dataset, the shard is embedded again.
+Within an object, images are looked up by digest rather than by position. Labels are not
+cached, because they belong to the dataset and may be corrected.
+"""  # noqa: W505
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -28,8 +28,9 @@ from evernear.errors import IntegrityError
 
 EMBEDDINGS_PREFIX = "embeddings/"
 MAX_BYTES = 16 * 2**30
-"""Largest size of the cached vectors of one network or view, enough for 3 million images
-with 1,280 features. The vectors of further shards are computed in each run."""
+"""Largest size of the cached vectors of one network or view, enough for 3 million
+images with 1,280 features. The vectors of further shards are computed in each run.
+"""
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
 
@@ -89,7 +90,9 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The embeddings of one shard: the cached embeddings, and a file for all of the shard's embeddings."""
+    """The embeddings of one shard: the cached embeddings,
+    and a file for all of the shard's embeddings.
+    """
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
         self._cached, self._file = cached, file
@@ -103,7 +106,8 @@ class CachedShard:
         """Look up embeddings by image ``digests`` (N, 32).
 
         Returns:
-            Embeddings (N, D), zero where not cached, and a mask (N,) of the cached embeddings.
+            Embeddings (N, D), zero where not cached,
+            and a mask (N,) of the cached embeddings.
         """
         vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
         queries = _as_bytes(digests)
@@ -135,5 +139,7 @@ def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
 
 
 def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    """Digests (N, 32) as N byte strings. NumPy ignores trailing zeros, which is harmless at equal lengths."""
+    """Digests (N, 32) as N byte strings. NumPy ignores trailing zeros,
+    which is harmless at equal lengths.
+    """
     return np.ascontiguousarray(digests).view("S32").ravel()

@@ -40,7 +40,9 @@ class EmbeddingShard(Frozen):
 
 
 class EmbeddingsDescription(Frozen):
-    """`DESCRIPTION_FILE`: the network and the dataset of the embeddings, and their shards."""
+    """`DESCRIPTION_FILE`: the network and the dataset of the embeddings,
+    and their shards.
+    """
 
     remedy = "run the embed step again"
 
@@ -48,7 +50,9 @@ class EmbeddingsDescription(Frozen):
     dataset_digest: str
     dim: int
     store_uri: str = ""
-    """The store that has the shards, or empty if the shards are beside the description."""
+    """The store that has the shards,
+    or empty if the shards are beside the description.
+    """
     shards: tuple[EmbeddingShard, ...]
 
     @property
@@ -69,7 +73,9 @@ class EmbeddingsDescription(Frozen):
 
 @dataclass(frozen=True)
 class EmbeddingBlock:
-    """Unit-length embeddings (N, D) of float32, label indices (N,) and image digests (N, 32)."""
+    """Unit-length embeddings (N, D) of float32,
+    label indices (N,) and image digests (N, 32).
+    """
 
     embeddings: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -92,7 +98,8 @@ class Embeddings:
         Embeddings in a bucket are copied to this machine.
 
         Raises:
-            IntegrityError: the description is missing or invalid, or a shard is missing or changed.
+            IntegrityError: the description is missing or invalid,
+                or a shard is missing or changed.
         """
         description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
         store = open_store(description.store_uri) if description.store_uri else FileStore(directory)
@@ -125,7 +132,9 @@ class Embeddings:
         return sum(shard.count for shard in self.description.shards if shard.split == split)
 
     def blocks(self, split: Split) -> Iterator[EmbeddingBlock]:
-        """Yield the embeddings of ``split`` in the dataset's order, in blocks of at most `BLOCK_SIZE`."""
+        """Yield the embeddings of ``split`` in the dataset's order,
+        in blocks of at most `BLOCK_SIZE`.
+        """
         for shard in self.description.shards:
             if shard.split != split:
                 continue

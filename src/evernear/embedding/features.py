@@ -1,4 +1,5 @@
-"""Features of a dataset's images from a frozen backbone, computed once and cached in the store.
+"""Features of a dataset's images from a frozen backbone,
+computed once and cached in the store.
 
 Training, export, embedding, the probe and the evaluation read the same features. The
 backbone processes each image once, whether in this run or an earlier one.
@@ -25,8 +26,9 @@ from evernear.embedding.timm_member import TimmMember, feature_dim
 from evernear.embedding.torchscript import optimized
 
 BATCH_SIZE = 32
-"""Number of images in a batch, small enough that the activations stay in the processor's
-cache."""
+"""Number of images in a batch, small enough that the activations stay in the
+processor's cache.
+"""
 
 
 class View(NamedTuple):
@@ -36,11 +38,14 @@ class View(NamedTuple):
     """
 
     name: str
-    """The folder in the cache, which consists of letters, digits and hyphens. A different
-    augmentation requires a different name."""
+    """The folder in the cache, which consists of letters, digits and hyphens. A
+    different augmentation requires a different name.
+    """
     images: Callable[[Block], NDArray[np.uint8]]
-    """Maps a block to images of the same shape (N, H, W, C). The result must depend on each
-    image alone and not on its block, so seed random augmentation with the image's digest."""
+    """Maps a block to images of the same shape (N, H, W, C). The result must depend on
+    each image alone and not on its block, so seed random augmentation with the image's
+    digest.
+    """
 
 
 class FrozenFeatures:
@@ -59,7 +64,9 @@ class FrozenFeatures:
         self._network = network
 
     def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``split`` in the dataset's order, with the features (N, F) of their images."""
+        """Yield the blocks of ``split`` in the dataset's order,
+        with the features (N, F) of their images.
+        """
         return self.of(
             ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split)), view
         )
@@ -82,7 +89,9 @@ class FrozenFeatures:
     def batches(
         self, dataset: Dataset, split: Split, images: TrainingImages, view: View | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the features (N, F) and classes (N,) of ``split``, without the labels that ``images`` excludes."""
+        """Yield the features (N, F) and classes (N,) of ``split``,
+        without the labels that ``images`` excludes.
+        """
         for block, features in self.blocks(dataset, split, view):
             classes = images.classes_of(block)
             if (included := classes >= 0).any():
@@ -92,7 +101,9 @@ class FrozenFeatures:
         return optimized(FrozenBackbone(self._network))
 
     def compute(self, dataset: Dataset, splits: Sequence[Split]) -> None:
-        """Compute the features of ``splits``, so that later steps only read them. Without a store, do nothing."""
+        """Compute the features of ``splits``,
+        so that later steps only read them. Without a store, do nothing.
+        """
         for split in splits if self._store else ():
             for _ in self.blocks(dataset, split):
                 pass
@@ -106,6 +117,8 @@ class HeadEmbedder(NamedTuple):
 
     @torch.inference_mode()
     def embed(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``shards`` with their embeddings (N, D), unit vectors of float32."""
+        """Yield the blocks of ``shards`` with their embeddings (N, D),
+        unit vectors of float32.
+        """
         for block, features in self.features.of(shards):
             yield block, self.head(torch.from_numpy(features)).numpy()

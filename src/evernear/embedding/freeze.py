@@ -1,4 +1,6 @@
-"""The initial network of a training run, and the frozen network, which is not trained at all."""
+"""The initial network of a training run, and the frozen network,
+which is not trained at all.
+"""
 
 import math
 from pathlib import Path
@@ -27,7 +29,8 @@ last layer learns fast enough."""
 
 
 def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
-    """The architecture for ``dataset``, with the preprocessing of pretrained weights if ``train.weights`` is set.
+    """The architecture for ``dataset``, with the preprocessing of pretrained weights if
+    ``train.weights`` is set.
 
     The standard deviation has a lower bound because a channel may have no contrast.
 
@@ -49,7 +52,9 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
 
 
 def _embedding_dim(settings: TrainSettings) -> int:
-    """``train.embedding_dim``, or the default rounded up to a multiple of the members."""
+    """``train.embedding_dim``, or the default rounded up to a multiple of the
+    members.
+    """
     default = 256 if settings.weights else 128
     return settings.embedding_dim or math.ceil(default / settings.members) * settings.members
 
@@ -80,7 +85,8 @@ def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
 def initialize(
     network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings, dataset: Dataset
 ) -> str | None:
-    """Load the pretrained weights of ``settings`` into ``network``, and return their file's sha256.
+    """Load the pretrained weights of ``settings`` into ``network``,
+    and return their file's sha256.
 
     The store of ``dataset`` may have a copy of the weights. See
     `evernear.embedding.weights`.
@@ -120,7 +126,8 @@ class Pretrained(NamedTuple):
 def open_pretrained(
     dataset: Dataset, settings: TrainSettings, store: Store | None = None, on_images: OnImages | None = None
 ) -> Pretrained:
-    """Load the pretrained network of ``settings``. With a ``store``, features are cached there.
+    """Load the pretrained network of ``settings``. With a ``store``,
+    features are cached there.
 
     Raises:
         TrainingError: as `choose_architecture` and `initialize`.
@@ -144,9 +151,9 @@ def fit_last_layer(
 ) -> "Head | None":
     """Fit the last layer to the train split.
 
-    The last layer is a trained head if `evernear.embedding.head.compare` accepts the head.
-    Otherwise, or with ``settings.frozen``, it is whitening. Return the head, even if it is
-    not used, or None if no head was trained.
+    The last layer is a trained head if `evernear.embedding.head.compare` accepts the
+    head. Otherwise, or with ``settings.frozen``, it is whitening. Return the head, even
+    if it is not used, or None if no head was trained.
     """
     from evernear.embedding.head import train_head, whitening_for
 
@@ -168,9 +175,11 @@ def freeze(
     on_images: OnImages | None = None,
     on_step: "OnHeadStep | None" = None,
 ) -> TrainingResult:
-    """Write a network with a frozen backbone to ``out_dir``, in the format of a trained network.
+    """Write a network with a frozen backbone to ``out_dir``,
+    in the format of a trained network.
 
-    With a ``store``, the features of all splits are computed and cached there, so that later steps only read them.
+    With a ``store``, the features of all splits are computed and cached there,
+    so that later steps only read them.
 
     Raises:
         TrainingError: as `open_pretrained`, or there are too few images.

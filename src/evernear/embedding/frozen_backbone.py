@@ -1,8 +1,8 @@
 """A network that consists of a frozen backbone and a head on the backbone's features.
 
-The features depend only on the pretrained weights. The backbone and the head are separate
-modules of the exported TorchScript file, so features of earlier runs serve every head on
-the same backbone.
+The features depend only on the pretrained weights. The backbone and the head are
+separate modules of the exported TorchScript file, so features of earlier runs serve
+every head on the same backbone.
 """
 
 from typing import cast
@@ -18,7 +18,9 @@ from evernear.embedding.timm_member import TimmMember, whitening_of
 
 
 class FrozenBackbone(nn.Module):
-    """Maps images (N, C, H, W), uint8 or float in 0..255, to the features (N, F) of a pretrained backbone."""
+    """Maps images (N, C, H, W), uint8 or float in 0..255, to the features (N,
+    F) of a pretrained backbone.
+    """
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
@@ -32,7 +34,9 @@ class FrozenBackbone(nn.Module):
         self.max_batch_size = network.max_batch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features (N, F) of ``images``. A large batch is split so that memory is bounded."""
+        """The features (N, F) of ``images``.
+        A large batch is split so that memory is bounded.
+        """
         return torch.cat([self.features(part) for part in images.split(self.max_batch_size)])
 
     def features(self, images: Tensor) -> Tensor:
@@ -43,7 +47,9 @@ class FrozenBackbone(nn.Module):
 
 
 class FrozenHead(nn.Module):
-    """Maps features (N, F) to unit vectors (N, D), centered as in `evernear.embedding.export.CenteredNetwork`."""
+    """Maps features (N, F) to unit vectors (N, D), centered as in
+    `evernear.embedding.export.CenteredNetwork`.
+    """
 
     def __init__(self, network: EmbeddingNetwork) -> None:
         super().__init__()
@@ -68,7 +74,9 @@ class FrozenNetwork(nn.Module):
         self.head = head
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, D)."""
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255,
+        as unit vectors (N, D).
+        """
         return self.head(self.backbone(images))
 
 

@@ -1,8 +1,8 @@
 """A linear head on the features of a pretrained backbone, which does not change.
 
-The features of the training images, plain and in a few augmented views, are computed once
-and cached. A training step on features takes milliseconds, so the head is trained in
-seconds.
+The features of the training images, plain and in a few augmented views, are computed
+once and cached. A training step on features takes milliseconds, so the head is trained
+in seconds.
 """
 
 import math
@@ -36,15 +36,19 @@ from evernear.settings import TrainSettings
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
 MAX_BYTES = 2**30
-"""Largest size of the features to train on, which are in memory. If the features would be
-larger, only every nth image is used."""
+"""Largest size of the features to train on, which are in memory. If the features would
+be larger, only every nth image is used.
+"""
 COMPARED_IMAGES = 16_384
 """Largest number of images of each split in the comparison with whitened features."""
 MAX_LOSS_ERRORS = 1.645
-"""Number of standard errors by which a head may be worse than whitened features. Without
-views, the head must be better by this number. This is a one-sided test at 5%."""
+"""Number of standard errors by which a head may be worse than whitened features.
+Without views, the head must be better by this number. This is a one-sided test at 5%.
+"""
 OnHeadStep = Callable[[int, int], None]
-"""Called after a step with the number of completed steps and the total number of steps."""
+"""Called after a step with the number of completed steps and the total number of
+steps.
+"""
 
 
 class LinearHead(nn.Module):
@@ -65,11 +69,14 @@ class LinearHead(nn.Module):
 
 
 class HeadExamples(NamedTuple):
-    """Whitened features of length sqrt(F), in place of the images of the train split."""
+    """Whitened features of length sqrt(F),
+    in place of the images of the train split.
+    """
 
     features: NDArray[np.float32]
-    """(V + 1, N, F), the features of the plain images, followed by the features of each of
-    the V augmented views."""
+    """(V + 1, N, F), the features of the plain images,
+    followed by the features of each of the V augmented views.
+    """
     classes: NDArray[np.int64]
     """(N,), the class of each image."""
 
@@ -113,9 +120,11 @@ def train_head(
     settings: TrainSettings,
     on_step: OnHeadStep | None = None,
 ) -> Head:
-    """Train a head on the train split, and compare it with whitened features on the gallery split.
+    """Train a head on the train split,
+    and compare it with whitened features on the gallery split.
 
-    With ``settings.minutes``, views that cannot be computed within the limit are left out.
+    With ``settings.minutes``, views that cannot be computed within the limit are left
+    out.
     """
     end_s = time.monotonic() + settings.minutes * 60 if settings.minutes else math.inf
     settings = with_defaults(settings, dataset)
@@ -130,8 +139,8 @@ def train_head(
         _train(module, examples, settings, on_step)
     weight = layer.project.weight.detach()
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
-    # The folded map omits the normalization between whitening and projection. The length
-    # does not matter, because the network normalizes its output to unit vectors.
+    # The folded map omits the normalization between whitening and projection. The
+    # length does not matter, because the network normalizes its output to unit vectors.
     folded = Whitening(features.dim, architecture.embedding_dim)
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
@@ -223,10 +232,12 @@ def compare(
 
 @torch.no_grad()
 def start_at_head(module: TrainingModule, head: Head) -> None:
-    """Initialize the last layer and the centers of a pretrained ``module`` from a trained head.
+    """Initialize the last layer and the centers of a pretrained ``module`` from a
+    trained head.
 
     A random head would distort the features first (Kumar et al. 2022, "Fine-tuning can
-    distort pretrained features and underperform out-of-distribution", arXiv:2202.10054).
+    distort pretrained features and underperform out-of-distribution",
+    arXiv:2202.10054).
     """
     member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
     project = cast(nn.Linear, member.project)
@@ -253,7 +264,9 @@ def _train(module: TrainingModule, examples: HeadExamples, settings: TrainSettin
 
 @torch.no_grad()
 def _start_at_class_means(centers: Tensor, layer: LinearHead, examples: HeadExamples) -> None:
-    """Set the ``centers`` (C, D) of the classes to the mean embeddings of their plain training images."""
+    """Set the ``centers`` (C, D) of the classes to the mean embeddings of their plain
+    training images.
+    """
     embeddings = F.normalize(torch.from_numpy(examples.features[0]) @ layer.project.weight.T)
     sums = torch.zeros_like(centers).index_add_(0, torch.from_numpy(examples.classes), embeddings)
     present = sums.norm(dim=1) > 0

@@ -12,7 +12,9 @@ LIBRARIES = ("timm", "torch")
 
 
 def network_identity(network: nn.Module, architecture: str, module: str) -> str:
-    """sha256 of ``architecture``, the parameters and buffers of ``network``, and the code that ``module`` imports."""
+    """sha256 of ``architecture``, the parameters and buffers of ``network``,
+    and the code that ``module`` imports.
+    """
     sha256 = hashlib.sha256(architecture.encode())
     sha256.update(code_digest(module, LIBRARIES).encode())
     for name, tensor in sorted(network.state_dict().items()):

@@ -1,6 +1,8 @@
-"""The vectors of a dataset's images, cached in the store or computed in parallel batches.
+"""The vectors of a dataset's images,
+cached in the store or computed in parallel batches.
 
-A vector is an embedding, or the features of a frozen backbone (`evernear.embedding.features`).
+A vector is an embedding, or the features of a frozen backbone
+(`evernear.embedding.features`).
 """
 
 from collections import deque
@@ -28,7 +30,9 @@ OnImages = Callable[[int], None]
 
 @torch.inference_mode()
 def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Compute the vectors (N, D) of float32 of one batch of images (N, H, W, C) of uint8."""
+    """Compute the vectors (N, D) of float32 of one batch of images (N, H, W,
+    C) of uint8.
+    """
     return network(to_tensor(images)).numpy()
 
 
@@ -84,8 +88,8 @@ class ImageVectors:
     def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
         """The images to embed.
 
-        The images are made in this thread, because views draw from torch's global random number
-        generator.
+        The images are made in this thread,
+        because views draw from torch's global random number generator.
         """
         if self._view is None:
             return block.images[selected]
@@ -109,7 +113,9 @@ class ImageVectors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A block of images, its cached vectors, and the pending computation of the other vectors."""
+    """A block of images, its cached vectors,
+    and the pending computation of the other vectors.
+    """
 
     block: Block
     vectors: Vectors
@@ -119,7 +125,8 @@ class _Batch:
 
 @contextmanager
 def one_torch_thread() -> Generator[int]:
-    """Let torch use one thread per operation, and yield the number of threads it used before.
+    """Let torch use one thread per operation,
+    and yield the number of threads it used before.
 
     One thread is faster for small operations and for concurrent batches.
     """

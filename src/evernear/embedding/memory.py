@@ -7,18 +7,24 @@ import torch
 from torch import Tensor, nn
 
 INFERENCE_BYTES = 128 * 2**20
-"""Maximum size of the activations that exist at the same time in inference, per embedding thread."""
+"""Maximum size of the activations that exist at the same time in inference,
+per embedding thread.
+"""
 TRAINING_BYTES = 2**30
-"""Maximum size of the activations that a training step stores for its backward pass, on a CPU."""
+"""Maximum size of the activations that a training step stores for its backward pass,
+on a CPU.
+"""
 GPU_MEMORY_FRACTION = 0.5
 """Maximum size of a training step's stored activations on a GPU, as a fraction of the
 GPU's memory."""
 INFERENCE_FACTOR = 2.0
-"""Factor for intermediate results and copies between memory formats, relative to a layer's
-input and output."""
+"""Factor for intermediate results and copies between memory formats,
+relative to a layer's input and output.
+"""
 TRAINING_FACTOR = 2.0
-"""Factor for gradients of the activations, and for values that layers store in addition to
-their output."""
+"""Factor for gradients of the activations,
+and for values that layers store in addition to their output.
+"""
 
 
 def inference_batch_size(network: nn.Module, image: Tensor) -> int:
@@ -31,7 +37,8 @@ def inference_batch_size(network: nn.Module, image: Tensor) -> int:
 
 
 def training_batch_size(network: nn.Module, image: Tensor, device: torch.device) -> int:
-    """Size of the largest batch that ``network`` may process with gradients on ``device``.
+    """Size of the largest batch that ``network`` may process with gradients on
+    ``device``.
 
     ``image`` (1, C, H, W) is an example input.
     """
@@ -44,7 +51,9 @@ def training_batch_size(network: nn.Module, image: Tensor, device: torch.device)
 
 @torch.no_grad()
 def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
-    """The result of ``measure(input bytes, output bytes)`` for each layer of ``network`` and one image."""
+    """The result of ``measure(input bytes, output bytes)`` for each layer of
+    ``network`` and one image.
+    """
     measured: list[int] = []
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

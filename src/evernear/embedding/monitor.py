@@ -1,4 +1,6 @@
-"""The measurements of training on the gallery split, the validation set, and their use."""
+"""The measurements of training on the gallery split, the validation set,
+and their use.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,10 +20,13 @@ from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 
 FLIP_TOLERANCE = 0.1
-"""Largest loss of accuracy under a harmless flip, as a fraction of the accuracy above chance."""
+"""Largest loss of accuracy under a harmless flip,
+as a fraction of the accuracy above chance.
+"""
 FLIP_TEST_MIN_ERRORS = 8
-"""Number of standard errors above chance at which the accuracy is high enough to compare
-flips."""
+"""Number of standard errors above chance at which the accuracy is high enough to
+compare flips.
+"""
 
 
 class GalleryMetrics(TypedDict):
@@ -36,11 +41,12 @@ class GalleryMetrics(TypedDict):
 def measure_gallery(
     module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> GalleryMetrics:
-    """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery split, without the margin.
+    """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery
+    split, without the margin.
 
     The ``batches`` of all processes together are the split. The standard error of the
-    accuracy is computed as if half a correct and half a wrong prediction were added (the
-    Jeffreys prior), so it is not zero if all predictions are correct.
+    accuracy is computed as if half a correct and half a wrong prediction were added
+    (the Jeffreys prior), so it is not zero if all predictions are correct.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
@@ -75,17 +81,18 @@ def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Fli
 def measure_flips(
     module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
 ) -> tuple[FlipTest, ...]:
-    """Compare a network's accuracy on the mirrored gallery with its accuracy on the gallery.
+    """Compare a network's accuracy on the mirrored gallery with its accuracy on the
+    gallery.
 
     The network was trained without flips. If the mirror image is as likely as the image
-    itself, as for a photographed dog, the network recognizes both equally well. A mirrored
-    digit is a different symbol, and the network fails to recognize it. A flip is harmless
-    if the accuracy above chance falls by no more than `FLIP_TOLERANCE` plus two standard
-    errors.
+    itself, as for a photographed dog, the network recognizes both equally well. A
+    mirrored digit is a different symbol, and the network fails to recognize it. A flip
+    is harmless if the accuracy above chance falls by no more than `FLIP_TOLERANCE` plus
+    two standard errors.
 
     Returns:
-        The tests of both directions. The result is empty while the accuracy is too low to
-        compare, less than `FLIP_TEST_MIN_ERRORS` standard errors above chance.
+        The tests of both directions. The result is empty while the accuracy is too low
+        to compare, less than `FLIP_TEST_MIN_ERRORS` standard errors above chance.
     """
     above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
     if above_chance < FLIP_TEST_MIN_ERRORS * error:
@@ -103,7 +110,9 @@ def measure_flips(
 
 
 def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
-    """A warning if the gallery accuracy fell after the best epoch by more than four standard errors."""
+    """A warning if the gallery accuracy fell after the best epoch by more than four
+    standard errors.
+    """
     best, last = history[best_epoch - 1], history[-1]
     error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)
     if best.gallery_accuracy - last.gallery_accuracy <= 4 * error:

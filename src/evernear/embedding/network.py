@@ -1,4 +1,6 @@
-"""The embedding network: a small convolutional network for gray or color images of any size."""
+"""The embedding network: a small convolutional network for gray or color images of any
+size.
+"""
 
 import math
 from functools import partial
@@ -11,8 +13,9 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import inference_batch_size
 
 MAX_LAST_GRID = 3
-"""Largest side of the last feature map. Stages are added until no side exceeds this size,
-and the map preserves the positions of features."""
+"""Largest side of the last feature map. Stages are added until no side exceeds this
+size, and the map preserves the positions of features.
+"""
 MAX_FIRST_GRID = 96
 """Largest side of the grid of patches. Larger images are split into patches so that the
 cost is bounded."""
@@ -22,7 +25,8 @@ double from stage to stage up to this multiple."""
 
 
 class EmbeddingNetwork(nn.Module):
-    """Maps images ``(N, C, H, W)`` of uint8 to unit vectors ``(N, embedding_dim)`` of float32.
+    """Maps images ``(N, C, H, W)`` of uint8 to unit vectors ``(N, embedding_dim)`` of
+    float32.
 
     The first layer normalizes by mean and standard deviation, so callers pass pixels of
     0..255, as integers or floats.
@@ -32,8 +36,9 @@ class EmbeddingNetwork(nn.Module):
     embeddings are concatenated, so the similarity of two images is the mean of the
     members' similarities.
 
-    With ``Architecture.test_time_flip``, the trained network embeds each image together with its mirror image, as in
-    the evaluation of ArcFace (Deng et al. 2019, arXiv:1801.07698). This doubles the embedding time.
+    With ``Architecture.test_time_flip``, the trained network embeds each image together
+    with its mirror image, as in the evaluation of ArcFace (Deng et al. 2019,
+    arXiv:1801.07698). This doubles the embedding time.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -46,10 +51,14 @@ class EmbeddingNetwork(nn.Module):
         self.length = math.sqrt(architecture.members)
         self.test_time_flip = architecture.test_time_flip
         self.max_batch_size = 2**31 - 1
-        """Size above which a batch is split outside training, so that memory is bounded."""
+        """Size above which a batch is split outside training,
+        so that memory is bounded.
+        """
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255, as unit vectors (N, embedding_dim)."""
+        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255,
+        as unit vectors (N, embedding_dim).
+        """
         if self.training:
             return self.embed(images)
         return torch.cat([self.embed_trained(part) for part in images.split(self.max_batch_size)])
@@ -70,16 +79,16 @@ class EmbeddingNetwork(nn.Module):
 class _Member(nn.Module):
     """A convolutional network that maps normalized pixels to unit vectors.
 
-    A stage consists of two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan and
-    Zisserman 2014, arXiv:1409.1556), with batch normalization. The first stage, which has
-    the most pixels, has one convolution. The network has at least two stages, and as many
-    as it needs to reach `MAX_LAST_GRID`. Pooling precedes normalization and the activation,
-    which then process a quarter of the values.
+    A stage consists of two 3x3 convolutions and a 2x2 max-pooling, as in VGG (Simonyan
+    and Zisserman 2014, arXiv:1409.1556), with batch normalization. The first stage,
+    which has the most pixels, has one convolution. The network has at least two stages,
+    and as many as it needs to reach `MAX_LAST_GRID`. Pooling precedes normalization and
+    the activation, which then process a quarter of the values.
 
-    For color images, convolutions are initialized to the identity as far as their channels
-    allow, and the activation is GELU (both as in airbench94, Jordan 2024,
-    arXiv:2404.00498). The accuracy on CIFAR-10 after five epochs of 20,000 images is then
-    77.4% instead of 74.1%. On digits, the accuracy does not improve.
+    For color images, convolutions are initialized to the identity as far as their
+    channels allow, and the activation is GELU (both as in airbench94, Jordan 2024,
+    arXiv:2404.00498). The accuracy on CIFAR-10 after five epochs of 20,000 images is
+    then 77.4% instead of 74.1%. On digits, the accuracy does not improve.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -134,7 +143,9 @@ def _per_channel(values: tuple[float, ...]) -> Tensor:
 
 
 def choose_patch(height: int, width: int) -> int:
-    """Side length of the patches, in pixels, for images of ``height`` x ``width`` pixels."""
+    """Side length of the patches, in pixels,
+    for images of ``height`` x ``width`` pixels.
+    """
     patch = 1
     while min(height, width) / patch >= MAX_FIRST_GRID:
         patch *= 2
@@ -151,7 +162,9 @@ def _convolution(inputs: int, outputs: int, stride: tuple[int, int] = (1, 1), *,
 
 
 class _PadToMultiple(nn.Module):
-    """Pads right and bottom to a multiple of ``multiple`` pixels with zeros, the mean color."""
+    """Pads right and bottom to a multiple of ``multiple`` pixels with zeros,
+    the mean color.
+    """
 
     def __init__(self, multiple: int) -> None:
         super().__init__()

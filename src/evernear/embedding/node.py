@@ -1,10 +1,11 @@
-"""A node of a multi-node training run: ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
+"""A node of a multi-node training run:
+``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
 
 The train step writes the `NodeTask` of the run to the store, and reads each node's
-`NodeLog` from the store. The result is the last checkpoint. If a node is lost, the other
-nodes end. The JobSet then restarts all nodes, which resume from the last checkpoint. A
-`TrainingError`, such as a loss that is not finite, would recur after a restart. Its exit
-code therefore ends the TrainJob (``podFailurePolicy`` in
+`NodeLog` from the store. The result is the last checkpoint. If a node is lost, the
+other nodes end. The JobSet then restarts all nodes, which resume from the last
+checkpoint. A `TrainingError`, such as a loss that is not finite, would recur after a
+restart. Its exit code therefore ends the TrainJob (``podFailurePolicy`` in
 ``deploy/components/multi-node-training``).
 """
 
@@ -32,7 +33,9 @@ LOG_MAX_LINES = 200
 
 
 class NodeTask(Frozen):
-    """The training task that the nodes of a run share: ``runs/<run>/nodes/task.json``."""
+    """The training task that the nodes of a run share:
+    ``runs/<run>/nodes/task.json``.
+    """
 
     dataset: str
     digest: str
@@ -40,7 +43,9 @@ class NodeTask(Frozen):
 
 
 class NodeLog(Frozen):
-    """The progress of one node, including restarts: ``runs/<run>/nodes/<rank>.json``."""
+    """The progress of one node, including restarts:
+    ``runs/<run>/nodes/<rank>.json``.
+    """
 
     lines: tuple[str, ...] = ()
     epochs: tuple[Epoch, ...] = ()

@@ -1,11 +1,10 @@
 """Random augmentation of photographs.
 
 An image is cropped, and changed in color or shape. The image may also be mirrored or
-partly erased. Large crops
-and one random operation with a random strength are the "wide" variant of TrivialAugment
-(Müller and Hutter 2021, arXiv:2103.10158), which needs no tuning. Rectangles are erased as
-in Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896. An image and a
-seed determine the result.
+partly erased. Large crops and one random operation with a random strength are the
+"wide" variant of TrivialAugment (Müller and Hutter 2021, arXiv:2103.10158), which needs
+no tuning. Rectangles are erased as in Zhong et al. 2017, "Random Erasing Data
+Augmentation", arXiv:1708.04896. An image and a seed determine the result.
 """
 
 from functools import cache
@@ -32,11 +31,11 @@ LIBRARIES = ("torch", "torchvision")
 def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: bool = False) -> Tensor:
     """Augment images (N, C, H, W) of uint8, each with its seed.
 
-    With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle is
-    erased in about a quarter of the images.
+    With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle
+    is erased in about a quarter of the images.
 
-    torchvision draws from the global random number generator, so only one thread may call
-    this function.
+    torchvision draws from the global random number generator,
+    so only one thread may call this function.
     """
     augmented = torch.empty_like(images, device="cpu")
     transform = _transform(*images.shape[-2:], mirror, erase)

@@ -1,12 +1,12 @@
 """Plan training within a time limit.
 
 The plan chooses the layers to train, the number of epochs and the image size from the
-speed of this machine. The speed is measured once for a dataset and its settings. The plan
-is stored beside the checkpoints, so a retry, a resumed run and the open-set probe follow
-the same plan even if the machine's speed changes. A schedule that ends at the time limit
-is better than a schedule that is cut off (Li et al. 2020, "Budgeted Training",
-arXiv:1905.04753). If the machine becomes slower, `Deadline` shortens each epoch, and the
-schedule still reaches its end.
+speed of this machine. The speed is measured once for a dataset and its settings. The
+plan is stored beside the checkpoints, so a retry, a resumed run and the open-set probe
+follow the same plan even if the machine's speed changes. A schedule that ends at the
+time limit is better than a schedule that is cut off (Li et al. 2020, "Budgeted
+Training", arXiv:1905.04753). If the machine becomes slower, `Deadline` shortens each
+epoch, and the schedule still reaches its end.
 """
 
 import math
@@ -50,20 +50,25 @@ CIFAR-10, unseen classes are not yet as well separated as after all ten."""
 
 
 class Plan(Frozen):
-    """The use of ``train.minutes``, saved as ``checkpoints/<key>/plan.json`` in the store."""
+    """The use of ``train.minutes``, saved as ``checkpoints/<key>/plan.json`` in the
+    store.
+    """
 
     train: TrainSettings
     probe: TrainSettings
     sentence: str
     """The plan and its estimated time, in words."""
     probe_s: float | None = None
-    """Time after which the probe begins no further draw, or None if the probe has a single
-    draw, which the number of steps limits."""
+    """Time after which the probe begins no further draw, or None if the probe has a
+    single draw, which the number of steps limits.
+    """
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A way to train a pretrained network that is chosen if at least ``fewest_epochs`` fit in the time."""
+    """A way to train a pretrained network that is chosen if at least ``fewest_epochs``
+    fit in the time.
+    """
 
     layers: Layers
     size_factor: float
@@ -75,8 +80,9 @@ LADDER = (
     FineTuning("last", 6 / 7, FEWEST_EPOCHS),
     FineTuning("last", 4 / 7, FEWEST_EPOCHS),
 )
-"""Ways to train a pretrained network, best first. If none fits in the time, only a head is
-trained."""
+"""Ways to train a pretrained network, best first. If none fits in the time,
+only a head is trained.
+"""
 
 
 class Speed(NamedTuple):
@@ -145,8 +151,8 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, me
             continue
         changes = {"layers": way.layers, "size_factor": settings.size_factor or way.size_factor}
         tuned = settings.model_copy(update=changes)
-        # A training step takes at least twice as long as an embedding, so a way that cannot
-        # fit is recognized without measuring a training step.
+        # A training step takes at least twice as long as an embedding, so a way that
+        # cannot fit is recognized without measuring a training step.
         shortest_s = _work(dataset, settings, tuned, Speed(2 * embed_s, embed_s, embed_s), start_s).shortest_s
         if shortest_s > end_s - time.monotonic() and not is_demanded:
             continue
@@ -179,9 +185,9 @@ def _plan_head(
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
         return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
-    # In training, `minutes` limits the time for the train split. The probe only reads the
-    # features. Training and the probe share the spare time, because either may take longer
-    # than expected.
+    # In training, `minutes` limits the time for the train split. The probe only reads
+    # the features. Training and the probe share the spare time, because either may take
+    # longer than expected.
     spare_s = max(0.0, time_s - fixed_s - views * view_s)
     limit_s = ((1 + views) * view_s + spare_s / 2) / USED_SHARE
     chosen = of_head.model_copy(update={"views": views, "minutes": limit_s / 60})
@@ -216,8 +222,8 @@ class _Work:
     def fewest_steps(self) -> int:
         """The smallest number of steps.
 
-        With fewer steps, a pretrained network forgets more than it learns, and a head is
-        better.
+        With fewer steps, a pretrained network forgets more than it learns,
+        and a head is better.
         """
         return FEWEST_STEPS if self.recipe.weights else FEWEST_EPOCHS
 
@@ -251,7 +257,9 @@ class _Work:
         return Plan(train=train, probe=probe, sentence=sentence)
 
     def _of(self, epochs: int, steps: int) -> TrainSettings:
-        """The settings of a training run, whose ``minutes`` limit the loop over epochs."""
+        """The settings of a training run,
+        whose ``minutes`` limit the loop over epochs.
+        """
         loop_s = steps * self.step_s + epochs * self.validation_s
         changes = {"epochs": epochs, "min_steps": steps, "max_steps": steps, "minutes": loop_s / USED_SHARE / 60}
         return self.chosen.model_copy(update=changes)
@@ -292,7 +300,8 @@ def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
 
 
 class Deadline:
-    """The time limit of the next epoch, a share of the time that remains for all epochs.
+    """The time limit of the next epoch,
+    a share of the time that remains for all epochs.
 
     No epoch takes the time of a later epoch.
     """

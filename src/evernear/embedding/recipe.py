@@ -1,4 +1,6 @@
-"""The recipe of training: image-dependent defaults, device, precision, optimizer and schedules."""
+"""The recipe of training: image-dependent defaults, device, precision,
+optimizer and schedules.
+"""
 
 import math
 from typing import Any, cast
@@ -31,27 +33,32 @@ margin for the same reason.
 TOTAL_DECAY = 1.8
 """Default of learning rate x weight decay x steps for Muon and AdamW on color images.
 
-With decoupled weight decay, weights are a moving average of the updates. This default makes
-the length of the average the same fraction of every training run (Wang and Aitchison 2024,
-"How to set AdamW's weight decay as you scale model and dataset size", arXiv:2405.13698).
-docs/decisions/measurements/training.md has the measurements.
+With decoupled weight decay, weights are a moving average of the updates. This default
+makes the length of the average the same fraction of every training run (Wang and
+Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
+arXiv:2405.13698). docs/decisions/measurements/training.md has the measurements.
 """
 FIRST_SIZE = 5 / 6
-"""Size of the training images in the first epochs of fine-tuning, relative to the last epochs."""
+"""Size of the training images in the first epochs of fine-tuning,
+relative to the last epochs.
+"""
 FIRST_EPOCHS = 0.6
-"""Share of the epochs with the first size. Training on small images first, and on smaller
-images than in use (Touvron et al. 2019, "Fixing the train-test resolution discrepancy",
-arXiv:1906.06423), is faster and better than training at one size."""
+"""Share of the epochs with the first size. Training on small images first, and on
+smaller images than in use (Touvron et al. 2019, "Fixing the train-test resolution
+discrepancy", arXiv:1906.06423), is faster and better than training at one size.
+"""
 EMA_DECAY = 0.99
 """Largest default of ``train.ema_decay``."""
 EMA_SHARE = 1 / 15
-"""Share of the steps over which the weights are averaged. A decay of 0.99 averages over 100
-of 1,500 steps."""
+"""Share of the steps over which the weights are averaged.
+A decay of 0.99 averages over 100 of 1,500 steps.
+"""
 MOST_VIEWS = 4
 """Largest default of ``train.views``."""
 MOST_VIEWED_IMAGES = 20_000
-"""Largest number of augmented images by default. More images need fewer views, and a CPU
-takes minutes for 20,000 augmented images."""
+"""Largest number of augmented images by default. More images need fewer views, and a
+CPU takes minutes for 20,000 augmented images.
+"""
 
 GRAY: Recipe = {
     "optimizer": "adamw",
@@ -69,8 +76,9 @@ GRAY: Recipe = {
 }
 """Defaults for gray images, mostly drawings and scans."""
 COLOR = GRAY | {"epochs": 24, "min_steps": 600, "width": 32, "augment": "shift", "label_smoothing": 0.1}
-"""Defaults for color images. Photographs vary more, and need a larger network, more steps
-and more regularization."""
+"""Defaults for color images. Photographs vary more, and need a larger network, more
+steps and more regularization.
+"""
 MUON = COLOR | {"optimizer": "muon", "epochs": 10, "min_steps": 400, "width": 48}
 HEAD = GRAY | {
     "epochs": 30,
@@ -82,7 +90,9 @@ HEAD = GRAY | {
     "augment": "none",
     "scale": 16.0,
 }
-"""Defaults for a head on a pretrained network's features (`evernear.embedding.head`)."""
+"""Defaults for a head on a pretrained network's features
+(`evernear.embedding.head`).
+"""
 FINE_TUNING = GRAY | {
     "epochs": 16,
     "min_steps": 200,
@@ -92,11 +102,15 @@ FINE_TUNING = GRAY | {
     "label_smoothing": 0.1,
     "size_factor": 6 / 7,
 }
-"""Defaults for fine-tuning the layers of a pretrained network, starting from a trained head."""
+"""Defaults for fine-tuning the layers of a pretrained network,
+starting from a trained head.
+"""
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
-    """``settings`` with the defaults filled in, which depend on the images and the network."""
+    """``settings`` with the defaults filled in,
+    which depend on the images and the network.
+    """
     color = dataset.shape[2] == 3
     is_compact = settings.backbone in ("auto", *MEMBERS) and not settings.weights
     if settings.keeps_backbone:
@@ -121,7 +135,9 @@ def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
 
 
 def _choose_views(images: int) -> int:
-    """Number of augmented views of each of ``images`` whose features a head is trained on."""
+    """Number of augmented views of each of ``images`` whose features a head is trained
+    on.
+    """
     return max(1, min(MOST_VIEWS, MOST_VIEWED_IMAGES // max(1, images)))
 
 
@@ -141,7 +157,9 @@ def size_factor(settings: TrainSettings, epoch: int) -> float:
 
 
 def settings_of_head(settings: TrainSettings) -> TrainSettings:
-    """The settings of the head from which the training of a pretrained network starts."""
+    """The settings of the head from which the training of a pretrained network
+    starts.
+    """
     names = {"weights", "backbone", "backbone_size_px", "embedding_dim", "views", "flip", "seed"}
     return TrainSettings(layers="head", **settings.model_dump(include=names))
 
@@ -201,7 +219,8 @@ def choose_micro_batches(
 
 
 def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision: torch.dtype) -> torch.optim.Optimizer:
-    """Muon, AdamW or SGD with Nesterov momentum, without weight decay for normalization layers and biases.
+    """Muon, AdamW or SGD with Nesterov momentum,
+    without weight decay for normalization layers and biases.
 
     Muon updates the weights of convolutions and linear layers, except depthwise
     convolutions, which have one input channel.
@@ -237,7 +256,8 @@ def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision:
 
 
 def choose_average(module: TrainingModule, settings: TrainSettings) -> AveragedModel | None:
-    """A running average of the weights of ``module``, or None if ``train.ema_decay`` is 0.
+    """A running average of the weights of ``module``,
+    or None if ``train.ema_decay`` is 0.
 
     The average includes the batch normalization statistics (Polyak and Juditsky 1992,
     "Acceleration of stochastic approximation by averaging").
@@ -260,9 +280,10 @@ def _stage_factors(module: TrainingModule) -> dict[str, float]:
 def learning_rate(settings: TrainSettings, progress: float) -> float:
     """The learning rate at ``progress`` (0..1) of all steps.
 
-    Triangular and cosine schedules rise linearly during `WARM_UP` and then fall to 0. The
-    triangle is one cycle of Smith 2017, "Cyclical Learning Rates", arXiv:1506.01186. The
-    cosine schedule is from Loshchilov and Hutter 2017, arXiv:1608.03983.
+    Triangular and cosine schedules rise linearly during `WARM_UP` and then fall to 0.
+    The triangle is one cycle of Smith 2017, "Cyclical Learning Rates",
+    arXiv:1506.01186. The cosine schedule is from Loshchilov and Hutter 2017,
+    arXiv:1608.03983.
     """
     if settings.schedule == "constant":
         return settings.learning_rate

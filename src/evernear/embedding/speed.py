@@ -1,4 +1,6 @@
-"""Measure the speed of this machine, which the plan for training within a time limit needs."""
+"""Measure the speed of this machine,
+which the plan for training within a time limit needs.
+"""
 
 import time
 from collections.abc import Callable
@@ -66,7 +68,9 @@ def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
 
 
 def _embed_s(network: nn.Module, pixels: Tensor) -> float:
-    """Seconds per image of embedding on the CPU, with one concurrent batch per thread."""
+    """Seconds per image of embedding on the CPU,
+    with one concurrent batch per thread.
+    """
     scripted = optimized(network)
 
     def embed(batch: Tensor) -> Tensor:

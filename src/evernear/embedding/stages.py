@@ -1,4 +1,6 @@
-"""The stages of a pretrained network, with their learning rates and the choice of frozen stages."""
+"""The stages of a pretrained network,
+with their learning rates and the choice of frozen stages.
+"""
 
 import math
 from typing import Any, cast
@@ -13,17 +15,19 @@ RATE_DECAY = 0.8
 (Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text Classification",
 section 3.2, arXiv:1801.06146)."""
 FROZEN_SHARE = 1 / 3
-"""Share of the stages that ``train.layers = last`` freezes, counted from the first stage.
-The first stages process the most pixels, which takes most of the time, and they differ
-least between data sets."""
+"""Share of the stages that ``train.layers = last`` freezes, counted from the first
+stage. The first stages process the most pixels, which takes most of the time, and they
+differ least between data sets.
+"""
 
 
 def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool) -> None:
-    """Prepare ``module``, in train mode, for an epoch with images of ``size_factor`` times the input's side.
+    """Prepare ``module``, in train mode,
+    for an epoch with images of ``size_factor`` times the input's side.
 
-    With ``fixed_statistics``, batch normalization uses the pretraining statistics, to which
-    the head was fitted. The statistics of small batches at other image sizes are so
-    different that most images would be misclassified before the first step
+    With ``fixed_statistics``, batch normalization uses the pretraining statistics, to
+    which the head was fitted. The statistics of small batches at other image sizes are
+    so different that most images would be misclassified before the first step
     (docs/decisions/0076-training-within-a-time.md). Frozen stages always use the
     pretraining statistics.
     """
@@ -36,14 +40,18 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
 
 
 def rate_factors(backbone: nn.Module) -> dict[str, float]:
-    """The learning rate of each parameter of a timm model, relative to the last stage's."""
+    """The learning rate of each parameter of a timm model,
+    relative to the last stage's.
+    """
     stages = _stages(backbone)
     last = max(stages.values(), default=0)
     return {name: RATE_DECAY ** (last - stage) for name, stage in stages.items()}
 
 
 def freeze_first_stages(module: nn.Module) -> None:
-    """Exclude the first third of the stages of each timm model in ``module`` from training."""
+    """Exclude the first third of the stages of each timm model in ``module`` from
+    training.
+    """
     for member in module.modules():
         if isinstance(member, TimmMember):
             _freeze(member.backbone)
@@ -57,7 +65,9 @@ def _freeze(backbone: nn.Module) -> None:
 
 
 def fix_frozen_statistics(network: nn.Module) -> None:
-    """Put layers without trained parameters in eval mode, so that their batch statistics do not change."""
+    """Put layers without trained parameters in eval mode,
+    so that their batch statistics do not change.
+    """
     for module in network.modules():
         parameters = list(module.parameters(recurse=False))
         if parameters and not any(parameter.requires_grad for parameter in parameters):

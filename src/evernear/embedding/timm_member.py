@@ -20,11 +20,12 @@ class Backbone(Protocol):
 
 
 class TimmMember(nn.Module):
-    """An ensemble member with a timm backbone, which maps normalized pixels to unit vectors.
+    """An ensemble member with a timm backbone,
+    which maps normalized pixels to unit vectors.
 
-    Pooled features are projected to the embedding, as in the compact network. For a frozen
-    backbone, and for a pretrained backbone, whose training starts from a head, the
-    projection is an affine map.
+    Pooled features are projected to the embedding, as in the compact network. For a
+    frozen backbone, and for a pretrained backbone, whose training starts from a head,
+    the projection is an affine map.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -66,10 +67,11 @@ class Whitening(nn.Module):
 
 
 class Resize(nn.Module):
-    """Crops the center of an image and resizes the crop to the backbone's pretraining size.
+    """Crops the center of an image and resizes the crop to the backbone's pretraining
+    size.
 
-    In training, images are not cropped, because augmentation crops them. The training size
-    may be smaller.
+    In training, images are not cropped, because augmentation crops them.
+    The training size may be smaller.
     """
 
     def __init__(self, shape: tuple[int, int, int], size: NetworkInput, fixed: bool) -> None:

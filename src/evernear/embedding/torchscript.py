@@ -32,7 +32,9 @@ def load_torchscript(file: Path) -> torch.jit.ScriptModule:
 
 
 def read_torchscript(file: Path) -> torch.jit.ScriptModule:
-    """Load a TorchScript file on the CPU, with its submodules. See `load_torchscript`."""
+    """Load a TorchScript file on the CPU, with its submodules.
+    See `load_torchscript`.
+    """
     with ignore_torchscript_deprecation():
         try:
             return torch.jit.load(file, map_location="cpu").eval()
@@ -47,11 +49,12 @@ def freeze_parameters(network: torch.jit.ScriptModule) -> torch.jit.ScriptModule
 
 
 def optimized(network: nn.Module) -> torch.jit.ScriptModule:
-    """Script the network, in eval mode, and optimize it for big batches on this machine.
+    """Script the network, in eval mode,
+    and optimize it for big batches on this machine.
 
-    With oneDNN's operators and memory layout, a batch of 256 images takes 2% to 14% less
-    time. A single image takes up to 3 times as much time, so servers do not use optimized
-    networks. An optimized graph cannot be saved.
+    With oneDNN's operators and memory layout, a batch of 256 images takes 2% to 14%
+    less time. A single image takes up to 3 times as much time, so servers do not use
+    optimized networks. An optimized graph cannot be saved.
     """
     with ignore_torchscript_deprecation():
         scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())

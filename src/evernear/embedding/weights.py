@@ -50,13 +50,14 @@ class Weights:
 
 
 def store_package(weights: str, store: Store) -> None:
-    """Copy the file of the weight package that ``weights`` (``train.weights``) names to ``store``.
+    """Copy the file of the weight package that ``weights`` (``train.weights``) names to
+    ``store``.
 
     If ``weights`` does not name a package, nothing is copied.
 
     Raises:
-        TrainingError: the package is neither installed here nor in the store, or it has a
-            different file.
+        TrainingError: the package is neither installed here nor in the store,
+            or it has a different file.
         StoreError: the store cannot be written.
     """
     package = weight_package(weights)
@@ -67,11 +68,12 @@ def store_package(weights: str, store: Store) -> None:
 def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
     """Read the weights that ``weights`` (``train.weights``) names.
 
-    ``backbone`` is the timm model whose weights are downloaded from the hub. A package is
-    read from ``store`` if the store has it, otherwise from this environment.
+    ``backbone`` is the timm model whose weights are downloaded from the hub. A package
+    is read from ``store`` if the store has it, otherwise from this environment.
 
     Raises:
-        TrainingError: the file cannot be read or does not contain weights, or the package is not installed.
+        TrainingError: the file cannot be read or does not contain weights,
+            or the package is not installed.
         StoreError: the object cannot be fetched.
     """
     source, package = weights, weight_package(weights)

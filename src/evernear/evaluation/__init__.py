@@ -1,4 +1,5 @@
-"""Measure candidate and champion on the same frozen test split, and decide on promotion.
+"""Measure candidate and champion on the same frozen test split,
+and decide on promotion.
 
 Both are measured as they are served.
 """

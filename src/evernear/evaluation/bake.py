@@ -1,17 +1,17 @@
 """Compare the live traffic of a release with the traffic of the previous release.
 
 The entry is `Comparison.find_breach`. A rule is about one share of the requests, and is
-broken if that share has risen by more than a margin. The comparison is repeated every few
-seconds, so a fixed level for each comparison would roll back nearly every release in the
-end. Each rule is therefore an e-process, a mixture of likelihood ratios against the largest
-share that the rule tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and Sekhon,
-"Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021). While the rule
-holds, the probability that the e-process ever exceeds 1 / level is at most the level (Ville
-1939), regardless of the number of comparisons.
+broken if that share has risen by more than a margin. The comparison is repeated every
+few seconds, so a fixed level for each comparison would roll back nearly every release
+in the end. Each rule is therefore an e-process, a mixture of likelihood ratios against
+the largest share that the rule tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and
+Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021). While
+the rule holds, the probability that the e-process ever exceeds 1 / level is at most the
+level (Ville 1939), regardless of the number of comparisons.
 
-Requests come in bursts. Counts are therefore divided by their dispersion, the ratio of the
-variance between the cells of a window to the variance of independent requests (Pearson's
-chi-squared divided by its degrees of freedom, McCullagh and Nelder 1989).
+Requests come in bursts. Counts are therefore divided by their dispersion, the ratio of
+the variance between the cells of a window to the variance of independent requests
+(Pearson's chi-squared divided by its degrees of freedom, McCullagh and Nelder 1989).
 """
 
 import math
@@ -22,8 +22,9 @@ from typing import NamedTuple, Self
 from evernear.common.frozen import Frozen
 
 LEVEL = 0.005
-"""Largest probability, for all rules together, of rolling back a release whose shares are
-within the margins."""
+"""Largest probability, for all rules together,
+of rolling back a release whose shares are within the margins.
+"""
 ERROR_MARGIN = 0.01
 SLOW_MARGIN = 0.01
 UNKNOWN_MARGIN = 0.05
@@ -38,10 +39,11 @@ MIN_CELLS = 3
 class Figures(Frozen):
     """Counts of requests: the counters of a pod, or their increments.
 
-    ``answered`` and ``refused`` (with a status of 500 or more) are counted by the worker.
-    ``failed`` are TorchServe's responses with a status of 500 or more, which include the
-    worker's responses over HTTP, a full queue and a dead worker. ``within`` maps an upper
-    bound in seconds to the number of ``timed`` requests that took no longer.
+    ``answered`` and ``refused`` (with a status of 500 or more) are counted by the
+    worker. ``failed`` are TorchServe's responses with a status of 500 or more, which
+    include the worker's responses over HTTP, a full queue and a dead worker. ``within``
+    maps an upper bound in seconds to the number of ``timed`` requests that took no
+    longer.
     """
 
     answered: int = 0
@@ -56,7 +58,9 @@ class Figures(Frozen):
         return total((self, other))
 
     def since(self, earlier: Self) -> Self | None:
-        """The increments since ``earlier``, or None if a counter went down, as after a restart."""
+        """The increments since ``earlier``, or None if a counter went down,
+        as after a restart.
+        """
         if any(getattr(self, name) < getattr(earlier, name) for name in _COUNTERS):
             return None
         counts = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}

@@ -1,7 +1,7 @@
 """Trivial recognizers to compare the candidate with on its test images.
 
-One predicts the most common class, and the other predicts the class of the nearest gallery
-image by pixels.
+One predicts the most common class,
+and the other predicts the class of the nearest gallery image by pixels.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,9 @@ from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
 
 SIDE_PX = 16
-"""Height and width to which images are reduced, so that a shift by a few pixels matters less."""
+"""Height and width to which images are reduced,
+so that a shift by a few pixels matters less.
+"""
 GALLERY_MAX = 10_000
 QUERIES_MAX = 2_000
 FLAT = 1e-6
@@ -44,12 +46,12 @@ class Baseline(Frozen):
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, batch_size: int) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
-    No recognizer that ignores the image is better than always predicting the most common
-    class of the test split. The nearest gallery image by pixels (`SIDE_PX`, each image
-    standardized) needs no training. The gallery and the queries of this baseline are spread
-    evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX` images. If a class
-    has no image in the gallery split, the baseline uses the same train images as the
-    candidate's index.
+    No recognizer that ignores the image is better than always predicting the most
+    common class of the test split. The nearest gallery image by pixels (`SIDE_PX`, each
+    image standardized) needs no training. The gallery and the queries of this baseline
+    are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX`
+    images. If a class has no image in the gallery split, the baseline uses the same
+    train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, confidence)]

@@ -1,12 +1,13 @@
-"""The variance of the open-set probe's figures, which includes the spread between classes.
+"""The variance of the open-set probe's figures,
+which includes the spread between classes.
 
-The probe holds out some classes, and its figures describe classes that nobody has seen yet.
-Classes differ from each other more than their images do. The sample therefore consists of
-classes rather than images, and two classes of a thousand images each are two observations.
-Images of one group (``data.group``) are one observation as well.
+The probe holds out some classes, and its figures describe classes that nobody has seen
+yet. Classes differ from each other more than their images do. The sample therefore
+consists of classes rather than images, and two classes of a thousand images each are
+two observations. Images of one group (``data.group``) are one observation as well.
 
-Each function imports SciPy itself, because the import takes half a second and is not needed
-to read an earlier measurement.
+Each function imports SciPy itself, because the import takes half a second and is not
+needed to read an earlier measurement.
 """
 
 import math
@@ -29,39 +30,47 @@ Clusters = NDArray[np.int32]
 
 
 class Spread(NamedTuple):
-    """The estimated variance of a mean, on the log-odds scale, and its degrees of freedom."""
+    """The estimated variance of a mean, on the log-odds scale,
+    and its degrees of freedom.
+    """
 
     variance: float
     degrees: float
 
     def half_width(self, confidence: float) -> float:
-        """Half the width of a two-sided interval of the log-odds, from Student's t distribution."""
+        """Half the width of a two-sided interval of the log-odds,
+        from Student's t distribution.
+        """
         from scipy.stats import t
 
         return float(t.ppf((1 + confidence) / 2, self.degrees)) * math.sqrt(self.variance)
 
 
 def spread_of_mean(values: NDArray[np.floating], clusterings: Sequence[Clusters]) -> Spread:
-    """The spread of the mean of ``values`` (N,), each 0 to 1, whose clusters are a sample.
+    """The spread of the mean of ``values`` (N,), each 0 to 1,
+    whose clusters are a sample.
 
     N must be at least 1. The clustering with the largest interval among ``clusterings``
-    determines the result. The variance between the means of clusters is moderated (Smyth
-    2004, Stat. Appl. Genet. Mol. Biol. 3:3), which averages it with `PRIOR_DEVIATION`,
-    weighted by the degrees of freedom of each. Two clusters contain almost no information
-    about their variance. Without moderation, their interval from Student's t distribution
-    would be nearly 0 to 1.
+    determines the result. The variance between the means of clusters is moderated
+    (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3:3), which averages it with
+    `PRIOR_DEVIATION`, weighted by the degrees of freedom of each. Two clusters contain
+    almost no information about their variance. Without moderation, their interval from
+    Student's t distribution would be nearly 0 to 1.
     """
     return max((_moderated(values, clusters) for clusters in clusterings), key=lambda spread: spread.half_width(0.95))
 
 
 def sum_of_spreads(spreads: Sequence[Spread]) -> Spread:
-    """The spread of a sum of independent means, with Welch-Satterthwaite degrees of freedom (1946)."""
+    """The spread of a sum of independent means,
+    with Welch-Satterthwaite degrees of freedom (1946).
+    """
     variance = sum(spread.variance for spread in spreads)
     return Spread(variance, variance**2 / sum(spread.variance**2 / spread.degrees for spread in spreads))
 
 
 def effective_images(accepted: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> float:
-    """The number of independent images with as much information about the share of ``accepted`` (N,).
+    """The number of independent images with as much information about the share of
+    ``accepted`` (N,).
 
     The number is at most N.
     """

@@ -1,4 +1,6 @@
-"""The paired test of whether the candidate is worse than the champion on the same queries."""
+"""The paired test of whether the candidate is worse than the champion on the same
+queries.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -18,8 +20,8 @@ from evernear.evaluation.measure import Outcomes
 class PairedCounts(Frozen):
     """Counts of queries that only one of two systems answers correctly.
 
-    The systems are the candidate and an earlier release or a baseline. Queries that both or
-    neither answer correctly carry no information about which system is better.
+    The systems are the candidate and an earlier release or a baseline. Queries that
+    both or neither answer correctly carry no information about which system is better.
     """
 
     queries: int = Field(ge=0)
@@ -30,14 +32,16 @@ class PairedCounts(Frozen):
     groups: int | None = None
     """Number of groups of the queries, or None if every query is independent."""
     nets: dict[int, int] = {}
-    """Regressions minus improvements by group number, for groups where the difference is
-    not 0."""
+    """Regressions minus improvements by group number,
+    for groups where the difference is not 0.
+    """
 
     @property
     def p_worse(self) -> float:
         """Probability of at least this number of regressions if both are equally good.
 
-        See `mcnemar_worse`, or `evernear.evaluation.grouped.sign_flip_worse` for groups.
+        See `mcnemar_worse`, or `evernear.evaluation.grouped.sign_flip_worse` for
+        groups.
         """
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
@@ -45,7 +49,9 @@ class PairedCounts(Frozen):
 
     @property
     def p_better(self) -> float:
-        """Probability of at least this number of improvements if both are equally good."""
+        """Probability of at least this number of improvements if both are equally
+        good.
+        """
         if self.groups is None:
             return mcnemar_worse(self.improvements, self.regressions)
         return sign_flip_worse(-net for net in self.nets.values())
@@ -67,7 +73,9 @@ class PairedCounts(Frozen):
 
     @property
     def net_losses(self) -> int:
-        """Regressions minus improvements, which is negative if the candidate gained queries."""
+        """Regressions minus improvements,
+        which is negative if the candidate gained queries.
+        """
         return self.regressions - self.improvements
 
     def changes(self) -> str:
@@ -82,7 +90,9 @@ class PairedCounts(Frozen):
 
 
 class Comparison(Frozen):
-    """Candidate against an earlier release, over all queries and within each class that has queries."""
+    """Candidate against an earlier release,
+    over all queries and within each class that has queries.
+    """
 
     overall: PairedCounts
     classes: dict[str, PairedCounts]
@@ -106,11 +116,11 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    If two equally good systems differ on a query, each is correct with probability 1/2. The
-    number of regressions among the n = ``regressions + improvements`` such queries is
-    therefore Binomial(n, 1/2). p is the probability of at least this number. Unlike the
-    mid-p and chi-squared forms, the exact test never exceeds its level, for any number of
-    queries.
+    If two equally good systems differ on a query, each is correct with probability 1/2.
+    The number of regressions among the n = ``regressions + improvements`` such queries
+    is therefore Binomial(n, 1/2). p is the probability of at least this number. Unlike
+    the mid-p and chi-squared forms, the exact test never exceeds its level, for any
+    number of queries.
     """
     from scipy.special import bdtrc
 
@@ -120,12 +130,13 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 
 
 def net_loss_budget(errors: int, queries: int, significance: float) -> int:
-    """The net losses that a candidate may have against a system with ``errors`` on ``queries``.
+    """The net losses that a candidate may have against a system with ``errors`` on
+    ``queries``.
 
     Two systems that err independently at this error rate exceed the budget with a
-    probability of about half of ``significance``. Retrained networks repeat most of each
-    other's errors, so they exceed the budget less often. The error rate is assumed to be
-    (errors + 1) / (queries + 2), because observing no error may be luck.
+    probability of about half of ``significance``. Retrained networks repeat most of
+    each other's errors, so they exceed the budget less often. The error rate is assumed
+    to be (errors + 1) / (queries + 2), because observing no error may be luck.
     """
     from scipy.special import ndtri
 
@@ -134,7 +145,8 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy, 0 to 1, that `mcnemar_worse` detects with probability ``power``.
+    """The smallest loss of accuracy, 0 to 1,
+    that `mcnemar_worse` detects with probability ``power``.
 
     The test has the level ``level``. The share of improvements is assumed to be
     (improvements + 1) / (queries + 2), because observing no improvement may be luck. A
@@ -153,19 +165,22 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
-    """The smallest loss of accuracy at which the net losses exceed ``budget`` with probability ``power``.
+    """The smallest loss of accuracy at which the net losses exceed ``budget`` with
+    probability ``power``.
 
-    The assumptions are the same as in `detectable_loss`. The result is 1 if no loss suffices.
+    The assumptions are the same as in `detectable_loss`.
+    The result is 1 if no loss suffices.
     """
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
-    """The smallest loss at which the net losses exceed ``critical`` with probability ``power``.
+    """The smallest loss at which the net losses exceed ``critical`` with probability
+    ``power``.
 
-    ``critical`` is a function of the share of queries on which the systems differ. The net
-    losses are approximately normal (Connor 1987, Biometrics 43:207). The result is 1 if no
-    loss suffices.
+    ``critical`` is a function of the share of queries on which the systems differ. The
+    net losses are approximately normal (Connor 1987, Biometrics 43:207). The result is
+    1 if no loss suffices.
     """
     from scipy.optimize import root_scalar
     from scipy.special import ndtr
@@ -184,7 +199,8 @@ def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], powe
 
 
 def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) -> Comparison:
-    """Compare the outcomes of two systems on the same queries. Label indices refer to ``labels``.
+    """Compare the outcomes of two systems on the same queries.
+    Label indices refer to ``labels``.
 
     Raises:
         IntegrityError: the queries differ.
@@ -244,7 +260,9 @@ def _paired(
 def _nets(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
 ) -> tuple[list[int], dict[int, dict[int, int]]]:
-    """The number of groups of each stratum, and the nonzero nets of its groups, by stratum."""
+    """The number of groups of each stratum, and the nonzero nets of its groups,
+    by stratum.
+    """
     pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)
     net = np.bincount(rows.ravel(), weights=changes).astype(np.int64)
     nets: defaultdict[int, dict[int, int]] = defaultdict(dict)

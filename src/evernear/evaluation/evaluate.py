@@ -37,8 +37,9 @@ SYSTEMS = ("candidate", "champion", "anchor")
 
 
 Answered = Callable[[str], Iterable[AnsweredBlock] | None]
-"""Returns the answers of one of `SYSTEMS` to the test split, in order, or None if they have
-yet to be computed."""
+"""Returns the answers of one of `SYSTEMS` to the test split, in order,
+or None if they have yet to be computed.
+"""
 
 
 def answered_by_nobody(_: str) -> None:
@@ -46,11 +47,15 @@ def answered_by_nobody(_: str) -> None:
 
 
 class ReleasedSystem(NamedTuple):
-    """A release that is measured together with the candidate: the champion or the anchor."""
+    """A release that is measured together with the candidate:
+    the champion or the anchor.
+    """
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None
-    """The snapshot that the release was built from, if the store still has the snapshot."""
+    """The snapshot that the release was built from,
+    if the store still has the snapshot.
+    """
     classes: ClassSettings = NO_CHANGES
     """The release's classes that were removed or renamed on purpose."""
     fault: str | None = None
@@ -79,14 +84,18 @@ class AnchorEvaluation(Frozen):
     """Proportion of the anchor's test images that are in the test split, or None if the
     anchor's test images are unknown."""
     fault: str = ""
-    """The fault of an anchor whose archive is damaged, or whose snapshot is damaged or lost."""
+    """The fault of an anchor whose archive is damaged,
+    or whose snapshot is damaged or lost.
+    """
     difference: str = ""
     """The difference that prevents the anchor from answering these queries, such as a
     different image shape."""
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate and of earlier releases, if any, on the same queries."""
+    """Measurements of the candidate and of earlier releases, if any,
+    on the same queries.
+    """
 
     remedy = "run the evaluate step again"
 
@@ -99,28 +108,35 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """Number of test images in each split that the candidate was built from. See
     `count_leakage`."""
     near_duplicates: NearDuplicates | None = None
-    """Test images that are nearly the same as an image of the train or gallery split, or
-    None in evaluations of earlier versions."""
+    """Test images that are nearly the same as an image of the train or gallery split,
+    or None in evaluations of earlier versions.
+    """
     training_warnings: tuple[str, ...] = ()
     """Signs that the candidate's training did not go well."""
     champion_leakage: dict[str, int] | None
-    """Number of test images in each split that the champion was built from, or None without
-    a champion or if the champion's dataset is unavailable."""
+    """Number of test images in each split that the champion was built from, or None
+    without a champion or if the champion's dataset is unavailable.
+    """
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are in the test split, or None under the
-    same conditions as ``champion_leakage``. Images that came from review do not count."""
+    """Proportion of the champion's test images that are in the test split, or None
+    under the same conditions as ``champion_leakage``. Images that came from review do
+    not count.
+    """
     champion_tests: int = 0
     """Number of the champion's test images that are in the test split."""
     reviewed_left_out: dict[str, int] = {}
     """Number of images that came from review and left a measured split, by split."""
     unreadable: dict[Literal["training", "champion"], str] = {}
-    """The reason why a snapshot cannot be read: the snapshot that the candidate's network
-    was trained on, or the champion's snapshot."""
+    """The reason why a snapshot cannot be read: the snapshot that the candidate's
+    network was trained on, or the champion's snapshot.
+    """
     classes: ClassSettings = NO_CHANGES
     """Classes of the champion that were removed or renamed on purpose. The champion's
     measurement uses their current names."""
     anchor: AnchorEvaluation | None = None
-    """The anchor's evaluation, or None if the champion is the anchor or without a champion."""
+    """The anchor's evaluation, or None if the champion is the anchor or without a
+    champion.
+    """
     replay: Replay | None = None
     """Both systems' answers to stored live queries, or None without a champion."""
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
@@ -181,7 +197,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         """Read the files that `write` wrote, and check the counts against the outcomes.
 
         Raises:
-            IntegrityError: a file is missing or invalid, or the files contradict each other.
+            IntegrityError: a file is missing or invalid,
+                or the files contradict each other.
         """
         try:
             evaluation = Evaluation.load(directory / EVALUATION_FILE)
@@ -233,21 +250,23 @@ def evaluate_systems(
     anchor: ReleasedSystem | UnavailableSystem | None = None,
     answered: Answered = answered_by_nobody,
 ) -> Evaluation:
-    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of ``dataset``.
+    """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of
+    ``dataset``.
 
     Also count leaked test images. ``anchor`` is None if the champion is the anchor. An
-    anchor or an earlier snapshot that cannot be read is not an error, because the gate then
-    holds the candidate.
+    anchor or an earlier snapshot that cannot be read is not an error, because the gate
+    then holds the candidate.
 
-    The accuracy of a champion that was trained on test images is overstated, and the gate
-    reports this. A renamed class of the champion counts under its new name. A retired class
-    is left out. ``trained_on`` is the snapshot that the candidate's network was trained on,
-    ``dataset`` by default. ``answered`` returns the answers of each of `SYSTEMS` if they
-    are already computed. ``observe`` receives the candidate's results, and
-    ``observe_champion`` the champion's results. See `measure`.
+    The accuracy of a champion that was trained on test images is overstated, and the
+    gate reports this. A renamed class of the champion counts under its new name. A
+    retired class is left out. ``trained_on`` is the snapshot that the candidate's
+    network was trained on, ``dataset`` by default. ``answered`` returns the answers of
+    each of `SYSTEMS` if they are already computed. ``observe`` receives the candidate's
+    results, and ``observe_champion`` the champion's results. See `measure`.
 
     Raises:
-        DataError: the test split is empty, or its images do not have the input shape of a recognizer.
+        DataError: the test split is empty,
+            or its images do not have the input shape of a recognizer.
     """
     measurements: dict[str, Measurement] = {}
     outcomes: dict[str, Outcomes] = {}
@@ -291,7 +310,9 @@ def _measure_anchor(
     groups: GroupNumbers | None,
     answered: Answered,
 ) -> AnchorEvaluation:
-    """Measure the anchor and add its outcomes to ``outcomes``, if the anchor can be measured."""
+    """Measure the anchor and add its outcomes to ``outcomes``,
+    if the anchor can be measured.
+    """
     if isinstance(anchor, UnavailableSystem):
         return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
     recognizer = anchor.recognizer
@@ -317,7 +338,9 @@ def _measure_anchor(
 
 
 def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
-    """Count leaked test images. An earlier snapshot that cannot be read leaves its counts unknown."""
+    """Count leaked test images. An earlier snapshot that cannot be read leaves its
+    counts unknown.
+    """
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
     if trained_on.digest != dataset.digest:
@@ -338,10 +361,11 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
 
 
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> tuple[float, int]:
-    """Proportion and number of the champion's test images that are in the test split of ``dataset``.
+    """Proportion and number of the champion's test images that are in the test split of
+    ``dataset``.
 
-    Images of retired classes, and images that left the test split because they came from
-    review, do not count.
+    Images of retired classes, and images that left the test split because they came
+    from review, do not count.
     """
     common = count_leakage(dataset, champion_dataset, ("test",))["test"]
     counts = champion_dataset.manifest.label_counts("test")

@@ -1,8 +1,8 @@
 """Images and figures of one evaluation for the run page, bounded in number and bytes.
 
-`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`), so
-no image is embedded twice. The result is recorded with the run, so the page needs neither
-the dataset nor the network later.
+`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`),
+so no image is embedded twice. The result is recorded with the run, so the page needs
+neither the dataset nor the network later.
 """
 
 import time
@@ -53,7 +53,9 @@ class Mistake(Frozen):
     label: str
     predicted: str
     unknown: bool
-    """Whether the query was called unknown, so that a client would not have seen the wrong label."""
+    """Whether the query was called unknown,
+    so that a client would not have seen the wrong label.
+    """
     distance: float
     tile: int
     neighbors: tuple[NeighborImage, ...]
@@ -95,7 +97,9 @@ class IndexFigures(Frozen):
 
 
 class LiveDistances(Frozen):
-    """Nearest-neighbor distances of logged live queries, with the champion's network and threshold."""
+    """Nearest-neighbor distances of logged live queries,
+    with the champion's network and threshold.
+    """
 
     release: str
     queries: int
@@ -113,11 +117,14 @@ class Examples(Frozen):
     remedy = "run the evaluate step again"
 
     mistakes: tuple[Mistake, ...]
-    """Wrong predictions. Predictions that were not called unknown precede predictions that
-    were. Each of the two groups is sorted by distance, with the most confident first."""
+    """Wrong predictions. Predictions that were not called unknown precede predictions
+    that were. Each of the two groups is sorted by distance, with the most confident
+    first.
+    """
     map: tuple[MapPoint, ...]
-    """A random sample of the test split, placed by t-SNE (van der Maaten and Hinton 2008,
-    JMLR 9:2579)."""
+    """A random sample of the test split,
+    placed by t-SNE (van der Maaten and Hinton 2008, JMLR 9:2579).
+    """
     distances_right: tuple[int, ...]
     distances_wrong: tuple[int, ...]
     samples: tuple[Sample, ...]
@@ -125,15 +132,17 @@ class Examples(Frozen):
     new_images: tuple[Sample, ...]
     """Training images that the champion's dataset does not have."""
     images_before: dict[str, int] | None
-    """Number of images of each class in the champion's dataset, or None without a champion
-    or if the dataset is unavailable."""
+    """Number of images of each class in the champion's dataset, or None without a
+    champion or if the dataset is unavailable.
+    """
     index: IndexFigures
     images: Sheet
     map_images: Sheet
     live: LiveDistances | None = None
     live_accuracy: tuple[LiveAccuracy, ...] = ()
-    """The champion's accuracy on labeled live queries by week, newest first. The tuple is
-    empty without labels."""
+    """The champion's accuracy on labeled live queries by week, newest first.
+    The tuple is empty without labels.
+    """
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,9 @@ class _Query:
 
 
 class ExampleCollector:
-    """Collects examples from the blocks of the candidate's measurement, in bounded memory."""
+    """Collects examples from the blocks of the candidate's measurement,
+    in bounded memory.
+    """
 
     def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
         self._recognizer = recognizer
@@ -243,7 +254,9 @@ class ExampleCollector:
         )
 
     def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
-        """The gallery images of ``rows`` of the index, which has the order of the embed step."""
+        """The gallery images of ``rows`` of the index,
+        which has the order of the embed step.
+        """
         if not rows:
             return
         numbers, first = self._recognizer.gallery.label_indices, 0
@@ -308,7 +321,9 @@ def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
-    """The rows of the ``positions`` that are among the ``count`` positions from ``first``."""
+    """The rows of the ``positions`` that are among the ``count`` positions from
+    ``first``.
+    """
     return positions[(positions >= first) & (positions < first + count)] - first
 
 

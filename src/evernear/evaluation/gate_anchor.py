@@ -1,32 +1,34 @@
-"""The gate's rules for the anchor, a fixed earlier release, which limit the sum of small losses.
+"""The gate's rules for the anchor, a fixed earlier release,
+which limit the sum of small losses.
 
-Every candidate is compared with the champion. A promoted candidate may have a loss that is
-too small to detect, and the next candidate may lose as much again. The anchor does not move
-with the champion, so the losses against the anchor accumulate until a rule fails. The anchor
-is measured in the same run on the same images.
+Every candidate is compared with the champion. A promoted candidate may have a loss that
+is too small to detect, and the next candidate may lose as much again. The anchor does
+not move with the champion, so the losses against the anchor accumulate until a rule
+fails. The anchor is measured in the same run on the same images.
 
-The first release that a store promotes is the anchor. It remains the anchor until a user
-moves the anchor (`evernear registry anchor`), or until it can no longer be compared. This is
-the case if it takes images of a different shape, if fewer than ``gate.test_overlap_floor``
-of its test images are left, or if none of its classes are left. The champion then becomes
-the anchor, and the reason says so. A damaged or lost anchor fails the rule instead, because
-a fault must not weaken the gate.
+The first release that a store promotes is the anchor. It remains the anchor until a
+user moves the anchor (`evernear registry anchor`), or until it can no longer be
+compared. This is the case if it takes images of a different shape, if fewer than
+``gate.test_overlap_floor`` of its test images are left, or if none of its classes are
+left. The champion then becomes the anchor, and the reason says so. A damaged or lost
+anchor fails the rule instead, because a fault must not weaken the gate.
 
 Paired test (`no_worse_than_anchor`)
-    The test of `no_worse`, on the classes that both the anchor and the candidate know. Both
-    tests spend the same share of ``gate.significance``. If the champion is the anchor,
-    `no_worse` spends both shares.
+    The test of `no_worse`, on the classes that both the anchor and the candidate know.
+    Both tests spend the same share of ``gate.significance``. If the champion is the
+    anchor, `no_worse` spends both shares.
 
 Budget (`anchor_budget`)
-    On a small test split, no test detects a loss of several points. The regressions minus the improvements must
-    therefore not exceed a budget, which depends only on the size of the test split and on the anchor's errors
+    On a small test split, no test detects a loss of several points. The regressions
+    minus the improvements must therefore not exceed a budget, which depends only on the
+    size of the test split and on the anchor's errors
     (`evernear.evaluation.compare.net_loss_budget`).
 
 Sensitivity (`detectable_loss`)
-    The smallest loss that one of these rules detects with a probability of 90%. If this loss
-    is above ``gate.max_undetected_loss``, the verdict says so. With
-    ``gate.on_undetected_loss = hold``, the rule fails. Runs that the watcher starts have
-    this setting.
+    The smallest loss that one of these rules detects with a probability of 90%. If this
+    loss is above ``gate.max_undetected_loss``, the verdict says so. With
+    ``gate.on_undetected_loss = hold``, the rule fails. Runs that the watcher starts
+    have this setting.
 
 Shares, budget and bound were chosen by simulation (docs/decisions/0069-the-anchor.md).
 """
@@ -45,8 +47,9 @@ from evernear.settings import GateSettings
 CLASSES_SHARE = 0.2
 """Share of ``gate.significance`` that `class_recall_drop` spends."""
 ANCHOR_SHARE = 0.4
-"""Share of ``gate.significance`` that `no_worse_than_anchor` spends. `no_worse` spends the
-remaining share."""
+"""Share of ``gate.significance`` that `no_worse_than_anchor` spends.
+`no_worse` spends the remaining share.
+"""
 POWER = 0.9
 """Probability of detecting the loss that a verdict states."""
 _MOVE = "`evernear registry anchor VERSION --why REASON`"
@@ -108,10 +111,11 @@ def anchor_rules(anchor: Anchor, candidate: Measurement, settings: GateSettings)
 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
-    """The smallest loss of accuracy that a comparison detects with a probability of `POWER`.
+    """The smallest loss of accuracy that a comparison detects with a probability of
+    `POWER`.
 
-    ``pairs`` is the comparison with the champion. The result is 1 if no comparison detects
-    any loss.
+    ``pairs`` is the comparison with the champion.
+    The result is 1 if no comparison detects any loss.
     """
     level, anchor_level = levels(anchor, settings)
     losses = [detectable_loss(pairs, level, POWER)]
@@ -151,7 +155,9 @@ def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorCh
 def _why_incomparable(
     difference: str, overlap: float | None, pairs: PairedCounts | None, settings: GateSettings
 ) -> str:
-    """The reason why an anchor cannot be compared, as a sentence, or empty if it can be compared."""
+    """The reason why an anchor cannot be compared, as a sentence,
+    or empty if it can be compared.
+    """
     if difference:
         return difference
     if overlap is None or not overlap >= settings.test_overlap_floor:

@@ -10,7 +10,8 @@ from evernear.settings import GateSettings
 
 
 def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """Hold if the share of known test images called unknown is significantly above the ceiling.
+    """Hold if the share of known test images called unknown is significantly above the
+    ceiling.
 
     The ceiling is ``gate.false_reject_ceiling``.
     """
@@ -32,11 +33,12 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
 
 
 def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
-    """A sentence if test images are called unknown significantly more often than query images.
+    """A sentence if test images are called unknown significantly more often than query
+    images.
 
-    The query images set the threshold, and come from the same files as the gallery images.
-    If query images are near-duplicates of gallery images, images of a different place or
-    time exceed the threshold.
+    The query images set the threshold, and come from the same files as the gallery
+    images. If query images are near-duplicates of gallery images, images of a different
+    place or time exceed the threshold.
     """
     calibrated = candidate.calibration_rejects
     if calibrated is None or rejected.low <= calibrated.high:

@@ -28,7 +28,9 @@ class Sheet(Frozen):
 
 
 class Tiles:
-    """Collects images of the dataset's shape, reduced so that the longer side is at most ``limit_px``."""
+    """Collects images of the dataset's shape,
+    reduced so that the longer side is at most ``limit_px``.
+    """
 
     def __init__(self, shape: tuple[int, int, int], limit_px: int) -> None:
         height, width, _ = shape

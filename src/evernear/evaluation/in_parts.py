@@ -1,17 +1,18 @@
-"""The answers of candidate, champion and anchor to the test split, in parts (`evernear.common.parts`).
+"""The answers of candidate, champion and anchor to the test split,
+in parts (`evernear.common.parts`).
 
-A part is a range of whole shards. The result of a part is an object with one row for each
-query and system, and with the images and embeddings of the few queries that the run page
-may show. The paired test needs each query rather than a sum. `stored_answers` therefore
-reads the rows in the order of the split, and `evernear.evaluation.evaluate` measures the
-same figures as without parts.
+A part is a range of whole shards. The result of a part is an object with one row for
+each query and system, and with the images and embeddings of the few queries that the
+run page may show. The paired test needs each query rather than a sum. `stored_answers`
+therefore reads the rows in the order of the split, and `evernear.evaluation.evaluate`
+measures the same figures as without parts.
 
 ::
 
     <folder>/evaluate-<identity>/...              the plan, its parts and their results
     <folder>/evaluate-<identity>/<sha256>.npz     the answers of one part
     <folder>/evaluate-<identity>/candidate/...    network and index, if other machines run parts
-"""
+"""  # noqa: W505
 
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -127,7 +128,9 @@ def _parts(dataset: Dataset, size_bytes: int) -> Iterator[EvaluatePart]:
 
 
 def candidate_folder(parts: Parts, artifact: Literal["network", "index"]) -> str:
-    """The folder from which workers on other machines fetch an artifact of the candidate."""
+    """The folder from which workers on other machines fetch an artifact of the
+    candidate.
+    """
     return f"{parts.folder}/candidate/{artifact}"
 
 
@@ -185,7 +188,8 @@ def _joined(blocks: Iterable[Columns], name: str) -> Columns:
 def _with_shown_queries(blocks: Iterable[AnsweredBlock], dataset: Dataset, first: int) -> Columns:
     """The candidate's columns, and the labels and digests of the queries.
 
-    The queries that the run page may show also have their images, embeddings and neighbors.
+    The queries that the run page may show also have their images,
+    embeddings and neighbors.
     """
     answers: list[Columns] = []
     queries: list[Columns] = []
@@ -234,8 +238,8 @@ class _ShownRows:
 def stored_answers(parts: Parts) -> Generator[Answered]:
     """The answers of each system in the order of the split, one part at a time.
 
-    Only the queries of `queries_to_show` have images, embeddings, and rows and distances of
-    neighbors.
+    Only the queries of `queries_to_show` have images, embeddings,
+    and rows and distances of neighbors.
     """
     where = f"a result in {parts.store.uri}"
     with tempfile.TemporaryDirectory(prefix="evernear-answers-") as scratch:

@@ -1,12 +1,14 @@
-"""Find images whose label looks wrong, by confident learning on the neighbors of embeddings.
+"""Find images whose label looks wrong,
+by confident learning on the neighbors of embeddings.
 
-The class shares among an image's nearest neighbors are the image's class probabilities. A
-network that was trained on an image has fitted the label, right or wrong, so the image lies
-among images of that class. The images are therefore divided into folds. A network that is
-trained briefly on the other folds embeds each fold, and neighbors are searched within the
-fold. No embedding and no vote depends on the label that it checks.
+The class shares among an image's nearest neighbors are the image's class probabilities.
+A network that was trained on an image has fitted the label, right or wrong, so the
+image lies among images of that class. The images are therefore divided into folds. A
+network that is trained briefly on the other folds embeds each fold, and neighbors are
+searched within the fold. No embedding and no vote depends on the label that it checks.
 
-Northcutt, Jiang and Chuang 2021, "Confident Learning: Estimating Uncertainty in Dataset Labels", arXiv:1911.00068.
+Northcutt, Jiang and Chuang 2021, "Confident Learning:
+Estimating Uncertainty in Dataset Labels", arXiv:1911.00068.
 """
 
 import io
@@ -40,7 +42,9 @@ _BATCH_IMAGES = 1024
 
 
 class Embedded(NamedTuple):
-    """The images of one fold: unit vectors (N, D), label indices (N,), sha256 as uint8 (N, 32), pixels (N, H, W, C)."""
+    """The images of one fold: unit vectors (N, D), label indices (N,),
+    sha256 as uint8 (N, 32), pixels (N, H, W, C).
+    """
 
     vectors: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -52,8 +56,8 @@ class LabelError(NamedTuple):
     """A row whose label looks wrong.
 
     ``margin`` is the share of votes for the label minus the share of votes for
-    ``suggested``. ``duplicate`` is the row of a near-duplicate with a different label, or -1
-    if the votes contradict the label.
+    ``suggested``. ``duplicate`` is the row of a near-duplicate with a different label,
+    or -1 if the votes contradict the label.
     """
 
     row: int
@@ -63,11 +67,12 @@ class LabelError(NamedTuple):
 
 
 def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
-    """Embed the images of all splits, fold by fold, with networks that were not trained on them.
+    """Embed the images of all splits, fold by fold,
+    with networks that were not trained on them.
 
     The networks are discarded. ``settings`` apply to each training run, which
-    `evernear.evaluation.probe.probe_recipe` shortens. The images of the current fold are in
-    memory, and the images of the other folds are in a temporary directory.
+    `evernear.evaluation.probe.probe_recipe` shortens. The images of the current fold
+    are in memory, and the images of the other folds are in a temporary directory.
     """
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
@@ -86,8 +91,8 @@ def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]
 def find_label_errors(embedded: Embedded) -> list[LabelError]:
     """The images whose label looks wrong, the most suspect first.
 
-    Near-duplicates with different labels come first, and both images of a pair are listed.
-    Images whose neighbors' votes contradict the label follow.
+    Near-duplicates with different labels come first, and both images of a pair are
+    listed. Images whose neighbors' votes contradict the label follow.
     """
     rows = nearest_others(embedded.vectors, NEIGHBORS)
     duplicates = _near_duplicates(embedded, rows)
@@ -115,13 +120,14 @@ def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.i
 
 
 def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelError]:
-    """Off-diagonal entries of the confident joint (arXiv:1911.00068, section 3), sorted by margin.
+    """Off-diagonal entries of the confident joint (arXiv:1911.00068, section 3),
+    sorted by margin.
 
-    The votes of the neighbors ``rows`` (N, K) are sparse, so memory does not grow with the
-    number of classes. The threshold of a class is the mean share of votes that the class
-    gets from the neighbors of images with its label. Only classes whose share reaches their
-    threshold are candidates for an image. The image is listed if the candidate with the
-    largest share is not the image's label.
+    The votes of the neighbors ``rows`` (N, K) are sparse, so memory does not grow with
+    the number of classes. The threshold of a class is the mean share of votes that the
+    class gets from the neighbors of images with its label. Only classes whose share
+    reaches their threshold are candidates for an image. The image is listed if the
+    candidate with the largest share is not the image's label.
     """
     votes = np.where(rows >= 0, labels[rows], -1)
     own_shares = (votes == labels[:, None]).mean(axis=1)
@@ -163,7 +169,9 @@ def _correlation(first_image: NDArray[np.uint8], second_image: NDArray[np.uint8]
 
 
 def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
-    """A copy of the train and gallery splits without the images of ``fold``, in ``directory``."""
+    """A copy of the train and gallery splits without the images of ``fold``,
+    in ``directory``.
+    """
     store = open_store((directory / "store").as_uri())
     shards: list[Shard] = []
     for split in ("train", "gallery"):
@@ -193,7 +201,9 @@ def _blocks(dataset: Dataset, split: Split) -> Iterator[Block]:
 
 
 def _fold_of(block: Block) -> NDArray[np.uint8]:
-    """The fold of each image, chosen by content so that all copies of an image are in one fold."""
+    """The fold of each image, chosen by content so that all copies of an image are in
+    one fold.
+    """
     return block.digests[:, -1] % FOLDS
 
 

@@ -1,15 +1,15 @@
 """Live accuracy: intervals from labeled live queries, and a test for a loss.
 
-The labels of a release count in blocks, in the order of their arrival. A block is a sample
-of fixed size, and the test asks whether more of its labels are wrong than the accuracy on
-the test split explains. Wrong labels never decrease, so the answer is known with the label
-that exceeds the limit: one may look at every label, and the test is as powerful as a single
-look at the whole block (curtailed inspection; Girshick, Mosteller and Savage 1946, Ann.
-Math. Stat. 17:13). A sequential test that may continue forever, such as a likelihood ratio,
-needs more labels for the same loss.
+The labels of a release count in blocks, in the order of their arrival. A block is a
+sample of fixed size, and the test asks whether more of its labels are wrong than the
+accuracy on the test split explains. Wrong labels never decrease, so the answer is known
+with the label that exceeds the limit: one may look at every label, and the test is as
+powerful as a single look at the whole block (curtailed inspection; Girshick, Mosteller
+and Savage 1946, Ann. Math. Stat. 17:13). A sequential test that may continue forever,
+such as a likelihood ratio, needs more labels for the same loss.
 
-The limit is a quantile of the beta-binomial distribution. It predicts the number of wrong
-labels from the test split, and so allows for the size of the test split.
+The limit is a quantile of the beta-binomial distribution. It predicts the number of
+wrong labels from the test split, and so allows for the size of the test split.
 
 ``benchmarks/live_accuracy.py`` measures coverage, power and false alarms.
 """
@@ -31,11 +31,15 @@ from evernear.evaluation.statistics import Proportion, deviations, exact_proport
 LEVEL = 0.02
 """Probability that a release without a loss is called worse in a month."""
 BLOCK = 150
-"""Labels of the first block of a month. Each further one has twice the size of the one before ..."""
+"""Labels of the first block of a month.
+Each further one has twice the size of the one before ...
+"""
 _LATER = 1 / 8
 """... and this share of its level, so that all blocks of a month spend `LEVEL`."""
 _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
-"""Shares of a block with limits of their own, which find a severe loss early, and their shares of its level."""
+"""Shares of a block with limits of their own, which find a severe loss early,
+and their shares of its level.
+"""
 
 
 class LabeledQuery(Frozen):
@@ -51,7 +55,9 @@ class LabeledQuery(Frozen):
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction is correct, whether called unknown or not, as on the test split."""
+        """Whether the prediction is correct, whether called unknown or not,
+        as on the test split.
+        """
         return self.pred == self.label
 
 
@@ -78,17 +84,23 @@ class ExpectedAccuracy:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The accuracy of one release on its live queries that were labeled in this month and the one before."""
+    """The accuracy of one release on its live queries that were labeled in this month
+    and the one before.
+    """
 
     accuracy: Proportion
     expected: float | None
     """The accuracy on the test split; None if the release was archived without it."""
     lost_at: datetime | None
-    """The arrival of the label with which the loss was significant; None if it was not."""
+    """The arrival of the label with which the loss was significant;
+    None if it was not.
+    """
 
     @property
     def loss(self) -> float:
-        """The difference from the expected accuracy; 0 if nothing is lost or expected."""
+        """The difference from the expected accuracy;
+        0 if nothing is lost or expected.
+        """
         return max(0.0, (self.expected or 0.0) - self.accuracy.value)
 
     def __str__(self) -> str:
@@ -104,7 +116,9 @@ class Assessment:
 def assess(
     queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime, confidence: float = 0.95
 ) -> Assessment | None:
-    """Compare the labels of one release, in the order of their arrival; None without recent ones."""
+    """Compare the labels of one release, in the order of their arrival;
+    None without recent ones.
+    """
     months = np.array([_month(query.labeled_at) for query in queries])
     recent = months >= _month(now) - 1
     if not recent.any():
@@ -119,11 +133,12 @@ def assess(
 
 
 def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) -> ExpectedAccuracy | None:
-    """The accuracy on the test split from a release's metrics; None without its interval of ``confidence``.
+    """The accuracy on the test split from a release's metrics;
+    None without its interval of ``confidence``.
 
-    The number of independent images follows from the interval, because images of a group count as fewer
-    (Wilson's formula, solved for the number). The level of an earlier interval is unknown, so it is at most the number
-    of images.
+    The number of independent images follows from the interval, because images of a
+    group count as fewer (Wilson's formula, solved for the number). The level of an
+    earlier interval is unknown, so it is at most the number of images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
@@ -146,7 +161,8 @@ def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) 
 def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:
     """With which labels a loss is significant (N,).
 
-    ``correct`` (N,) and ``months`` (N,), in ascending order, are in the order in which the labels arrived.
+    ``correct`` (N,) and ``months`` (N,), in ascending order,
+    are in the order in which the labels arrived.
     """
     lost = np.zeros(len(correct), np.bool_)
     for start, end, size, level in _blocks(months):
@@ -161,8 +177,8 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
     """Start and end of each block, its full size and its level.
 
-    A block ends with its size, or with a month if it has at least `BLOCK` labels by then. With few labels it lasts
-    several months.
+    A block ends with its size, or with a month if it has at least `BLOCK` labels by
+    then. With few labels it lasts several months.
     """
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
     while start < len(months):
@@ -176,7 +192,9 @@ def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
 
 @lru_cache
 def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
-    """The most wrong labels of ``labels`` that the test split explains with a probability of more than ``level``."""
+    """The most wrong labels of ``labels`` that the test split explains with a
+    probability of more than ``level``.
+    """
     from scipy.stats import betabinom
 
     right = expected.value * expected.images

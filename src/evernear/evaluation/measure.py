@@ -42,7 +42,9 @@ class AnsweredBlock(NamedTuple):
 def answer_queries(
     recognizer: "Recognizer", dataset: Dataset, shards: Sequence[Shard], batch_size: int
 ) -> Iterator[AnsweredBlock]:
-    """Answer the images of ``shards`` in order, in batches that do not cross shard boundaries."""
+    """Answer the images of ``shards`` in order,
+    in batches that do not cross shard boundaries.
+    """
     gallery = recognizer.gallery
     for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
         neighbors = gallery.search(embeddings, max(RECALL_AT, gallery.description.k))
@@ -72,17 +74,22 @@ class Measurement(Frozen):
     index_digest: str
     dataset_digest: str
     queries_sha256: str
-    """Hash of the image digests and labels of the queries, in order. Two measurements have
-    the same hash only if they have the same queries."""
+    """Hash of the image digests and labels of the queries, in order. Two measurements
+    have the same hash only if they have the same queries.
+    """
     labels: tuple[str, ...]
     """Labels of the dataset."""
     known_labels: tuple[str, ...]
     """Labels that the system can predict."""
     threshold: float
     parity_max_abs_difference: float
-    """Difference between the exported and the eager network, measured by the export step."""
+    """Difference between the exported and the eager network,
+    measured by the export step.
+    """
     accuracy: Proportion
-    """Proportion of queries with the correct prediction, whether called unknown or not."""
+    """Proportion of queries with the correct prediction,
+    whether called unknown or not.
+    """
     recall_at_1: Proportion
     """Proportion of queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
@@ -91,9 +98,10 @@ class Measurement(Frozen):
     """Proportion of queries called unknown among the queries of classes that the system
     knows, or None without such queries."""
     calibration_rejects: Proportion | None = None
-    """Proportion of images called unknown in the query split, on which the threshold was
-    calibrated. The interval counts groups, and is exact even though the threshold was chosen
-    on these images. None in evaluations of earlier versions."""
+    """Proportion of images called unknown in the query split, on which the threshold
+    was calibrated. The interval counts groups, and is exact even though the threshold
+    was chosen on these images. None in evaluations of earlier versions.
+    """
     index_recall: Proportion
     """Proportion of query-split images whose nearest vector the index found (recall@1
     against exact search)."""
@@ -104,8 +112,9 @@ class Measurement(Frozen):
     confusions: tuple[tuple[str, str, int], ...]
     """(label, prediction, count) of the pairs that occur, sorted by label."""
     groups: int | None = None
-    """Number of groups of the queries (``data.group``), which the intervals count, or None if
-    every query is independent."""
+    """Number of groups of the queries (``data.group``), which the intervals count, or
+    None if every query is independent.
+    """
 
     @property
     def most_common_class_proportion(self) -> float:
@@ -155,14 +164,15 @@ def measure(
 ) -> tuple[Measurement, Outcomes]:
     """Measure ``recognizer`` on every image of ``split``.
 
-    ``classes`` translates the labels of an earlier release. ``observe`` is called with each
-    block, its embeddings, their neighbors and the predictions. The intervals count
-    ``groups``, or images if ``groups`` is None. ``answered`` has the answers to the split in
-    order, if they are already computed (`evernear.evaluation.in_parts`). Memory grows with
-    the split only by the outcomes, 12 bytes per image.
+    ``classes`` translates the labels of an earlier release. ``observe`` is called with
+    each block, its embeddings, their neighbors and the predictions. The intervals count
+    ``groups``, or images if ``groups`` is None. ``answered`` has the answers to the
+    split in order, if they are already computed (`evernear.evaluation.in_parts`).
+    Memory grows with the split only by the outcomes, 12 bytes per image.
 
     Raises:
-        DataError: the split is empty, or its images do not have the input shape of the recognizer.
+        DataError: the split is empty, or its images do not have the input shape of the
+            recognizer.
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery = recognizer.gallery
@@ -252,8 +262,8 @@ class _Shares:
 class _Tally:
     """Collects blocks.
 
-    Predictions use the dataset's label indices. The index after the last label stands for
-    any other label.
+    Predictions use the dataset's label indices.
+    The index after the last label stands for any other label.
     """
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
@@ -288,7 +298,8 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._labels.append(truth.astype(np.int32))
         self._groups += [] if groups is None else [groups]
-        # Digests and labels alternate so that the hash does not depend on the block size.
+        # Digests and labels alternate so that the hash does not depend on the block
+        # size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 

@@ -8,51 +8,62 @@ from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 class OpenSet(Frozen):
     """The result of a probe.
 
-    If the classes are too few to hold any out, ``held_out`` is empty and all figures are
-    None. At most one of ``threshold`` and ``reject_rate`` is set, and determines the
-    threshold of the release. If the network is reused from a release, only ``threshold`` is
-    set.
+    If the classes are too few to hold any out, ``held_out`` is empty and all figures
+    are None. At most one of ``threshold`` and ``reject_rate`` is set, and determines
+    the threshold of the release. If the network is reused from a release, only
+    ``threshold`` is set.
     """
 
     held_out: tuple[str, ...]
     """The classes that at least one draw held out."""
     draws: int = 0
-    """Number of probed networks, each trained without different classes. The number is 0 in
-    probes of earlier versions, whose intervals count images only."""
+    """Number of probed networks, each trained without different classes. The number is
+    0 in probes of earlier versions, whose intervals count images only.
+    """
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
-    """Share of accepted test images of held-out classes at the threshold that accepts 95% of
-    the known images (FPR at 95% TPR)."""
+    """Share of accepted test images of held-out classes at the threshold that accepts
+    95% of the known images (FPR at 95% TPR).
+    """
     roc: Roc | None = None
     threshold: float | None = None
     """Threshold of the release whose network is reused, or
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen
     classes."""
     reject_rate: float | None = None
-    """Share of known images to call unknown: ``required_reject_rate``, but at most ``stated_false_reject_rate``."""
+    """Share of known images to call unknown: ``required_reject_rate``,
+    but at most ``stated_false_reject_rate``.
+    """
     required_reject_rate: float | None = None
-    """Share of known query images that the threshold for ``stated_false_accept_rate`` rejects."""
+    """Share of known query images that the threshold for ``stated_false_accept_rate``
+    rejects.
+    """
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Proportion of test images of held-out classes accepted at ``reject_rate``. All are
-    accepted if unknown is switched off. The intervals of all figures contain the spread
-    between classes."""
+    """Proportion of test images of held-out classes accepted at ``reject_rate``. All
+    are accepted if unknown is switched off. The intervals of all figures contain the
+    spread between classes.
+    """
     false_rejects: Proportion | None = None
-    """Proportion of test images of the other classes rejected at ``reject_rate``. None are
-    rejected if unknown is switched off."""
+    """Proportion of test images of the other classes rejected at ``reject_rate``. None
+    are rejected if unknown is switched off.
+    """
 
     @property
     def separates(self) -> bool:
-        """Whether images of the held-out classes are significantly farther away than known images.
+        """Whether images of the held-out classes are significantly farther away than
+        known images.
 
-        This property is about the held-out classes. Other classes may differ, as the interval
-        of ``auroc`` shows.
+        This property is about the held-out classes. Other classes may differ,
+        as the interval of ``auroc`` shows.
         """
         return self.reject_rate is not None
 
     def summary(self) -> str:
-        """The outcome of the calibration in one or two sentences, or empty without a probe."""
+        """The outcome of the calibration in one or two sentences,
+        or empty without a probe.
+        """
         if self.auroc is None or self.false_accepts is None:
             return ""
         if not self.separates:

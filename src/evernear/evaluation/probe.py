@@ -38,14 +38,19 @@ from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
 FEWEST_KNOWN = 2
-"""Minimum number of classes to train on. Calibration needs two classes in the gallery."""
+"""Minimum number of classes to train on.
+Calibration needs two classes in the gallery.
+"""
 FEWEST_HELD_OUT = 2
-"""Default number of classes to hold out if the dataset has fewer than ten classes. Of more
-classes, a fifth is held out."""
+"""Default number of classes to hold out if the dataset has fewer than ten classes. Of
+more classes, a fifth is held out.
+"""
 
 
 class Sample(NamedTuple):
-    """Images of one split in one draw, either of known classes or of held-out classes."""
+    """Images of one split in one draw,
+    either of known classes or of held-out classes.
+    """
 
     distances: Distances
     """Distance of each image (N,) to its nearest gallery vector."""
@@ -56,8 +61,8 @@ class Sample(NamedTuple):
     def independent(self) -> float:
         """The number of independent images.
 
-        With groups, `effective_totals` estimates the number. Without groups, all images are
-        independent.
+        With groups, `effective_totals` estimates the number. Without groups,
+        all images are independent.
         """
         if len(self.clusterings) == 1:
             return float(len(self.distances))
@@ -94,20 +99,20 @@ def probe_open_set(
 ) -> OpenSet:
     """Train without some classes, and measure the distances of their images.
 
-    The candidate cannot be probed, because it was trained on every class. The probe trains
-    with the same recipe for fewer epochs. ``train_settings.seed`` chooses the held-out
-    classes, which are excluded from training and from the gallery. A frozen backbone is
-    probed in several draws, each without different classes, because its features are cached.
-    The query and gallery images of the held-out classes, and the query images of the other
-    classes, determine the share of known images to reject. The test split determines the
-    figures. The networks are discarded, because the result describes the recipe. If images
-    of unseen classes are not significantly farther away than known images, the release calls
-    no image unknown.
+    The candidate cannot be probed, because it was trained on every class. The probe
+    trains with the same recipe for fewer epochs. ``train_settings.seed`` chooses the
+    held-out classes, which are excluded from training and from the gallery. A frozen
+    backbone is probed in several draws, each without different classes, because its
+    features are cached. The query and gallery images of the held-out classes, and the
+    query images of the other classes, determine the share of known images to reject.
+    The test split determines the figures. The networks are discarded, because the
+    result describes the recipe. If images of unseen classes are not significantly
+    farther away than known images, the release calls no image unknown.
 
-    ``on_step`` is called after each training step. ``on_draw`` is called after each draw
-    with the number of completed draws and the total number of draws. Features of a frozen
-    backbone come from ``store``. With ``train.minutes``, no draw begins after the planned
-    time.
+    ``on_step`` is called after each training step. ``on_draw`` is called after each
+    draw with the number of completed draws and the total number of draws. Features of a
+    frozen backbone come from ``store``. With ``train.minutes``, no draw begins after
+    the planned time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
@@ -138,8 +143,9 @@ def probe_recipe(
 ) -> TrainSettings:
     """``train_settings`` with the epochs of the probe.
 
-    The number of epochs is ``settings.probe_epochs``, or a share of the training's epochs if
-    that setting is 0. With ``train.minutes``, the recipe is part of the plan in ``store``.
+    The number of epochs is ``settings.probe_epochs``, or a share of the training's
+    epochs if that setting is 0. With ``train.minutes``, the recipe is part of the plan
+    in ``store``.
     """
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
@@ -150,7 +156,8 @@ def probe_recipe(
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) -> OpenSet:
-    """Choose the share of known images to reject, and measure the effect on the test images of ``draws``.
+    """Choose the share of known images to reject,
+    and measure the effect on the test images of ``draws``.
 
     Each draw has its own threshold, because the distances of two networks differ.
     ``held_out`` of the result is empty.
@@ -201,7 +208,9 @@ def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
 def _interval_of_classes(
     value: float, placements: Placements, known: Sample, unknown: Sample, confidence: float
 ) -> tuple[float, float]:
-    """Interval limits of the area ``value``, with known and held-out classes as samples of all classes."""
+    """Interval limits of the area ``value``,
+    with known and held-out classes as samples of all classes.
+    """
     from scipy.special import expit, logit
 
     if not 0 < value < 1:
@@ -225,7 +234,9 @@ def _false_accepts_at_95(known: Sample, unknown: Sample, confidence: float) -> I
 
 
 def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> Proportion:
-    """The share of ``outcomes`` (N,) with an interval that contains the spread between classes."""
+    """The share of ``outcomes`` (N,) with an interval that contains the spread between
+    classes.
+    """
     effective = effective_images(outcomes, clusterings, confidence)
     return proportion(int(outcomes.sum()), len(outcomes), confidence, effective)
 
@@ -238,8 +249,8 @@ def _concatenate(samples: Sequence[Sample]) -> Sample:
 def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
     """Choose ``wanted`` of ``labels`` for each of ``draws``, without repeating a label.
 
-    A draw has fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be left. The
-    result has fewer draws if the labels are used up.
+    A draw has fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be
+    left. The result has fewer draws if the labels are used up.
     """
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
@@ -273,10 +284,11 @@ def _distances(
     groups: GroupNumbers | None,
     exclude: frozenset[bytes] = frozenset(),
 ) -> tuple[Sample, Sample]:
-    """Nearest-neighbor distances of a split's images of known classes and of held-out classes.
+    """Nearest-neighbor distances of a split's images of known classes and of held-out
+    classes.
 
-    Known images whose digest is in ``exclude`` are left out, unless no other known image is
-    left.
+    Known images whose digest is in ``exclude`` are left out,
+    unless no other known image is left.
     """
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     gallery = recognizer.gallery

@@ -34,7 +34,9 @@ class ProbedRecognizer(NamedTuple):
 def choose_opener(
     dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, store: Store | None
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
-    """Return a function that makes a recognizer without the labels that the function is called with."""
+    """Return a function that makes a recognizer without the labels that the function is
+    called with.
+    """
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step)
     pretrained = open_pretrained(dataset, recipe, store)

@@ -32,12 +32,14 @@ class Recognizer:
     parity_max_abs_difference: float
     name: str = ""
     embedder: ExportedEmbedder | None = None
-    """Reads a frozen network's features from the store, or None if images are always embedded
-    by the network."""
+    """Reads a frozen network's features from the store,
+    or None if images are always embedded by the network.
+    """
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "", store: Store | None = None) -> "Recognizer":
-        """Open the outputs of the export and index steps, which may be in the same directory.
+        """Open the outputs of the export and index steps,
+        which may be in the same directory.
 
         With a ``store``, features of a frozen network are cached there.
 
@@ -68,13 +70,17 @@ class Recognizer:
     def embed_split(
         self, dataset: Dataset, split: Split, batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``split`` in order, with the embeddings (N, D) of their images."""
+        """Yield the blocks of ``split`` in order, with the embeddings (N,
+        D) of their images.
+        """
         return self.embed_shards(dataset, dataset.shards(split), batch_size)
 
     def embed_shards(
         self, dataset: Dataset, shards: Sequence[Shard], batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``shards`` in order, with the embeddings (N, D) of their images."""
+        """Yield the blocks of ``shards`` in order, with the embeddings (N,
+        D) of their images.
+        """
         if self.embedder is None:
             for shard in shards:
                 for block in dataset.shard_blocks(shard, batch_size):

@@ -1,39 +1,41 @@
-"""Replay, which compares changed answers on stored live queries with changes on the test split.
+"""Replay, which compares changed answers on stored live queries with changes on the
+test split.
 
-A live query has no label, so it cannot show which of two answers is right. Two good releases
-nevertheless agree on most queries, and the test split shows how often they differ.
-`replay_rule` holds a candidate that changes significantly more of the champion's answers on
-live queries. Replay reveals damage that the test split cannot reveal. Examples are a
-preprocessing of client files that differs from the dataset's, a class that the dataset lost
-together with its test images, and exchanged labels in the dataset.
+A live query has no label, so it cannot show which of two answers is right. Two good
+releases nevertheless agree on most queries, and the test split shows how often they
+differ. `replay_rule` holds a candidate that changes significantly more of the
+champion's answers on live queries. Replay reveals damage that the test split cannot
+reveal. Examples are a preprocessing of client files that differs from the dataset's, a
+class that the dataset lost together with its test images, and exchanged labels in the
+dataset.
 
 Compared answers
-    Only queries and test images that the champion recognizes are compared. Queries that the
-    champion calls unknown (`Replay.was_unknown`) say nothing about the candidate, because
-    recognizing them may be the purpose of the new images. An answer has changed if the
-    candidate calls the query unknown or names a different class. Answers with a class that
-    the champion does not know (`Replay.new_class`) or that ``classes.retired`` names
-    (`Replay.retired`) are counted separately.
+    Only queries and test images that the champion recognizes are compared. Queries that
+    the champion calls unknown (`Replay.was_unknown`) say nothing about the candidate,
+    because recognizing them may be the purpose of the new images. An answer has changed
+    if the candidate calls the query unknown or names a different class. Answers with a
+    class that the champion does not know (`Replay.new_class`) or that
+    ``classes.retired`` names (`Replay.retired`) are counted separately.
 
 Difficulty
-    Live queries are often more difficult than test images, and retrained networks differ on
-    difficult images. Queries and test images are therefore grouped by the champion's
-    distance. Within each group, the number of changed queries is compared with the number
-    of changed test images. The test is exact, conditional on the totals of each group
-    (Birch 1964, J. R. Stat. Soc. B 26:313). It is the exact form of the Mantel-Haenszel
-    test (1959, J. Natl. Cancer Inst. 22:719).
+    Live queries are often more difficult than test images, and retrained networks
+    differ on difficult images. Queries and test images are therefore grouped by the
+    champion's distance. Within each group, the number of changed queries is compared
+    with the number of changed test images. The test is exact, conditional on the totals
+    of each group (Birch 1964, J. R. Stat. Soc. B 26:313). It is the exact form of the
+    Mantel-Haenszel test (1959, J. Natl. Cancer Inst. 22:719).
 
 Classes
-    Each class that the champion predicts is also compared alone, because the loss of one
-    class among many hardly changes the total. The comparison of all queries and the
+    Each class that the champion predicts is also compared alone, because the loss of
+    one class among many hardly changes the total. The comparison of all queries and the
     comparison of the classes share `LEVEL` of ``gate.significance``. Changes must also
     exceed a minimum, because live queries are never an exact sample of the test images.
 
 Exchanged labels
-    If the labels of the dataset are exchanged, candidate and champion differ on the test
-    split as much as on live queries. The champion may have more errors than at its release
-    on images that it was already tested on. The additional errors therefore do not explain
-    changed answers (`unexpected_errors`).
+    If the labels of the dataset are exchanged, candidate and champion differ on the
+    test split as much as on live queries. The champion may have more errors than at its
+    release on images that it was already tested on. The additional errors therefore do
+    not explain changed answers (`unexpected_errors`).
 """
 
 import math
@@ -55,18 +57,21 @@ if TYPE_CHECKING:
     from evernear.index.search import Classifications, Neighbors
 
 LEVEL = 0.1
-"""Share of ``gate.significance`` that `replay_rule` spends, half on all queries and half on
-the classes."""
+"""Share of ``gate.significance`` that `replay_rule` spends,
+half on all queries and half on the classes.
+"""
 MIN_QUERIES = 50
 """Number of compared queries below which no candidate is held."""
 GROUPS = 20
-"""Number of groups of queries and test images by the champion's distance. All groups have
-the same size."""
+"""Number of groups of queries and test images by the champion's distance.
+All groups have the same size.
+"""
 MIN_CLASS_IMAGES = 10
 """Number of test images below which a class is compared with the whole test split."""
 CLASS_CHANGE = 0.5
-"""A class holds the candidate only if its share of changed answers exceeds the explained
-share by more than this value."""
+"""A class holds the candidate only if its share of changed answers exceeds the
+explained share by more than this value.
+"""
 LACKING, RETIRED = -1, -2
 """Class numbers of a class that the candidate lacks, and of a class that was retired on
 purpose."""
@@ -96,13 +101,16 @@ class AnswerNumbers:
         return self._numbers.get(label, LACKING)
 
     def of_champion(self, label: str) -> int:
-        """The number of a champion class, after ``classes`` has renamed or retired the class."""
+        """The number of a champion class, after ``classes`` has renamed or retired the
+        class.
+        """
         current = self._classes.current(label)
         return RETIRED if current is None else self._numbers.get(current, LACKING)
 
 
 class AnswerCollector:
-    """An observer of `evernear.evaluation.measure.measure` that stores 9 bytes of each answer.
+    """An observer of `evernear.evaluation.measure.measure` that stores 9 bytes of each
+    answer.
 
     ``numbers`` has the class number of each of the system's label indices.
     """
@@ -127,7 +135,9 @@ class AnswerCollector:
 
 
 class ChangeCounts(Frozen):
-    """Counts of changed answers among live queries and among test images, of one group or class."""
+    """Counts of changed answers among live queries and among test images,
+    of one group or class.
+    """
 
     queries: int = Field(default=0, ge=0)
     changed: int = Field(default=0, ge=0)
@@ -142,7 +152,8 @@ class ChangeCounts(Frozen):
 
 
 class Replay(Frozen):
-    """The comparison of the candidate's and the champion's answers to stored live queries.
+    """The comparison of the candidate's and the champion's answers to stored live
+    queries.
 
     The module docstring explains the comparison.
     """
@@ -181,7 +192,8 @@ class PairedAnswers:
     def changed(self) -> NDArray[np.bool_]:
         """Mask (N,) of the images for which a client would see a different answer.
 
-        The answer names a different class, or is unknown instead of a class or the reverse.
+        The answer names a different class,
+        or is unknown instead of a class or the reverse.
         """
         return (self.champion.unknown != self.candidate.unknown) | self.relabeled
 
@@ -196,7 +208,9 @@ class PairedAnswers:
         return ~self.champion.unknown & (self.champion.labels == RETIRED)
 
     def is_new_class(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Mask (N,) of the images that the candidate recognizes as a class not in ``known_before``."""
+        """Mask (N,) of the images that the candidate recognizes as a class not in
+        ``known_before``.
+        """
         return ~self.candidate.unknown & ~np.isin(self.candidate.labels, known_before)
 
     def is_compared(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -213,8 +227,9 @@ def compare_answers(
 ) -> Replay:
     """Compare the answers to ``live`` queries and to ``test`` images.
 
-    ``labels`` are the candidate's classes. ``known_before`` has the numbers of the classes
-    that the champion knows. ``unexpected`` is the result of `unexpected_errors`.
+    ``labels`` are the candidate's classes. ``known_before`` has the numbers of the
+    classes that the champion knows. ``unexpected`` is the result of
+    `unexpected_errors`.
     """
     queries, images = live.is_compared(known_before), test.is_compared(known_before)
     relabeled = int((test.relabeled & images).sum())
@@ -258,17 +273,19 @@ def compare_answers(
 
 
 def unexpected_errors(errors: int, images: int, tested_before: int, accuracy_before: float) -> float:
-    """The number of the champion's ``errors`` that its accuracy at release does not explain.
+    """The number of the champion's ``errors`` that its accuracy at release does not
+    explain.
 
     The errors are on ``images`` test images. The champion was already tested on
-    ``tested_before`` of these images, with ``accuracy_before``. The remaining images may be
-    of a kind that is new to the champion, so it may be wrong on all of them.
+    ``tested_before`` of these images, with ``accuracy_before``. The remaining images
+    may be of a kind that is new to the champion, so it may be wrong on all of them.
     """
     return max(0.0, errors - (images - tested_before) - tested_before * (1 - accuracy_before))
 
 
 def p_explained(groups: tuple[ChangeCounts, ...]) -> float:
-    """Probability of at least this number of changed queries if queries change as often as test images.
+    """Probability of at least this number of changed queries if queries change as often
+    as test images.
 
     Conditional on the totals of a group, the number of changed queries in the group is
     hypergeometric.
@@ -286,7 +303,9 @@ def p_explained(groups: tuple[ChangeCounts, ...]) -> float:
 
 
 def replay_rule(replay: Replay, settings: GateSettings) -> Rule:
-    """Hold a candidate that changes more of the champion's answers than the test split explains."""
+    """Hold a candidate that changes more of the champion's answers than the test split
+    explains.
+    """
     name, compared = "replay", replay.compared
     if compared < MIN_QUERIES:
         return Rule(name=name, passed=True, reason=_too_few(replay))

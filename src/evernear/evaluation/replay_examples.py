@@ -28,18 +28,20 @@ class ReplayExamples(Frozen):
     remedy = "run the evaluate step again"
 
     answers: tuple[ChangedAnswer, ...]
-    """The changed answers, sorted by the champion's distance. The changes at the smallest
-    distances come first, because they are the least expected."""
+    """The changed answers, sorted by the champion's distance. The changes at the
+    smallest distances come first, because they are the least expected.
+    """
     images: Sheet
 
 
 def changed_answers(
     pairs: PairedAnswers, images: Pixels, named_before: list[str], labels: tuple[str, ...]
 ) -> ReplayExamples:
-    """The first `SHOWN` changed answers among ``pairs``, with their ``images`` (N, H, W, C).
+    """The first `SHOWN` changed answers among ``pairs``, with their ``images`` (N,
+    H, W, C).
 
-    ``named_before`` has the champion's predictions (N,), and ``labels`` has the candidate's
-    classes.
+    ``named_before`` has the champion's predictions (N,),
+    and ``labels`` has the candidate's classes.
     """
     champion, candidate = pairs.champion, pairs.candidate
     changed = np.flatnonzero(pairs.changed)

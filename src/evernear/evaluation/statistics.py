@@ -1,7 +1,7 @@
 """Proportions and areas under the ROC curve, with confidence intervals.
 
-Each function imports SciPy itself, because the import takes half a second and is not needed
-to read an earlier measurement.
+Each function imports SciPy itself, because the import takes half a second and is not
+needed to read an earlier measurement.
 """
 
 import math
@@ -22,7 +22,8 @@ BOOTSTRAP = 10_000
 
 
 class Proportion(Frozen):
-    """``count`` of ``total``, with an interval that is valid near 0 and 1 and for small totals.
+    """``count`` of ``total``, with an interval that is valid near 0 and 1 and for small
+    totals.
 
     The interval is Wilson's (1927), unless `exact_proportion` computed it.
     """
@@ -53,7 +54,9 @@ class Interval(Frozen):
 
 
 class Auroc(Interval):
-    """Area under the ROC curve, the probability that an unknown image is farther away than a known image."""
+    """Area under the ROC curve, the probability that an unknown image is farther away
+    than a known image.
+    """
 
     known: int
     unknown: int
@@ -75,7 +78,9 @@ class Placements(NamedTuple):
 
 
 class Roc(Frozen):
-    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points, all finite."""
+    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points,
+    all finite.
+    """
 
     false_accepts: tuple[float, ...]
     """Proportion of unknown images within the threshold (the curve's x, FAR)."""
@@ -84,7 +89,9 @@ class Roc(Frozen):
     thresholds: tuple[float, ...]
 
     def false_accepts_at(self, false_reject_rate: float) -> float:
-        """The smallest false-accept rate at a false-reject rate of at most ``false_reject_rate``."""
+        """The smallest false-accept rate at a false-reject rate of at most
+        ``false_reject_rate``.
+        """
         pairs = zip(self.false_accepts, self.true_accepts, strict=True)
         # Rounded, because 1 - 0.95 is slightly more than 0.05.
         return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
@@ -93,8 +100,8 @@ class Roc(Frozen):
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
     """``count`` of ``total`` (at least 1) with a two-sided interval.
 
-    If the images depend on each other, ``effective`` is the effective number of independent
-    images (`evernear.evaluation.grouped.effective_totals`).
+    If the images depend on each other, ``effective`` is the effective number of
+    independent images (`evernear.evaluation.grouped.effective_totals`).
     """
     z, share = deviations(confidence), count / total
     n = total if effective is None else effective
@@ -110,10 +117,12 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
 
 
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
-    """``count`` of ``total`` (at least 1) with the exact two-sided interval of Clopper and Pearson (1934).
+    """``count`` of ``total`` (at least 1) with the exact two-sided interval of Clopper
+    and Pearson (1934).
 
-    The interval covers every true proportion with a probability of at least ``confidence``.
-    Wilson's interval covers a true proportion of 99% in 92% of samples of 100.
+    The interval covers every true proportion with a probability of at least
+    ``confidence``. Wilson's interval covers a true proportion of 99% in 92% of samples
+    of 100.
     """
     from scipy.special import betaincinv
 
@@ -129,13 +138,13 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
 def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:
     """Area under the ROC curve of the distances of known (N,) and unknown (M,) images.
 
-    Neither array may be empty. Ties count half. The interval is the hull of two intervals,
-    because each fails where the other is valid (the tests measure both). The interval of
-    DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44:837), on the log-odds scale,
-    assumes no distribution. Its width approaches zero if the distances of known and unknown
-    images hardly overlap. The interval of Newcombe (2006, Statist. Med. 25:559, method 5)
-    assumes a distribution and uses the standard error at the limits of the interval, so it
-    does not collapse.
+    Neither array may be empty. Ties count half. The interval is the hull of two
+    intervals, because each fails where the other is valid (the tests measure both). The
+    interval of DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44:837), on the
+    log-odds scale, assumes no distribution. Its width approaches zero if the distances
+    of known and unknown images hardly overlap. The interval of Newcombe (2006, Statist.
+    Med. 25:559, method 5) assumes a distribution and uses the standard error at the
+    limits of the interval, so it does not collapse.
     """
     placements = place(known, unknown)
     value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
@@ -143,7 +152,8 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
 
 
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
-    """Compare each distance of known (N,) images with each distance of unknown (M,) images.
+    """Compare each distance of known (N,) images with each distance of unknown (M,)
+    images.
 
     Ties count half.
     """
@@ -185,12 +195,13 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
-    """Probability of at least this accuracy if predictions were assigned to the images at random.
+    """Probability of at least this accuracy if predictions were assigned to the images
+    at random.
 
-    ``confusions`` are (label, prediction, count). The number of correct predictions has the
-    exact mean and variance of a permutation test. Its distribution is approximated by a
-    normal distribution, with continuity correction. The result is 1 if all predictions are
-    the same.
+    ``confusions`` are (label, prediction, count). The number of correct predictions has
+    the exact mean and variance of a permutation test. Its distribution is approximated
+    by a normal distribution, with continuity correction. The result is 1 if all
+    predictions are the same.
     """
     labels: Counter[object] = Counter()
     predictions: Counter[object] = Counter()
@@ -202,8 +213,8 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
         total += count
     products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
     matches = sum(product for product, _, _ in products)
-    # The matches of a class are hypergeometric. The covariance of two classes is proportional
-    # to the product of their products.
+    # The matches of a class are hypergeometric. The covariance of two classes is
+    # proportional to the product of their products.
     variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
     if total < 2 or variance <= 0:
         return 1.0
@@ -217,11 +228,12 @@ def false_accepts_at(
     """Share of unknown (M,) distances that the threshold accepts.
 
     The threshold is the smallest that accepts ``true_accept_rate`` of the known (N,)
-    distances. The interval is the hull of two intervals. The percentile bootstrap (Efron
-    1979) includes the randomness of the threshold. In a resample of the known distances, the
-    rank of the threshold is a Beta variable, and the number of accepted unknown distances is
-    a Binomial variable, so no resample has to be drawn. The bootstrap interval collapses at
-    0 and 1, where Wilson's interval at the chosen threshold does not collapse.
+    distances. The interval is the hull of two intervals. The percentile bootstrap
+    (Efron 1979) includes the randomness of the threshold. In a resample of the known
+    distances, the rank of the threshold is a Beta variable, and the number of accepted
+    unknown distances is a Binomial variable, so no resample has to be drawn. The
+    bootstrap interval collapses at 0 and 1, where Wilson's interval at the chosen
+    threshold does not collapse.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)
@@ -236,7 +248,9 @@ def false_accepts_at(
 
 
 def deviations(confidence: float) -> float:
-    """Half-width, in standard deviations, of the central normal interval with probability ``confidence``."""
+    """Half-width, in standard deviations,
+    of the central normal interval with probability ``confidence``.
+    """
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
 
@@ -262,7 +276,8 @@ def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]
         return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
 
     def end(limit: float) -> float:
-        # The function is negative next to ``value`` and positive at the limit, where the error is zero.
+        # The function is negative next to ``value`` and positive at the limit,
+        # where the error is zero.
         start = value + (limit - value) * 1e-9
         if start == limit or beyond(start) >= 0:
             return limit

@@ -23,8 +23,9 @@ class Rule(Frozen):
     bound: float | None = None
     reason: str
     setting: str = ""
-    """``key=value`` with which a failed rule would pass, or empty if no setting should make it
-    pass."""
+    """``key=value`` with which a failed rule would pass,
+    or empty if no setting should make it pass.
+    """
 
 
 class System(Frozen):
@@ -46,8 +47,9 @@ class AnchorChoice(Frozen):
 
     version: str
     former: str = ""
-    """The previous anchor, if it can no longer be compared. A promotion then makes ``version``
-    the anchor."""
+    """The previous anchor, if it can no longer be compared.
+    A promotion then makes ``version`` the anchor.
+    """
     why: str = ""
     """The reason why ``former`` cannot be compared, as a sentence."""
 
@@ -66,11 +68,13 @@ class Verdict(Frozen):
     anchor: AnchorChoice | None = None
     """The anchor, or None without a champion and in verdicts of earlier versions."""
     detectable_loss: float | None = None
-    """The smallest loss of accuracy, 0 to 1, that the gate detects with a probability of 90%.
-    None under the same conditions as ``anchor``."""
+    """The smallest loss of accuracy, 0 to 1, that the gate detects with a probability
+    of 90%. None under the same conditions as ``anchor``.
+    """
     caution: str = ""
-    """The loss that an automatic promotion may leave undetected, as sentences, or empty if the
-    test split is large enough."""
+    """The loss that an automatic promotion may leave undetected, as sentences, or empty
+    if the test split is large enough.
+    """
     digest: str
     """sha256 of all other fields."""
 
@@ -84,7 +88,9 @@ class Verdict(Frozen):
         detectable_loss: float | None = None,
         caution: str = "",
     ) -> "Verdict":
-        """The verdict of ``rules``, which is promote if there is at least one rule and all rules passed."""
+        """The verdict of ``rules``, which is promote if there is at least one rule and
+        all rules passed.
+        """
         rules = list(rules)
         promote = _all_passed(rules)
         verdict = Verdict(
@@ -102,7 +108,9 @@ class Verdict(Frozen):
         return verdict.model_copy(update={"digest": _digest(verdict)})
 
     def summary(self) -> str:
-        """The verdict and the names of the failed rules. `reasons` has their reasons."""
+        """The verdict and the names of the failed rules.
+        `reasons` has their reasons.
+        """
         failed = [rule.name for rule in self.rules if not rule.passed]
         if self.promote:
             return f"promote: all {len(self.rules)} rules passed"
@@ -113,8 +121,8 @@ class Verdict(Frozen):
         """Parse a stored verdict and check that it is consistent.
 
         Raises:
-            IntegrityError: the verdict is invalid, was changed, or promotes although a rule
-                failed.
+            IntegrityError: the verdict is invalid, was changed,
+                or promotes although a rule failed.
         """
         verdict = super().from_json(data, source, remedy)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
@@ -142,7 +150,8 @@ def floor_setting(key: str, value: float) -> str:
 
 
 def ceiling_setting(key: str, value: float) -> str:
-    """The setting ``key`` with a ceiling that ``value`` does not exceed, rounded to hundredths.
+    """The setting ``key`` with a ceiling that ``value`` does not exceed,
+    rounded to hundredths.
 
     The result is empty if ``value`` is not finite.
     """

@@ -108,7 +108,8 @@ def threshold_at(unknown_distances: Floats, false_accept_rate: float) -> float:
 
 
 def threshold_rejecting(known_distances: Floats, false_reject_rate: float) -> float:
-    """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most ``false_reject_rate`` of *new* images.
+    """A threshold on ``known_distances`` (N,), N >= 1, that rejects at most
+    ``false_reject_rate`` of *new* images.
 
     The rank follows split conformal prediction (Vovk et al. 2005; Angelopoulos and
     Bates 2021, arXiv:2107.07511). An image that is exchangeable with these images
@@ -139,8 +140,8 @@ def _root(squared: Floats) -> Floats:
 def calibration_gaps(dataset: Dataset, known_labels: Sequence[str], seen_queries: int) -> str:
     """The end of a sentence on what the query images of ``dataset`` do not calibrate.
 
-    These are classes without a query image, and new groups, if ``seen_queries`` of the images are of a group
-    that is in train or gallery as well.
+    These are classes without a query image, and new groups, if ``seen_queries`` of the
+    images are of a group that is in train or gallery as well.
     """
     counts = dataset.manifest.label_counts("query")
     unqueried = sum(not counts[label] for label in known_labels)

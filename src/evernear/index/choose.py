@@ -121,7 +121,8 @@ class Tuned:
 def tune_index(
     index: VectorIndex, candidates: Sequence[str], target_recall: float, queries: EmbeddingBlock, exact: ExactNeighbors
 ) -> Tuned:
-    """Set the first of ``candidates`` whose recall@1 against exact search reaches ``target_recall`` at 95% confidence.
+    """Set the first of ``candidates`` whose recall@1 against exact search reaches
+    ``target_recall`` at 95% confidence.
 
     ``candidates`` are search parameters such as ``nprobe=16``, from the fastest to the
     most exact. The lower end of the interval decides, so that the measured recall does

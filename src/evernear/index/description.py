@@ -24,7 +24,9 @@ differs between machines and batch sizes. The square root is steep near zero: it
 difference of 4e-6 (observed: 1e-6) between the squared distances of equal vectors into
 this difference."""
 WIDE = 3
-"""The range of false rejects is wide if it reaches this multiple of ``index.false_reject_rate``."""
+"""The range of false rejects is wide if it reaches this multiple of
+``index.false_reject_rate``.
+"""
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest class centroid decides the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
@@ -84,7 +86,8 @@ class Calibration(Frozen):
     independent."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The range of the share of new images of known classes that the threshold calls unknown.
+        """The range of the share of new images of known classes that the threshold
+        calls unknown.
 
         It is the Clopper-Pearson interval (1934) for `false_rejects` of `queries`. The
         interval also holds for a threshold that was chosen on the same queries. The
@@ -173,7 +176,9 @@ class IndexDescription(Frozen):
         return tuple(label for label, count in zip(self.labels, self.counts, strict=True) if count)
 
     def summary(self, target_recall: float) -> str:
-        """Size, type and threshold, with a warning if the measured recall@1 is below ``target_recall``."""
+        """Size, type and threshold, with a warning if the measured recall@1 is below
+        ``target_recall``.
+        """
         recall = self.calibration.nearest_found / self.calibration.queries
         summary = f"{quantity(self.size, 'vector')}, {self.factory}; {describe_threshold(self.threshold)}"
         if false_rejects := self.calibration.describe_false_rejects():
@@ -203,7 +208,7 @@ def describe_index(directory: Path) -> IndexDescription:
     """Read the description of the index in ``directory``, without its other files.
 
     Raises:
-            IntegrityError: the description is missing, invalid or inconsistent.
+        IntegrityError: the description is missing, invalid or inconsistent.
     """
     described = IndexDescription.load(directory / DESCRIPTION_FILE)
     if set(described.parts) != set(index_parts(described.collection)) or len(described.counts) != len(described.labels):

@@ -66,7 +66,9 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Classifications:
-    """The predictions for N queries: label indices, nearest-neighbor distances and unknown flags, each (N,)."""
+    """The predictions for N queries: label indices,
+    nearest-neighbor distances and unknown flags, each (N,).
+    """
 
     labels: NDArray[np.int32]
     distances: NDArray[np.float32]

@@ -22,7 +22,8 @@ class VectorIndex(Protocol):
         ...
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and rows of the vectors nearest to unit vectors (N, D), both (N, k), nearest first.
+        """L2 distances and rows of the vectors nearest to unit vectors (N, D),
+        both (N, k), nearest first.
 
         If the index finds fewer than k vectors,
         the missing rows are -1 and the missing distances infinite.

@@ -27,10 +27,12 @@ UNSET_TIME = datetime(1970, 1, 1, tzinfo=UTC)
 class KfpRuns:
     """The runs of one server. The class is thread-safe.
 
-    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
+    Every method raises `PipelineServerError` if the server is unreachable or rejects
+    the request.
 
     Raises:
-        SettingsError: no endpoint is configured, or a secret would be sent to it unencrypted.
+        SettingsError: no endpoint is configured,
+            or a secret would be sent to it unencrypted.
     """
 
     def __init__(self, settings: PipelineSettings, connection: Connection | None = None) -> None:
@@ -101,7 +103,9 @@ class KfpRuns:
         return self._run_from(resource).model_copy(update={"steps": self._steps(resource)})
 
     def list(self, pipeline: str | None = None, limit: int = 10) -> Sequence[Run]:
-        """The runs of one pipeline or of all pipelines, newest first and without their steps."""
+        """The runs of one pipeline or of all pipelines,
+        newest first and without their steps.
+        """
         sorting = {"sort_by": "created_at desc", "namespace": self._namespace}
         runs = map(self._run_from, self._kfp.pages("run_service_list_runs", "runs", **sorting))
         return tuple(islice((run for run in runs if pipeline in (None, run.pipeline)), limit))

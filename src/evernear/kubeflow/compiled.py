@@ -72,5 +72,7 @@ def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
 
 
 def version_name(pipeline: str, version: str) -> str:
-    """The name of a pipeline version in KFP. Unlike the display name, it must be unique in the namespace."""
+    """The name of a pipeline version in KFP. Unlike the display name,
+    it must be unique in the namespace.
+    """
     return f"{pipeline}-{version}"

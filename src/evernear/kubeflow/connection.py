@@ -1,4 +1,6 @@
-"""The connection to the KFP API through ``kfp.Client``: credentials, retries, timeouts and error messages."""
+"""The connection to the KFP API through ``kfp.Client``: credentials, retries,
+timeouts and error messages.
+"""
 
 import ipaddress
 import itertools
@@ -119,7 +121,9 @@ class Connection:
                 return
 
     def find_by_name(self, operation: str, field: str, name: str, **arguments: Any) -> list[Any]:
-        """The listed resources whose display name is exactly ``name``. The API's own filter ignores case."""
+        """The listed resources whose display name is exactly ``name``.
+        The API's own filter ignores case.
+        """
         predicate = {"operation": "EQUALS", "key": "display_name", "string_value": name}
         # The API URL-decodes a filter twice. Without quoting,
         # a + in a name would become a space.
@@ -213,7 +217,8 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
             credentials=ServiceAccountTokenVolumeCredentials(str(mounted)) if mounted else None,
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
-    # kfp.Client supports neither timeouts nor response headers. The generated API client inside it supports both.
+    # kfp.Client supports neither timeouts nor response headers. The generated API
+    # client inside it supports both.
     api_client = client._run_api.api_client  # pyright: ignore[reportPrivateUsage]
     api_client.rest_client.pool_manager.connection_pool_kw["retries"] = urllib3.Retry(
         total=None, connect=0, read=0, other=0, redirect=5

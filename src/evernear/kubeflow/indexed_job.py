@@ -124,7 +124,7 @@ def require_shared(uri: str, what: str) -> None:
     """Check that other nodes can read ``what`` at ``uri``.
 
     Raises:
-            SettingsError: ``uri`` is on this machine.
+        SettingsError: ``uri`` is on this machine.
     """
     if not uri.startswith("s3://"):
         raise SettingsError(f"Other nodes cannot reach {what}, {uri}; use s3://bucket/prefix, or one node.")

@@ -69,7 +69,9 @@ def condition(resource: Tree, kind: str) -> Tree | None:
 
 
 def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
-    """The conditions of a job without pods, and the newest warnings about its objects, in one line."""
+    """The conditions of a job without pods,
+    and the newest warnings about its objects, in one line.
+    """
     name, created = resource["metadata"]["name"], resource["metadata"]["creationTimestamp"]
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]

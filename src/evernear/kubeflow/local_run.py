@@ -216,7 +216,9 @@ def _interrupted(events: Sequence[Event]) -> str:
 
 
 def _silent_failure(directory: Path, status: int) -> Event:
-    """The event for a run that ended with ``status`` although no step recorded an error."""
+    """The event for a run that ended with ``status`` although no step recorded an
+    error.
+    """
     log = directory / "log.txt"
     if shutil.disk_usage(directory).free < EVENTS_MIN_FREE_BYTES:
         message, code = f"The disk that holds {directory} is full; free some space and run again.", StoreError.exit_code

@@ -43,8 +43,9 @@ class StepNodes:
         """Run all parts in ``parts`` that have no result.
         ``open_here`` opens the worker of this process.
 
-        Each directory of ``inputs`` is copied to the folder of the store that is its key,
-        if workers run on other machines. Return a record if pods ran parts, otherwise None.
+        Each directory of ``inputs`` is copied to the folder of the store that is its
+        key, if workers run on other machines. Return a record if pods ran parts,
+        otherwise None.
 
         Raises:
             EvernearError: a part or the Job failed. See
@@ -88,7 +89,9 @@ class IngestNodes:
     def __init__(self, chosen: RunSettings, report: Callable[[str], None]) -> None:
         self._nodes = StepNodes(nodes_of_ingest(chosen), chosen, report)
         self.ran: PartsRecord | None = None
-        """The last plan that ran in pods. An ingest that continues after a kill has several plans."""
+        """The last plan that ran in pods.
+        An ingest that continues after a kill has several plans.
+        """
 
     def run(self, parts: Parts, open_here: OpenWorker) -> None:
         """Run all parts in ``parts`` that have no result, as `StepNodes.run`."""
@@ -132,11 +135,12 @@ def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
 def nodes_for_uris(nodes: str, *uris: str) -> Nodes:
     """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``.
 
-    With ``auto``, the step's process runs all parts if other nodes cannot reach one of the ``uris``.
+    With ``auto``, the step's process runs all parts if other nodes cannot reach one of
+    the ``uris``.
 
     Raises:
-        SettingsError: ``nodes`` is neither a number above 0 nor ``auto``, or is above 1 and other nodes cannot reach
-            one of the ``uris``.
+        SettingsError: ``nodes`` is neither a number above 0 nor ``auto``, or is above 1
+            and other nodes cannot reach one of the ``uris``.
     """
     try:
         chosen = TypeAdapter[Nodes](Nodes).validate_python(nodes)

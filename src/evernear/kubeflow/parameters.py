@@ -64,7 +64,8 @@ def from_words(
     """The run arguments that ``key=value`` words set.
 
     Raises:
-        SettingsError: a key is unknown or not among ``allowed``, or a value has the wrong type or contains a secret.
+        SettingsError: a key is unknown or not among ``allowed``, or a value has the
+            wrong type or contains a secret.
     """
     by_name = {parameter.name: parameter for parameter in known}
     arguments: dict[str, Any] = {}

@@ -50,7 +50,8 @@ class Schedule(Frozen):
 class Publisher:
     """Uploads and schedules pipelines on one server.
 
-    Every method raises `PipelineServerError` if the server is unreachable or rejects the request.
+    Every method raises `PipelineServerError` if the server is unreachable or rejects
+    the request.
     """
 
     def __init__(self, settings: PipelineSettings) -> None:
@@ -59,11 +60,12 @@ class Publisher:
         self.runs = KfpRuns(settings, self._kfp)
 
     def upload(self, compiled: bytes, version: str) -> Uploaded:
-        """Upload ``compiled`` as ``version`` of its pipeline, unless the same version already exists.
+        """Upload ``compiled`` as ``version`` of its pipeline,
+        unless the same version already exists.
 
         Raises:
-                PipelineServerError:
-                    a version with this name exists and has different content.
+            PipelineServerError:
+                a version with this name exists and has different content.
         """
         spec, platform = _documents(compiled)
         information = spec["pipelineInfo"]
@@ -97,7 +99,8 @@ class Publisher:
         one is enabled again.
 
         Raises:
-            SettingsError: the schedule is not valid, or a parameter is unknown or of the wrong type.
+            SettingsError: the schedule is not valid,
+                or a parameter is unknown or of the wrong type.
         """
         kfp_cron = to_kfp(cron)
         version = self.runs.newest(pipeline)
@@ -131,7 +134,9 @@ class Publisher:
         return _schedule(created)
 
     def unschedule(self, pipeline: str) -> int:
-        """Delete the schedules of ``pipeline`` and return their number. Active runs continue."""
+        """Delete the schedules of ``pipeline`` and return their number.
+        Active runs continue.
+        """
         existing = self._recurring_runs(pipeline)
         self._delete(existing)
         return len(existing)

@@ -54,8 +54,8 @@ def run_train_job(
     nodes, and ``on_epoch`` receives each finished epoch.
 
     Raises:
-            TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or
-                its resources cannot be created.
+        TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or
+            its resources cannot be created.
         ClusterError: the cluster is unreachable or rejects the TrainJob.
         SettingsError: no namespace or no image is known.
     """

@@ -30,7 +30,9 @@ from evernear.release.records import MANIFESTS, PRUNED, Record
 from evernear.release.registry import Registry
 
 RESUMABLE = timedelta(days=7)
-"""Age up to which the parts of a step, or the checkpoint of a training, that was interrupted may be continued."""
+"""Age up to which the parts of a step, or the checkpoint of a training,
+that was interrupted may be continued.
+"""
 NEWEST = "the newest snapshot of"
 """The owner of a newest snapshot's objects. The dataset's name follows."""
 _Document = TypeVar("_Document", bound=Frozen)
@@ -109,7 +111,9 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
 
 
 def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Iterator[Reference]:
-    """Yield all parts of an ingest that began with the newest snapshot, unless nobody has continued it for days."""
+    """Yield all parts of an ingest that began with the newest snapshot,
+    unless nobody has continued it for days.
+    """
     resumable = datetime.now(UTC) - RESUMABLE
     folder = parts_folder(name, parent)
     ingests = groupby(store.list(folder), key=lambda info: info.key.removeprefix(folder).partition("/")[0])

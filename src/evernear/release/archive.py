@@ -112,8 +112,8 @@ def make_archive(
     has them cached.
 
     Raises:
-            IntegrityError: the network, index and dataset do not match,
-                or a file changed.
+        IntegrityError: the network, index and dataset do not match,
+            or a file changed.
         DataError: the query split is empty, so there are no smoke queries.
         EvernearError: torch-model-archiver fails.
             StoreError: ``out_dir`` is not writable.

@@ -96,8 +96,8 @@ def open_parts(directory: Path) -> ReleaseParts:
     """Open an unpacked release and check every part.
 
     Raises:
-            IntegrityError: ``directory`` is not a release,
-                or a part is missing or was changed.
+        IntegrityError: ``directory`` is not a release,
+            or a part is missing or was changed.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -111,14 +111,15 @@ def open_parts(directory: Path) -> ReleaseParts:
 
 
 def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE_BYTES) -> ReleaseParts:
-    """Unpack a ``.mar`` into ``out_dir``, an empty or new directory, which is deleted on failure.
+    """Unpack a ``.mar`` into ``out_dir``, an empty or new directory,
+    which is deleted on failure.
 
     Raises:
-            IntegrityError: the archive is not a release or is larger than
-                ``max_size_bytes``, a member is unknown, duplicate or compressed, a size
-                or a hash does not match, or TorchServe's manifest names a different
-                version or handler.
-            StoreError: ``out_dir`` is not writable.
+        IntegrityError: the archive is not a release or is larger than
+            ``max_size_bytes``, a member is unknown, duplicate or compressed, a size
+            or a hash does not match, or TorchServe's manifest names a different
+            version or handler.
+        StoreError: ``out_dir`` is not writable.
     """
     with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -168,7 +169,7 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
     """The manifest of a ``.mar``. Its parts are not checked.
 
     Raises:
-            IntegrityError: the archive is unreadable or has no manifest.
+        IntegrityError: the archive is unreadable or has no manifest.
     """
     with _zip(archive) as members:
         return _read_manifest(members, archive)
@@ -270,7 +271,8 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
     name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
-    # Without compression, no member can be larger than the archive, which rules out decompression bombs.
+    # Without compression, no member can be larger than the archive,
+    # which rules out decompression bombs.
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
         raise IntegrityError(f"{name} in {archive} is compressed or encrypted.")
 

@@ -119,13 +119,17 @@ class BakeState(Frozen):
         return increments
 
     def answered_by(self, version: str, before: datetime) -> tuple[Figures, ...]:
-        """The requests that ``version`` answered in the hour before ``before``, by minute."""
+        """The requests that ``version`` answered in the hour before ``before``,
+        by minute.
+        """
         cells = [cell for cell in self.recent if cell.version == version and before - REFERENCE <= cell.at <= before]
         return tuple(cell.figures for cell in cells)
 
 
 class BakeStore:
-    """The state in one store. Every method may raise `StoreError` or `IntegrityError`."""
+    """The state in one store. Every method may raise `StoreError` or
+    `IntegrityError`.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -166,7 +170,9 @@ class Breach(Frozen):
 
 
 class Breaches:
-    """The breaches in one store. Every method may raise `StoreError` or `IntegrityError`."""
+    """The breaches in one store. Every method may raise `StoreError` or
+    `IntegrityError`.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

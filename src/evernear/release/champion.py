@@ -49,7 +49,8 @@ def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
     The evaluation checks the images too, but only after hours of training.
 
     Raises:
-        DataError: the champion takes images of another shape or bit depth than those of ``dataset``.
+        DataError: the champion takes images of another shape or bit depth than those of
+            ``dataset``.
         IntegrityError: the champion's manifest is damaged.
         StoreError: the store cannot be reached.
     """

@@ -51,7 +51,9 @@ class Cause(Frozen):
 
 
 class Promotion(Frozen):
-    """A state of the champion's pointer and its cause. ``previous`` is the target of a rollback."""
+    """A state of the champion's pointer and its cause.
+    ``previous`` is the target of a rollback.
+    """
 
     remedy = "`evernear registry promote VERSION` makes a release the champion without it"
 
@@ -74,7 +76,8 @@ class Promotion(Frozen):
 
 
 class Pointer(Promotion):
-    """The object at `CHAMPION`: the last promotion, and the releases that are being pruned.
+    """The object at `CHAMPION`: the last promotion,
+    and the releases that are being pruned.
 
     A prune writes these releases here before it removes anything. A process that read
     the pointer earlier then loses the compare-and-swap, so it cannot promote a release
@@ -120,7 +123,9 @@ class Champion:
 
     @property
     def anchor(self) -> str:
-        """The version of the anchor, the release that the gate also compares candidates with."""
+        """The version of the anchor, the release that the gate also compares candidates
+        with.
+        """
         return self.pointer.anchor or self.version
 
     @property
@@ -275,7 +280,9 @@ class ChampionPointer:
 
 
 def until_store_answers(attempt: Callable[[], Champion]) -> Champion:
-    """Repeat ``attempt`` until the store is reachable, for at most `_RETRY_TIMEOUT_S`."""
+    """Repeat ``attempt`` until the store is reachable,
+    for at most `_RETRY_TIMEOUT_S`.
+    """
     deadline_s = time.monotonic() + _RETRY_TIMEOUT_S
     pauses_s = takewhile(lambda pause_s: time.monotonic() + pause_s <= deadline_s, doubling(*_PAUSE_S))
     return retry(attempt, on=TransientStoreError, pauses_s=pauses_s, report=_report_delay)

@@ -128,7 +128,9 @@ def _drop(registry: Registry, collection: VectorCollection) -> None:
 
 
 def _remove(store: Store, version: str, archive_sha256: str | None) -> None:
-    """Remove a release, and its archive unless ``archive_sha256`` is None. A killed removal can be repeated."""
+    """Remove a release, and its archive unless ``archive_sha256`` is None.
+    A killed removal can be repeated.
+    """
     entry = store.find(record_key(MANIFESTS, version))
     if entry is not None:
         # Every release ever published leaves such a record,

@@ -7,7 +7,7 @@
     releases/champion.json               the version of the champion; moved by compare-and-swap
     releases/history/<number>.json       every state of the pointer; never overwritten
     releases/pruned/<version>.json       the record of a release whose archive was deleted, compressed with gzip
-"""
+"""  # noqa: W505
 
 import shlex
 import tempfile
@@ -39,8 +39,8 @@ class Registry:
         """Add a release. Publishing a release again changes nothing.
 
         Raises:
-                ConflictError: a different archive has this version,
-                    or a release of this version was pruned.
+            ConflictError: a different archive has this version,
+                or a release of this version was pruned.
             IntegrityError: the archive is not a valid release.
         """
         record = describe_archive(archive)
@@ -200,7 +200,8 @@ class Registry:
         target of a rollback is then the same as before.
 
         Raises:
-            StoreError: the pointer is intact, the history names no release, or the release does not exist.
+            StoreError: the pointer is intact, the history names no release,
+                or the release does not exist.
             ConflictError: a different process wrote the pointer in the meantime.
                 Nothing was changed.
         """

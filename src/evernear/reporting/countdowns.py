@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def training_countdown(running: Step) -> "Callable[[Steps], None]":
-    """A training callback that reports the progress within an epoch and the time left."""
+    """A training callback that reports the progress within an epoch and the time
+    left.
+    """
     countdown = Countdown(running.report, running.progressed)
 
     def report(steps: "Steps") -> None:

@@ -1,8 +1,8 @@
 """The run page, a self-contained HTML file with everything that a run recorded.
 
-The page depends only on the run's record in the store (`evernear.common.run_record`), so it
-can also be rendered later and on a different machine. The templates escape every value. The
-page has neither scripts nor external resources.
+The page depends only on the run's record in the store (`evernear.common.run_record`),
+so it can also be rendered later and on a different machine. The templates escape every
+value. The page has neither scripts nor external resources.
 """
 
 from functools import cache
@@ -24,8 +24,9 @@ FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
 """False-reject rates for which the page lists the detection error trade-off."""
 CLASSES_MAX = 50
 REASONS_MAX = 4
-"""Largest number of reasons to show. The next command is then visible without scrolling in
-the Kubeflow Pipelines UI, whose frame is about 430 x 600 px."""
+"""Largest number of reasons to show. The next command is then visible without scrolling
+in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px.
+"""
 
 
 def run_page(record: RunRecord) -> str:
@@ -92,7 +93,8 @@ def _charts(report: RunReport) -> dict[str, Markup]:
 def _colors(examples: Examples | None) -> dict[str, str]:
     """A color of each class on the map."""
     labels = sorted({point.label for point in examples.map}) if examples else []
-    # Lightness alternates because neighboring hues of many classes are hard to distinguish.
+    # Lightness alternates because neighboring hues of many classes are hard to
+    # distinguish.
     return {
         label: f"hsl({360 * index / len(labels):.0f} 70% calc(var(--lightness) + {(0, 12)[index % 2]}%))"
         for index, label in enumerate(labels)
@@ -130,7 +132,9 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Text on one line, without control characters. Jinja escapes the text afterwards."""
+    """Text on one line, without control characters.
+    Jinja escapes the text afterwards.
+    """
     return value if isinstance(value, Markup) else printable(str(value))
 
 

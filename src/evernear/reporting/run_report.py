@@ -1,4 +1,6 @@
-"""Everything that a run recorded, for the run page (`evernear.reporting.page`) and for integrations."""
+"""Everything that a run recorded, for the run page (`evernear.reporting.page`) and for
+integrations.
+"""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -31,7 +33,9 @@ KEY_RULES = ("no_worse", "beats_baselines", "anchor_budget", "accuracy_floor")
 
 
 class Figure(NamedTuple):
-    """A proportion of candidate, champion and anchor, or of the candidates of two runs."""
+    """A proportion of candidate, champion and anchor,
+    or of the candidates of two runs.
+    """
 
     name: str
     candidate: Proportion | None
@@ -120,7 +124,9 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons to read first: from failed rules, or from the most informative ones."""
+        """The reasons to read first: from failed rules,
+        or from the most informative ones.
+        """
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
             return [by_rule[name] for name in KEY_RULES if name in by_rule]
@@ -148,7 +154,9 @@ class RunReport:
 
     @property
     def prices(self) -> CostSettings:
-        """The prices of the run's settings; the defaults for a run that recorded none."""
+        """The prices of the run's settings;
+        the defaults for a run that recorded none.
+        """
         names = CostSettings.model_fields
         recorded = {name: self.settings[f"cost.{name}"] for name in names if f"cost.{name}" in self.settings}
         return CostSettings(**recorded)

@@ -58,10 +58,10 @@ class FolderTarget:
         """Write the file atomically.
 
         Raises:
-                DataError: the source no longer exists, or the file system does not
-                    support a name of this length.
-                StoreError: writing failed,
-                    for example because permission is denied or the disk is full.
+            DataError: the source no longer exists, or the file system does not
+                support a name of this length.
+            StoreError: writing failed,
+                for example because permission is denied or the disk is full.
         """
         if not self._directory.is_dir():  # creating the directory could hide an empty mount point
             raise DataError(f"The image directory {self._directory} does not exist.")

@@ -30,7 +30,9 @@ _COLUMNS = ["id", "label"]
 _TIME = "%Y%m%dT%H%M%S%fZ"
 _REMEDY = "delete it and import its labels again"
 _CLOCK_TOLERANCE = timedelta(days=1)
-"""Largest difference between the clocks of the machines that create releases and import labels."""
+"""Largest difference between the clocks of the machines that create releases and import
+labels.
+"""
 
 
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
@@ -46,7 +48,9 @@ class ImportedLabels(Frozen):
     missing: tuple[str, ...]
     """Ids that are not in the query log: not sampled, removed, or not shipped yet."""
     unknown_classes: tuple[str, ...] = ()
-    """Labels that are no class of the release that answered. The answer counts as wrong."""
+    """Labels that are no class of the release that answered.
+    The answer counts as wrong.
+    """
 
 
 def read_labels(path: Path) -> dict[str, str]:
@@ -113,7 +117,9 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
 
 
 def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:
-    """Labels that are no class of the release that answered, unless its record cannot be read."""
+    """Labels that are no class of the release that answered,
+    unless its record cannot be read.
+    """
     classes: dict[str, tuple[str, ...]] = {}
     for version in {query.version for query in queries}:
         with suppress(StoreError, IntegrityError):

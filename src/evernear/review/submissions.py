@@ -82,7 +82,7 @@ class Submissions:
         Adding an image again changes only the answer.
 
         Raises:
-                DataError: the file is larger than `MAX_FILE_BYTES` or is not an image.
+            DataError: the file is larger than `MAX_FILE_BYTES` or is not an image.
             StoreError: the store is unavailable.
         """
         if len(image) > MAX_FILE_BYTES:

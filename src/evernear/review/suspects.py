@@ -74,7 +74,7 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
     """The newest snapshot of the source.
 
     Raises:
-            DataError: the source has not been ingested.
+        DataError: the source has not been ingested.
     """
     name = dataset_name(settings.data, open_source(settings.data.source))
     manifest = Snapshots(store, name).head()
@@ -84,7 +84,8 @@ def newest_dataset(store: Store, settings: Settings) -> Dataset:
 
 
 def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspects:
-    """Look for wrong labels in the newest snapshot of the source, and save the result in the store.
+    """Look for wrong labels in the newest snapshot of the source,
+    and save the result in the store.
 
     Raises:
         DataError: the source has not been ingested, or has too few images to train on.

@@ -37,7 +37,8 @@ class QueryLogConfiguration(Frozen):
 
 
 def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool = True) -> None:
-    """Write ``config.properties``, ``metrics.yaml``, ``log4j2.xml`` and the query log's configuration to ``home``.
+    """Write ``config.properties``, ``metrics.yaml``,
+    ``log4j2.xml`` and the query log's configuration to ``home``.
 
     Each archive configures its batching (`evernear.release.archive`). Without
     ``tokens``, the APIs require no token.
@@ -68,7 +69,8 @@ def model_store(home: Path) -> Path:
 
 
 def temporary_directory(home: Path) -> Path:
-    """The directory for unpacked archives and the workers' sockets, whose paths must be short.
+    """The directory for unpacked archives and the workers' sockets,
+    whose paths must be short.
 
     The path does not depend on TMPDIR, so that every process derives the same path.
     `make_private` must create the directory.
@@ -114,7 +116,9 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
 
 
 def _as_properties(properties: Mapping[str, object]) -> str:
-    r"""Format ``properties`` for java.util.Properties: Latin-1 with \uXXXX and doubled backslashes."""
+    r"""Format ``properties`` for java.util.Properties:
+    Latin-1 with \uXXXX and doubled backslashes.
+    """
     lines: list[str] = []
     for key, value in properties.items():
         text = str(value).replace("\\", "\\\\").replace("\n", "\\n")

@@ -59,7 +59,8 @@ class Predictor:
 
     @staticmethod
     def open(release: ReleaseParts) -> "Predictor":
-        """Load an unpacked and verified release, and warm it up. The files are not needed afterwards.
+        """Load an unpacked and verified release, and warm it up.
+        The files are not needed afterwards.
 
         Raises:
             IntegrityError: the index was built with a different network.

@@ -1,4 +1,6 @@
-"""Embeddings as text, in answers and in the query log: float16, little-endian, in base64."""
+"""Embeddings as text, in answers and in the query log: float16, little-endian,
+in base64.
+"""
 
 import base64
 

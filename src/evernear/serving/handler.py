@@ -52,7 +52,9 @@ class EmbeddingHandler:
     """TorchServe calls ``initialize`` once and ``handle`` for each batch."""
 
     def initialize(self, context: Any) -> None:
-        """Verify every part of the unpacked release against its manifest, then load it."""
+        """Verify every part of the unpacked release against its manifest,
+        then load it.
+        """
         mask_streams()
         parts = open_parts(Path(context.system_properties["model_dir"]))
         self._predictor = Predictor.open(parts)

@@ -146,7 +146,9 @@ def _rejection(status: int, message: str, retry_after_s: int | None = None) -> H
 
 
 class HeadTimer:
-    """Closes a connection if the head of a request does not arrive in `HEAD_TIMEOUT_S`."""
+    """Closes a connection if the head of a request does not arrive in
+    `HEAD_TIMEOUT_S`.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

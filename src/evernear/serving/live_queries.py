@@ -24,7 +24,8 @@ Otherwise, one burst would remove most of the queries outside the burst.
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
-    """The queries that ``version`` answered in a time window, and a message for each damaged file.
+    """The queries that ``version`` answered in a time window,
+    and a message for each damaged file.
 
     If enough queries remain, the sample is uniform over all queries of the files. A
     file that sampled a larger share of its period's queries than the busiest file is

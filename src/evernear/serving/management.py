@@ -86,7 +86,9 @@ class Management:
         self._call("PUT", f"/models/{model}/{version}/set-default")
 
     def unregister(self, model: str, version: str) -> None:
-        """Unload ``version`` and end its workers. TorchServe rejects this for the default of several versions."""
+        """Unload ``version`` and end its workers.
+        TorchServe rejects this for the default of several versions.
+        """
         self._call("DELETE", f"/models/{model}/{version}")
 
     def _call(

@@ -20,7 +20,7 @@ Secret.
 
     WORKDIR/torchserve/     the server's home: model store, configuration, keys, unpacked release
     WORKDIR/release/        manifest, preprocessing and stored queries of the release, for the probes
-"""
+"""  # noqa: W505
 
 import math
 import os
@@ -112,8 +112,10 @@ def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManif
     safe to repeat, even after a kill.
 
     Raises:
-        IntegrityError: the deployer, the registry and the archive disagree, or the release is damaged.
-        StoreError: the release does not exist, the store is unreachable, or the disk is full.
+        IntegrityError: the deployer, the registry and the archive disagree,
+            or the release is damaged.
+        StoreError: the release does not exist, the store is unreachable,
+            or the disk is full.
     """
     home, archive = home_of(settings.workdir), _archive(settings)
     if _is_alone(archive) and sha256_file(archive) == sha256:  # written last, so the release directory is complete
@@ -149,7 +151,8 @@ def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
     the inference API requires the token in the file that ``EVERNEAR_TOKEN_FILE`` names.
 
     Raises:
-        SettingsError: the token is missing or invalid, or contradicts ``without_token``.
+        SettingsError: the token is missing or invalid,
+            or contradicts ``without_token``.
         ServingError: no release was fetched, or Java or TorchServe is not installed.
         PortInUseError: a port is in use.
     """

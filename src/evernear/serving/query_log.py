@@ -7,14 +7,15 @@ The files are written next to the server and shipped to the store.
     TORCHSERVE_HOME/queries/<time>-<version>-<host>-<process>-<random>.jsonl    finished files on this machine
     queries/<day>/<same name>                                                   in the store
 
-Each worker samples the queries of a period uniformly in memory. At the end of the period,
-the worker writes a file. The first line counts all queries, and each further line has a
-sampled query. With ``serving.query_log=images``, uncertain queries have their preprocessed
-image with its embedding, and a smaller uniform sample (`SampledFiles`) has the file that the
-client sent. Log files are written atomically and are bounded in rows and bytes. Their names
-are unique, so any number of workers and pods may write. Logging never fails a prediction or
-blocks it on a disk. A thread writes the files, and drops queries that it cannot write.
-"""
+Each worker samples the queries of a period uniformly in memory. At the end of the
+period, the worker writes a file. The first line counts all queries, and each further
+line has a sampled query. With ``serving.query_log=images``, uncertain queries have
+their preprocessed image with its embedding, and a smaller uniform sample
+(`SampledFiles`) has the file that the client sent. Log files are written atomically and
+are bounded in rows and bytes. Their names are unique, so any number of workers and pods
+may write. Logging never fails a prediction or blocks it on a disk. A thread writes the
+files, and drops queries that it cannot write.
+"""  # noqa: W505
 
 import base64
 import heapq
@@ -85,9 +86,9 @@ _NO_FILE = _File(b"", preprocessed=False)
 class SampledFiles:
     """A uniform sample of files, bounded in number and bytes.
 
-    The sample consists of the files with the smallest random priorities. Files are dropped
-    by priority only and never by size, so a small file is no more likely to remain than a
-    large file.
+    The sample consists of the files with the smallest random priorities. Files are
+    dropped by priority only and never by size, so a small file is no more likely to
+    remain than a large file.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,9 @@ class SampledFiles:
         self._limit = 1.0
 
     def admits(self, priority: float) -> bool:
-        """Whether ``priority`` (0 to 1) is smaller than the priorities of all dropped files."""
+        """Whether ``priority`` (0 to 1) is smaller than the priorities of all dropped
+        files.
+        """
         return priority < self._limit
 
     def add(self, priority: float, file: _File) -> None:
@@ -230,9 +233,9 @@ class QueryLog:
 def is_uncertain(prediction: Prediction, threshold: float) -> bool:
     """Whether a query needs manual review.
 
-    The query is unknown, near the threshold, or near the boundary of two classes. Near means
-    that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the threshold, or
-    of the distance to the nearest neighbor with a different label.
+    The query is unknown, near the threshold, or near the boundary of two classes. Near
+    means that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the
+    threshold, or of the distance to the nearest neighbor with a different label.
     """
     others = [neighbor.dist for neighbor in prediction.neighbors if neighbor.label != prediction.pred]
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
@@ -244,7 +247,8 @@ def ship_query_log(directory: Path, store: Store) -> int:
     A killed call can safely be repeated.
 
     Raises:
-        StoreError: the store or the disk fails. The next call ships the remaining files.
+        StoreError: the store or the disk fails.
+            The next call ships the remaining files.
     """
     count = 0
     for path in sorted(directory.glob("*.jsonl")):
@@ -313,8 +317,8 @@ def _labels(prediction: Prediction) -> tuple[str, ...]:
 def _remove_oldest(directory: Path, size_bytes: int) -> None:
     """Remove the oldest files until the remaining files take at most ``size_bytes``.
 
-    A file with a future date was written before the clock was set back, so it is older than
-    the other files.
+    A file with a future date was written before the clock was set back,
+    so it is older than the other files.
     """
     files: list[tuple[bool, str, Path, int]] = []
     now = f"{datetime.now(UTC):{TIME_FORMAT}}"

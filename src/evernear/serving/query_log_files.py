@@ -44,19 +44,25 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     Empty if it is unknown.
     """
     image: str = ""
-    """The preprocessed image, PNG in base64, if the query `is_uncertain` and ``serving.query_log=images``."""
+    """The preprocessed image, PNG in base64,
+    if the query `is_uncertain` and ``serving.query_log=images``.
+    """
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
     """The embedding of ``image`` (`evernear.serving.embedding_codec`).
     Empty in logs of earlier versions.
     """
     candidates: tuple[str, ...] = ()
-    """The labels of the nearest neighbors, nearest first, if the query has an image or a file."""
+    """The labels of the nearest neighbors, nearest first,
+    if the query has an image or a file.
+    """
     id: str = Field(default="", max_length=128)
     """The request's id, which is also the ``id`` of its response.
     Empty in logs of earlier versions.
     """
     file: str = ""
-    """The file that the client sent, in base64, if the query is in the uniform sample of files."""
+    """The file that the client sent, in base64,
+    if the query is in the uniform sample of files.
+    """
     preprocessed: bool = False
     """Whether ``file`` is the preprocessed image.
 

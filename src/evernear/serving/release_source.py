@@ -35,7 +35,8 @@ class ReleaseSource:
 
     @contextmanager
     def unpacked(self) -> Generator[ReleaseParts]:
-        """Unpack and verify the release in a temporary directory, which is removed when the context ends.
+        """Unpack and verify the release in a temporary directory,
+        which is removed when the context ends.
 
         Raises:
             IntegrityError: the archive is damaged,

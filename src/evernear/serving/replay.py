@@ -128,7 +128,8 @@ def _unexpected_errors(champion: ReleasedSystem, evaluation: Evaluation, store: 
 
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
-    """The newest ``limit`` queries of the log's uniform sample, newest first. Damaged log files are skipped.
+    """The newest ``limit`` queries of the log's uniform sample, newest first.
+    Damaged log files are skipped.
 
     Raises:
         StoreError: the store is unavailable.
@@ -151,7 +152,9 @@ def replay_queries(
     queries: Sequence[SampledQuery],
     max_pixels: int,
 ) -> ReplayedQueries:
-    """Answer ``queries`` with both recognizers, except near-duplicates and files that cannot be decoded."""
+    """Answer ``queries`` with both recognizers,
+    except near-duplicates and files that cannot be decoded.
+    """
     left_out: Counter[str] = Counter()
     kept: list[SampledQuery] = []
     images: tuple[list[Pixels], list[Pixels]] = ([], [])

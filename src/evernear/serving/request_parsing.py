@@ -59,7 +59,8 @@ def image_request_schema() -> dict[str, Any]:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64 or a ``data:`` URI. Line breaks, the URL-safe alphabet and missing padding are accepted.
+    """Decode base64 or a ``data:`` URI. Line breaks,
+    the URL-safe alphabet and missing padding are accepted.
 
     Raises:
         ValueError: the text is not base64.
@@ -99,7 +100,8 @@ def image_from_json(body: bytes) -> bytes:
 
 
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
-    """Extract the image file from the fields of a TorchServe request, in which a plain body is named ``body``.
+    """Extract the image file from the fields of a TorchServe request,
+    in which a plain body is named ``body``.
 
     JSON is recognized by its first byte. No image file begins with this byte, so a
     wrong content type is harmless. Unknown JSON fields are ignored.

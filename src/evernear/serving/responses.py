@@ -70,10 +70,10 @@ class Rejection(Frozen, extra="ignore"):
 class Metadata(Frozen, extra="ignore"):
     """The public description of a release.
 
-    Images are PNG, JPEG or WebP files of at most ``max_pixels``. They are resized to ``height_px`` x ``width_px`` and
-    converted to ``channels`` (1: gray, 3: RGB). Beyond ``threshold`` (L2 of unit
-    vectors, 0..2), an image is unknown. ``metrics`` contains the metrics that the gate
-    measured.
+    Images are PNG, JPEG or WebP files of at most ``max_pixels``. They are resized to
+    ``height_px`` x ``width_px`` and converted to ``channels`` (1: gray, 3: RGB). Beyond
+    ``threshold`` (L2 of unit vectors, 0..2), an image is unknown. ``metrics`` contains
+    the metrics that the gate measured.
     """
 
     model: str

@@ -178,7 +178,8 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
 
 def is_ready(home: Path, model: str) -> bool:
-    """Whether the server in ``home`` accepts connections and the default version has a READY worker.
+    """Whether the server in ``home`` accepts connections and the default version has a
+    READY worker.
 
     A draining server is not ready. A server whose workers are loading or crashing is
     not ready either.
@@ -194,7 +195,9 @@ def is_ready(home: Path, model: str) -> bool:
 
 
 def processes(home: Path) -> list[psutil.Process]:
-    """The Java process and the workers of the server in ``home``, including workers that outlived Java."""
+    """The Java process and the workers of the server in ``home``,
+    including workers that outlived Java.
+    """
     matching: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -117,7 +117,9 @@ class DataSettings(Section):
         return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
 
     def location(self) -> str:
-        """The path or URI of the source, without its kind; a name for those that are built in."""
+        """The path or URI of the source, without its kind;
+        a name for those that are built in.
+        """
         kind, _, path = self.source.partition(":")
         return path if path.startswith("s3://") or (kind in PATH_KINDS and path) else self.source
 

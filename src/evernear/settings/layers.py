@@ -190,7 +190,8 @@ def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
     ``WORKDIR``. Return None if the file does not exist.
 
     Raises:
-        SettingsError: the file cannot be read, is not TOML, or names another working directory.
+        SettingsError: the file cannot be read, is not TOML,
+            or names another working directory.
     """
     path = workdir / FILE
     if not os.path.lexists(path):
@@ -252,7 +253,7 @@ def _expanded(path: str) -> Path:
     """Expand ``~`` in ``path`` to the home directory.
 
     Raises:
-            SettingsError: no user has the name that follows ``~``.
+        SettingsError: no user has the name that follows ``~``.
     """
     try:
         return expanded(Path(path))

@@ -8,8 +8,9 @@ from evernear.settings.section import LocalPath, Section
 class PipelineSettings(Section):
     """The Kubeflow Pipelines server.
 
-    Credentials come from the environment: KFP_TOKEN (a bearer token) or KFP_COOKIES (``name=value; ...``, a session
-    of Dex or IAP). With neither, a pod uses its service account's token for KFP.
+    Credentials come from the environment: KFP_TOKEN (a bearer token) or KFP_COOKIES
+    (``name=value; ...``, a session of Dex or IAP). With neither, a pod uses its service
+    account's token for KFP.
     """
 
     endpoint: str = Field(

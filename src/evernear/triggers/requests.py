@@ -1,4 +1,5 @@
-"""User requests and the watcher's requests, in the store: one object each, changed by compare-and-swap.
+"""User requests and the watcher's requests, in the store: one object each,
+changed by compare-and-swap.
 
 ::
 
@@ -119,7 +120,9 @@ class Request(Frozen):
     """The value of ``grown`` that the prompt shows."""
     run: str = ""
     release: str = ""
-    """Kind ``promote``: the release to promote. Kind ``roll_back``: the champion to replace."""
+    """Kind ``promote``: the release to promote. Kind ``roll_back``:
+    the champion to replace.
+    """
     move: int = 0
     """Number of the promotion that the button showed.
     The request fails after a later promotion.

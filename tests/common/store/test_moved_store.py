@@ -69,7 +69,9 @@ def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: P
 
 
 def test_manifest_of_an_earlier_version_is_read_from_the_store_that_has_it(tmp_path: Path) -> None:
-    """Earlier manifests name the store that they were written to. A copy does not read the original's shards."""
+    """Earlier manifests name the store that they were written to.
+    A copy does not read the original's shards.
+    """
     settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
     write_images(tmp_path / "images", 12, seed=0)
     original = open_store((tmp_path / "original").as_uri())

@@ -1,4 +1,6 @@
-"""The whole story in Chromium: an unknown digit, eleven more, one name, a reindex, recognized, and a rollback."""
+"""The whole story in Chromium: an unknown digit, eleven more, one name,
+a reindex, recognized, and a rollback.
+"""
 
 import json
 import os
@@ -43,7 +45,9 @@ WIDTHS_PX = {"desktop": 1200, "phone": 390}
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pictures of the pages are kept: ``EVERNEAR_TEST_ARTIFACTS``, or a temporary directory."""
+    """Where the pictures of the pages are kept: ``EVERNEAR_TEST_ARTIFACTS``,
+    or a temporary directory.
+    """
     directory = os.environ.get("EVERNEAR_TEST_ARTIFACTS")
     folder = Path(directory) if directory else tmp_path_factory.mktemp("pages")
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +60,9 @@ def evernear(*words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
-    """A working directory whose server recognizes all digits but one; images of that one are in ``digits-7``."""
+    """A working directory whose server recognizes all digits but one;
+    images of that one are in ``digits-7``.
+    """
     root = tmp_path_factory.mktemp("story")
     folders = lay_out_digits(root, NEW)
     ports = settings_on_free_ports()
@@ -80,7 +86,9 @@ def url(workdir: Path) -> Generator[str]:
 
 @pytest.fixture
 def page(url: str) -> Generator[Page]:
-    """A page that is signed in. An error of a script, or a violation of the security policy, fails the test."""
+    """A page that is signed in. An error of a script,
+    or a violation of the security policy, fails the test.
+    """
     errors: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -94,7 +102,9 @@ def page(url: str) -> Generator[Page]:
 
 
 def barriers(page: Page) -> list[str]:
-    """Serious and critical violations that axe finds on the page; none if npm has not installed axe."""
+    """Serious and critical violations that axe finds on the page;
+    none if npm has not installed axe.
+    """
     if not AXE.exists():
         return []
     page.evaluate(AXE.read_text())
@@ -109,7 +119,9 @@ def barriers(page: Page) -> list[str]:
 
 
 def picture(page: Page, folder: Path, name: str) -> None:
-    """Pictures of the page in both themes and widths. Nothing is wider than the window or hard to access."""
+    """Pictures of the page in both themes and widths.
+    Nothing is wider than the window or hard to access.
+    """
     for theme in ("light", "dark"):
         page.emulate_media(color_scheme=theme)
         for device, width_px in WIDTHS_PX.items():
@@ -181,7 +193,9 @@ def test_every_page_from_unknown_to_recognized_and_back(page: Page, workdir: Pat
 
 
 def test_from_unknown_to_recognized_in_a_few_clicks(page: Page, workdir: Path, artifacts: Path) -> None:
-    """Other images of the digit, without a stop for pictures. Seconds are an artifact: they depend on the machine."""
+    """Other images of the digit, without a stop for pictures.
+    Seconds are an artifact: they depend on the machine.
+    """
     new = sorted((workdir / f"digits-{NEW}").glob("*.png"))[IMAGES : 2 * IMAGES]
     page.add_init_script(COUNT_CLICKS)
     page.get_by_role("link", name="Try", exact=True).click()

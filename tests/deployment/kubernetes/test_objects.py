@@ -1,4 +1,6 @@
-"""Objects that a deployment applies: valid for the oldest and newest supported Kubernetes, and hardened."""
+"""Objects that a deployment applies:
+valid for the oldest and newest supported Kubernetes, and hardened.
+"""
 
 import tomllib
 from dataclasses import replace
@@ -146,7 +148,9 @@ def test_only_the_autoscaler_sets_the_number_of_replicas() -> None:
 
 
 def test_pods_meet_the_restricted_standard() -> None:
-    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, with a read-only root."""
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted,
+    with a read-only root.
+    """
     spec = pod(objects(*ALL))
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -219,7 +223,9 @@ def test_config_map_contains_the_serving_settings() -> None:
 
 
 def test_prestop_hook_does_not_read_the_settings_file() -> None:
-    """By then the file may belong to the next release, and contain settings that the pod's evernear does not know."""
+    """By then the file may belong to the next release,
+    and contain settings that the pod's evernear does not know.
+    """
     (serve,) = pod(objects("serving.endpoint_removal_s=17"))["containers"]
     program, *words = serve["lifecycle"]["preStop"]["exec"]["command"]
     assert (program, words[:2]) == ("evernear", ["pod", "drain"])

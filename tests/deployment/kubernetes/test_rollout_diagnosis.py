@@ -1,4 +1,6 @@
-"""Diagnosis of pods: a container that runs for a while between its crashes, an evicted pod."""
+"""Diagnosis of pods: a container that runs for a while between its crashes,
+an evicted pod.
+"""
 
 from typing import Any, cast
 

@@ -1,4 +1,6 @@
-"""A prediction is one trace, from the client through the preprocessing server to TorchServe's handler."""
+"""A prediction is one trace, from the client through the preprocessing server to
+TorchServe's handler.
+"""
 
 import base64
 import json

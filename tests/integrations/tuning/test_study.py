@@ -1,4 +1,6 @@
-"""A study measures the unchanged settings, then trials, and continues after it was killed."""
+"""A study measures the unchanged settings, then trials,
+and continues after it was killed.
+"""
 
 from pathlib import Path
 

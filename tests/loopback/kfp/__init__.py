@@ -1,7 +1,8 @@
 """A Kubeflow Pipelines API server on loopback, for the real ``kfp.Client``.
 
-It stores pipelines, versions, experiments, runs and recurring runs, validates every request and response against the
-published v2beta1 API (`contract`), and rejects what the real server rejects. A test controls the state of each run::
+It stores pipelines, versions, experiments, runs and recurring runs, validates every
+request and response against the published v2beta1 API (`contract`), and rejects what
+the real server rejects. A test controls the state of each run::
 
     with KfpServer() as server:
         server.publish(GOLDEN / "continuous_training.yaml", version="abc123")
@@ -15,17 +16,20 @@ published v2beta1 API (`contract`), and rejects what the real server rejects. A 
         run.task("train", "FAILED", error="Training cannot go on: the loss is not finite.")
         run.end("FAILED")                    # SUCCEEDED, FAILED, CANCELED
 
-Alternatively, the server calls an executor with the `RunControl` of each started run, in a separate thread.
-`execute.LocalExecutor` runs the uploaded pipeline on this machine, each step in its own process::
+Alternatively, the server calls an executor with the `RunControl` of each started run,
+in a separate thread. `execute.LocalExecutor` runs the uploaded pipeline on this
+machine, each step in its own process::
 
     with KfpServer(executor=LocalExecutor(tmp_path, store=store_uri, target="local", workdir=str(workdir))) as server:
         ...
         server.run(started.id).ended.wait(120)
 
-``server.fail(operation="run_service_create_run", status=503, times=2)`` makes requests fail, with ``after=True`` after
-they were executed. ``KfpServer(token=...)`` and ``cookie=...`` require credentials, ``namespaces={...}`` enables
-multi-user mode, and ``now`` is the server's clock. On exit, the context fails the test on any contract violation.
-"""
+``server.fail(operation="run_service_create_run", status=503, times=2)`` makes requests
+fail, with ``after=True`` after they were executed. ``KfpServer(token=...)`` and
+``cookie=...`` require credentials, ``namespaces={...}`` enables multi-user mode, and
+``now`` is the server's clock. On exit, the context fails the test on any contract
+violation.
+"""  # noqa: W505
 
 import socket
 import tempfile
@@ -88,7 +92,9 @@ class KfpServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Terminate active runs, stop, and assert that no call violated the contract."""
+        """Terminate active runs, stop,
+        and assert that no call violated the contract.
+        """
         for control in self._controls.values():
             if not control.ended.is_set() and control.id in self.state.runs:
                 control.resource["state"] = "CANCELING"
@@ -101,7 +107,9 @@ class KfpServer:
 
     @property
     def violations(self) -> list[str]:
-        """Contract violations of requests and responses. Clear it in tests that provoke them."""
+        """Contract violations of requests and responses.
+        Clear it in tests that provoke them.
+        """
         return self._application.violations
 
     @property
@@ -111,7 +119,9 @@ class KfpServer:
 
     @property
     def policies(self) -> list[str]:
-        """The propagation policy of each deleted recurring run; ORPHAN keeps its active runs."""
+        """The propagation policy of each deleted recurring run;
+        ORPHAN keeps its active runs.
+        """
         return self._api.policies
 
     @property
@@ -141,7 +151,9 @@ class KfpServer:
             return self.state.create_version(pipeline["pipeline_id"], version, content)
 
     def fire(self, recurring_run_id: str) -> RunControl | None:
-        """Start the scheduled run, like the controller when it is due; return None if the schedule is disabled."""
+        """Start the scheduled run, like the controller when it is due;
+        return None if the schedule is disabled.
+        """
         with self.state.lock:
             job = self.state.recurring_runs[recurring_run_id]
             if job["mode"] != "ENABLE":
@@ -155,7 +167,9 @@ class KfpServer:
     def fail(
         self, *, operation: str = "", status: int = 503, times: int = 1, after: bool = False, delay_s: float = 0.0
     ) -> None:
-        """Fail the next ``times`` requests of ``operation`` (any if empty) with ``status``."""
+        """Fail the next ``times`` requests of ``operation`` (any if empty) with
+        ``status``.
+        """
         self._application.faults.append(Fault(operation, status, times, after, delay_s))
 
     def _run_created(self, run_id: str) -> None:

@@ -11,7 +11,9 @@ from tests.loopback.kfp import contract
 from tests.loopback.kfp.api import Api
 
 SWAGGER = os.environ.get("EVERNEAR_TEST_KFP_SWAGGER")
-"""kfp_api_single_file.swagger.json of KFP 2.17.0: backend/api/v2beta1/swagger in github.com/kubeflow/pipelines."""
+"""kfp_api_single_file.swagger.json of KFP 2.17.0: backend/api/v2beta1/swagger in
+github.com/kubeflow/pipelines.
+"""
 
 
 def test_invalid_requests_and_responses_are_detected() -> None:

@@ -1,8 +1,9 @@
 """A Kubernetes API server on loopback, for tests with the real ``kubernetes`` client.
 
-The server stores objects, validates them against the published schemas (like ``fieldValidation=Strict``), tracks
-``managedFields`` and reports apply conflicts, streams watches, rolls out Deployments and enforces RBAC. It implements a
-subset of a real API server and adds nothing to it.
+The server stores objects, validates them against the published schemas (like
+``fieldValidation=Strict``), tracks ``managedFields`` and reports apply conflicts,
+streams watches, rolls out Deployments and enforces RBAC. It implements a subset of a
+real API server and adds nothing to it.
 
 ::
 
@@ -15,28 +16,35 @@ subset of a real API server and adds nothing to it.
         cluster.set_pod_behavior(CrashLoop(log="no such file"), labeled("app.kubernetes.io/version", "2"))
         cluster.fail(too_many_requests(retry_after_s=0), lambda call: call.verb == "patch", times=2)
 
-Pod behaviors: Ready, NotReady, CrashLoop (also of an init container), ImageMissing, Unschedulable, Stuck. As on a real
-node, a pod also waits for the ConfigMaps, Secrets and claims that it mounts.
+Pod behaviors: Ready, NotReady, CrashLoop (also of an init container), ImageMissing,
+Unschedulable, Stuck. As on a real node, a pod also waits for the ConfigMaps, Secrets
+and claims that it mounts.
 
-Faults: ``cluster.fail(error, when, times=, after=)``, ``drop``, ``drop_watches``, ``expire``. ``cluster.calls`` records
-every request. ``when`` receives a `Call`: verb, kind, namespace, name, subresource, query, user.
+Faults: ``cluster.fail(error, when, times=, after=)``, ``drop``, ``drop_watches``,
+``expire``. ``cluster.calls`` records every request. ``when`` receives a `Call`: verb,
+kind, namespace, name, subresource, query, user.
 
 Less obvious behavior of real servers that it reproduces:
 
-- The service proxy, ``/api/v1/namespaces/NS/services/NAME:PORT/proxy/PATH``, consumes the ``Authorization``
-  header, so an inference token never reaches the pod. RBAC requires ``services/proxy`` with the verb of the HTTP method
-  (GET: get, POST: create), and a ``resourceNames`` entry must be ``NAME:PORT``, as in the path.
-- Applying a nonexistent object requires ``create`` in addition to ``patch``; for apply, ``resourceNames`` restricts
-  both. A POST has no name yet, so ``resourceNames`` cannot allow it. A list or watch takes its name from the field
-  selector ``metadata.name=NAME``.
+- The service proxy, ``/api/v1/namespaces/NS/services/NAME:PORT/proxy/PATH``, consumes
+  the ``Authorization`` header, so an inference token never reaches the pod. RBAC
+  requires ``services/proxy`` with the verb of the HTTP method (GET: get, POST: create),
+  and a ``resourceNames`` entry must be ``NAME:PORT``, as in the path.
+- Applying a nonexistent object requires ``create`` in addition to ``patch``; for apply,
+  ``resourceNames`` restricts both. A POST has no name yet, so ``resourceNames`` cannot
+  allow it. A list or watch takes its name from the field selector
+  ``metadata.name=NAME``.
 - A misspelled field yields 400 on POST and PUT but 500 without a reason on apply.
-- A Deployment's ``metadata.generation`` also changes with its annotations, and therefore with every revision.
-- Writes that change nothing leave resourceVersion unchanged. Replacing a ``Lease`` or ``PodDisruptionBudget`` requires
-  a resourceVersion.
-- A watch from an expired resourceVersion returns 200 and then one ``ERROR`` event with a ``Status`` of 410.
-- Pods that a namespace with ``pod-security.kubernetes.io/enforce: restricted`` rejects are never created: the
-  ReplicaSet reports it in an event and in the Deployment's condition ``ReplicaFailure``.
-"""
+- A Deployment's ``metadata.generation`` also changes with its annotations, and
+  therefore with every revision.
+- Writes that change nothing leave resourceVersion unchanged. Replacing a ``Lease`` or
+  ``PodDisruptionBudget`` requires a resourceVersion.
+- A watch from an expired resourceVersion returns 200 and then one ``ERROR`` event with
+  a ``Status`` of 410.
+- Pods that a namespace with ``pod-security.kubernetes.io/enforce: restricted`` rejects
+  are never created: the ReplicaSet reports it in an event and in the Deployment's
+  condition ``ReplicaFailure``.
+"""  # noqa: W505
 
 from tests.loopback.kubernetes.calls import Call
 from tests.loopback.kubernetes.cluster import (

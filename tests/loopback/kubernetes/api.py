@@ -1,4 +1,6 @@
-"""The verbs create, get, list, replace, patch, apply and delete, without HTTP and authorization."""
+"""The verbs create, get, list, replace, patch, apply and delete,
+without HTTP and authorization.
+"""
 
 import random
 import uuid
@@ -79,11 +81,12 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Store a new object. ``trusted`` objects, from the server's controllers, skip validation but not admission.
+        """Store a new object. ``trusted`` objects, from the server's controllers,
+        skip validation but not admission.
 
         Raises:
-            ApiError: 400 and 422 for an invalid object, 403 if admission rejects it, 404 for an unknown namespace, 409
-                if the name already exists.
+            ApiError: 400 and 422 for an invalid object, 403 if admission rejects it,
+                404 for an unknown namespace, 409 if the name already exists.
         """
         subject = self._incoming(kind, subject, namespace)
         metadata = subject["metadata"]
@@ -167,8 +170,9 @@ class Api:
         """Apply ``config`` on the server side; also return whether the object is new.
 
         Raises:
-            ApiError: as `create`; 409 for a field that another manager owns, unless ``force``; 500, as on a
-                real server, for an object that does not match the schema.
+            ApiError: as `create`; 409 for a field that another manager owns, unless
+                ``force``; 500, as on a real server, for an object that does not match
+                the schema.
         """
         config = _without_nulls(config)
         if config.get("apiVersion") != kind.api_version or config.get("kind") != kind.name:
@@ -213,7 +217,8 @@ class Api:
         grace_period_s: int | None = None,
         dry_run: bool = False,
     ) -> Object:
-        """Delete an object. Return a ``Status`` if it is gone, or the object if its deletion takes time.
+        """Delete an object. Return a ``Status`` if it is gone,
+        or the object if its deletion takes time.
 
         Raises:
             ApiError: 404.
@@ -237,7 +242,9 @@ class Api:
             return live
 
     def finish(self, kind: Kind, subject: Object) -> None:
-        """Remove an object that was marked for deletion; ignore one that is already gone."""
+        """Remove an object that was marked for deletion;
+        ignore one that is already gone.
+        """
         with self.store.changed:
             metadata = subject["metadata"]
             if self.store.get(kind, metadata.get("namespace", ""), metadata["name"]):
@@ -286,7 +293,9 @@ class Api:
         dry_run: bool = False,
         trusted: bool = False,
     ) -> Object:
-        """Fill in defaults, validate and store; ``manager`` is None if ``managedFields`` are already set."""
+        """Fill in defaults, validate and store; ``manager`` is None if
+        ``managedFields`` are already set.
+        """
         new = _preserve_server_fields(kind, live, deep_copy(new), subresource)
         if not trusted:
             self.schemas.check(kind, new)
@@ -386,7 +395,9 @@ def now() -> str:
 
 
 def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subresource: str) -> Object:
-    """Restore the fields that clients cannot set and those that this endpoint does not write."""
+    """Restore the fields that clients cannot set and those that this endpoint does not
+    write.
+    """
     metadata = new["metadata"]
     if live is None:
         metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
@@ -410,14 +421,18 @@ def _preserve_server_fields(kind: Kind, live: Object | None, new: Object, subres
 
 
 def _writable(kind: Kind, config: Object, subresource: str) -> Object:
-    """The part of a configuration that this endpoint writes; the strategy's reset fields have no owner."""
+    """The part of a configuration that this endpoint writes;
+    the strategy's reset fields have no owner.
+    """
     if subresource == "status":
         return {field: value for field, value in config.items() if field != "spec"}
     return {field: value for field, value in config.items() if not (kind.has_status and field == "status")}
 
 
 def _versioned(kind: Kind, subject: Object) -> Any:
-    """The fields whose change increments the generation; a Deployment includes its annotations."""
+    """The fields whose change increments the generation;
+    a Deployment includes its annotations.
+    """
     rest = {field: value for field, value in subject.items() if field not in ("metadata", "status")}
     return (rest, subject["metadata"].get("annotations") if kind is DEPLOYMENT else None)
 

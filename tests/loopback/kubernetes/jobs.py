@@ -1,8 +1,10 @@
-"""A small version of the Job controller, for Indexed Jobs: each pod is a process of this machine.
+"""A small version of the Job controller, for Indexed Jobs:
+each pod is a process of this machine.
 
-A pod gets the command and ``JOB_COMPLETION_INDEX``. As in ``pkg/controller/job``, a failed index is retried up to
-``backoffLimitPerIndex`` times unless the ``podFailurePolicy`` says otherwise, and more failed indexes than
-``maxFailedIndexes`` end the Job and its other pods.
+A pod gets the command and ``JOB_COMPLETION_INDEX``. As in ``pkg/controller/job``, a
+failed index is retried up to ``backoffLimitPerIndex`` times unless the
+``podFailurePolicy`` says otherwise, and more failed indexes than ``maxFailedIndexes``
+end the Job and its other pods.
 """
 
 import os
@@ -59,7 +61,9 @@ class Jobs(Controller):
         return POLL_S if any(pods.running for pods in self._pods.values()) else None
 
     def evict(self, name: str, index: int) -> None:
-        """Kill the running pod of an index of the Job ``name``, with the condition of an eviction."""
+        """Kill the running pod of an index of the Job ``name``,
+        with the condition of an eviction.
+        """
         job = next(job for job in self.api.store.all(JOB) if job["metadata"]["name"] == name)
         pods = self._pods[job["metadata"]["uid"]]
         pods.evicted.add(index)

@@ -1,4 +1,6 @@
-"""The kinds of objects that the server supports: those built into Kubernetes, and two of Kubeflow Trainer."""
+"""The kinds of objects that the server supports: those built into Kubernetes,
+and two of Kubeflow Trainer.
+"""
 
 from dataclasses import dataclass
 

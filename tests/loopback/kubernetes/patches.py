@@ -12,7 +12,8 @@ def strategic(schemas: Schemas, schema: Schema, live: Object, patch: Object) -> 
     """Apply a strategic merge patch to ``live``.
 
     Raises:
-        NotImplementedError: it changes a list that is merged by key, or has a directive.
+        NotImplementedError: it changes a list that is merged by key,
+            or has a directive.
     """
     merged = dict(live)
     for name, value in patch.items():

@@ -1,8 +1,8 @@
 """A pod's containers, probes and hook, run as processes in the order of a kubelet.
 
-If the kernel allows it, each container has separate process, mount and user namespaces: the server is process 1 of an
-unprivileged user on a read-only root file system. Containers share the host's network, so each pod has its own
-ports.
+If the kernel allows it, each container has separate process, mount and user namespaces:
+the server is process 1 of an unprivileged user on a read-only root file system.
+Containers share the host's network, so each pod has its own ports.
 """
 
 import os
@@ -27,7 +27,9 @@ STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_K
 
 
 class Pod:
-    """One pod; ``directory`` is on the node, with the pod's emptyDir, /tmp and Secret in it."""
+    """One pod; ``directory`` is on the node, with the pod's emptyDir,
+    /tmp and Secret in it.
+    """
 
     def __init__(self, directory: Path, token: str | None = None, **serving: object) -> None:
         self.serving: ServingSettings = settings_on_free_ports(**serving)
@@ -97,7 +99,8 @@ class Pod:
         return process.children()[0] if can_contain() else process
 
     def delete(self) -> float:
-        """Run preStop, send SIGTERM and wait until all processes end; returns the seconds that this took.
+        """Run preStop, send SIGTERM and wait until all processes end;
+        returns the seconds that this took.
 
         A pod that outlives its grace period is killed, which is a failure.
         """
@@ -145,7 +148,9 @@ class Pod:
 
 
 def can_contain() -> bool:
-    """Whether this kernel allows user namespaces with mounts, and /tmp is not an ancestor of this checkout; cached."""
+    """Whether this kernel allows user namespaces with mounts, and /tmp is not an
+    ancestor of this checkout; cached.
+    """
     if not _contains:
         script = 'mount --bind /srv /tmp && exec setpriv --no-new-privs "$0" -c "import evernear"'
         command = ["unshare", *NAMESPACES, "sh", "-c", script, sys.executable]

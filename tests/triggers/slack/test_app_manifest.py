@@ -1,4 +1,6 @@
-"""The app's manifest requests the scopes, commands and events that the bot uses, and no others."""
+"""The app's manifest requests the scopes, commands and events that the bot uses,
+and no others.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""An acknowledged request is carried out once: copies, double clicks, restarts, outages."""
+"""An acknowledged request is carried out once: copies, double clicks,
+restarts, outages.
+"""
 
 import itertools
 import threading
@@ -192,7 +194,9 @@ def test_concurrent_clicks_start_one_run(bot: Bot, slack: SlackServer, runs: Mem
 def test_double_click_is_not_reported_as_refused(
     bot: Bot, slack: SlackServer, runs: MemoryRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two handlers both read the prompt as pending: the one whose write loses must not report that nothing happened."""
+    """Two handlers both read the prompt as pending:
+    the one whose write loses must not report that nothing happened.
+    """
     prompt = bot.prompt()
     click = slack.button(prompt, "Start training").by(ADA)
     find, preempted = RequestStore.find, threading.Event()

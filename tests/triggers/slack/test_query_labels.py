@@ -1,4 +1,6 @@
-"""Random live queries in Slack: posted without their answers, labeled in a picker, and counted."""
+"""Random live queries in Slack: posted without their answers, labeled in a picker,
+and counted.
+"""
 
 import base64
 import time
@@ -102,7 +104,9 @@ def test_without_a_release_nothing_is_asked(bot: Bot) -> None:
 
 
 def test_every_option_fits_into_a_picker() -> None:
-    """An id has up to 128 characters, and a value at most 150: a class that does not fit is left to the console."""
+    """An id has up to 128 characters, and a value at most 150:
+    a class that does not fit is left to the console.
+    """
     long = RandomQuery("x" * 128, PIXEL)
     message = labels_message(Week({}, [long]), [long], ["F0"], ["a" * 30, "b"])
     (menu,) = [block["elements"][0] for block in message.blocks if block["type"] == "actions"]

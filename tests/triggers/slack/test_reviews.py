@@ -1,4 +1,6 @@
-"""Live queries in Slack: images with a class picker, and answers handled as on the review page."""
+"""Live queries in Slack: images with a class picker,
+and answers handled as on the review page.
+"""
 
 import base64
 import time

@@ -34,7 +34,8 @@ class ObjectInfo:
 
 
 class Store(Protocol):
-    """Objects under keys. All methods raise `StoreError` if the store is unreachable or rejects the request.
+    """Objects under keys. All methods raise `StoreError` if the store is unreachable or
+    rejects the request.
 
     Reads verify the sha256 that was recorded by the write, if any.
     A mismatch raises `IntegrityError`.
@@ -43,11 +44,14 @@ class Store(Protocol):
     uri: str
 
     def put(self, key: str, data: bytes | Path) -> str:
-        """Write ``data`` (bytes, or the content of a file) atomically and return the etag."""
+        """Write ``data`` (bytes, or the content of a file) atomically and return the
+        etag.
+        """
         ...
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if it does not exist), and return the new etag.
+        """Write only if the object still has ``etag`` (None: only if it does not
+        exist), and return the new etag.
 
         Raises:
             ConflictError: a different writer was first, and nothing was changed.

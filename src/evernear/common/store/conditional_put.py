@@ -1,10 +1,11 @@
 """Compare-and-swap in S3 with conditional writes.
 
-AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers reject these headers (OpenStack
-Swift), ignore them (SeaweedFS before 3.97), or check and write in two steps, so that several concurrent writers succeed
-(SeaweedFS 4.16, Swift). Before its first conditional write, evernear tests the server
-with a race between several writers, and rejects the server unless exactly one writer
-wins. See docs/decisions/0011-object-store.md.
+AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers
+reject these headers (OpenStack Swift), ignore them (SeaweedFS before 3.97), or check
+and write in two steps, so that several concurrent writers succeed (SeaweedFS 4.16,
+Swift). Before its first conditional write, evernear tests the server with a race
+between several writers, and rejects the server unless exactly one writer wins. See
+docs/decisions/0011-object-store.md.
 
 If a connection breaks before the response arrives, the outcome can still be determined:
 each write has an id, and reading the object back shows whether this write succeeded.

@@ -35,7 +35,9 @@ class FileStore(Store):
         return self._write(key, data, lambda _: None)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if it does not exist)."""
+        """Write only if the object still has ``etag`` (None:
+        only if it does not exist).
+        """
 
         def check(path: Path) -> None:
             current = sha256_file(path) if path.exists() else None

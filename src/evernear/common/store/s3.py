@@ -59,7 +59,9 @@ class S3Store(Store):
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if it does not exist)."""
+        """Write only if the object still has ``etag`` (None:
+        only if it does not exist).
+        """
         check_key(key)
         return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
 
@@ -147,7 +149,8 @@ class S3Store(Store):
                 raise
 
     def _get_intact(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
-        # Content with a wrong hash is read once more: the transfer may have corrupted it, but rarely twice.
+        # Content with a wrong hash is read once more:
+        # the transfer may have corrupted it, but rarely twice.
         return retry(lambda: self._get_once(key, read), on=IntegrityError, pauses_s=[0.0])
 
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:

@@ -95,7 +95,8 @@ class S3Connection:
         `evernear.common.store.open_store`.
 
         Raises:
-            SettingsError: the endpoint is not a URL, a key has no secret, or a certificate file is missing.
+            SettingsError: the endpoint is not a URL, a key has no secret,
+                or a certificate file is missing.
         """
         endpoint = os.environ.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com"
         parts = urlsplit(endpoint)
@@ -181,7 +182,8 @@ class S3Connection:
         ``permission`` is the S3 action of the requests in the body.
 
         Raises:
-            TransientStoreError: the server is unreachable or overloaded, or the connection broke.
+            TransientStoreError: the server is unreachable or overloaded,
+                or the connection broke.
             StoreError: the server rejected the request.
         """
         location = f"s3://{bucket}/{name}".rstrip("/")

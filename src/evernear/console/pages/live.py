@@ -77,7 +77,9 @@ class LivePart:
         return self._content(request, note)
 
     async def _store_labels(self, request: Request) -> Response:
-        """Store a JSON object with the label of each id. The answer names ids and labels that are not known."""
+        """Store a JSON object with the label of each id.
+        The answer names ids and labels that are not known.
+        """
         require(request, "label")
         body = bytearray()
         async for chunk in request.stream():

@@ -31,7 +31,8 @@ def name_of(source: str) -> str:
 
 
 def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:
-    """Open the source that ``data.source`` names; ``settings`` say what its folders mean.
+    """Open the source that ``data.source`` names;
+    ``settings`` say what its folders mean.
 
     Raises:
         SettingsError: the kind of source is unknown.

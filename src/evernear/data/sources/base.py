@@ -1,4 +1,6 @@
-"""The interface of an image source, which comes in two kinds: encoded files and decoded arrays."""
+"""The interface of an image source, which comes in two kinds:
+encoded files and decoded arrays.
+"""
 
 import os
 from bisect import insort
@@ -14,7 +16,9 @@ _MAX_NAMES = 20
 
 
 class FileEntry(NamedTuple):
-    """One image in the listing of a source. ``etag`` changes when the content may have changed."""
+    """One image in the listing of a source.
+    ``etag`` changes when the content may have changed.
+    """
 
     name: str
     etag: str
@@ -24,26 +28,31 @@ class FileEntry(NamedTuple):
 
 
 def file_etag(stat: os.stat_result) -> str:
-    """The etag of a file on a disk: its size and modification time, then its change time and inode.
+    """The etag of a file on a disk: its size and modification time,
+    then its change time and inode.
 
-    ``cp -p``, ``mv`` and ``touch -r`` preserve the modification time, and two files of one size may share it. The
-    device is left out, because its number may differ after each mount.
+    ``cp -p``, ``mv`` and ``touch -r`` preserve the modification time, and two files of
+    one size may share it. The device is left out, because its number may differ after
+    each mount.
     """
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
 def without_change_time(etag: str) -> str:
-    """The part of an etag that stays when a file is copied or restored with its times, or gets another mode or owner.
+    """The part of an etag that stays when a file is copied or restored with its times,
+    or gets another mode or owner.
 
-    It is the whole etag of an object in a bucket, which cannot contain a space (RFC 9110), and of a file in a ledger
-    that predates `file_etag`.
+    It is the whole etag of an object in a bucket, which cannot contain a space (RFC
+    9110), and of a file in a ledger that predates `file_etag`.
     """
     return etag.partition(" ")[0]
 
 
 @dataclass
 class NameSample:
-    """A count of names, and the first of them in order, so that memory does not grow with the listing."""
+    """A count of names, and the first of them in order,
+    so that memory does not grow with the listing.
+    """
 
     count: int = 0
     names: list[str] = field(default_factory=list[str])
@@ -57,7 +66,9 @@ class NameSample:
 
 @dataclass(frozen=True)
 class ArrayBlock:
-    """A block of decoded grayscale images of one split: ``images`` is uint8 (N, H, W)."""
+    """A block of decoded grayscale images of one split: ``images`` is uint8 (N,
+    H, W).
+    """
 
     names: list[str]
     labels: list[str]
@@ -68,8 +79,8 @@ class ArrayBlock:
 class Source(Protocol):
     """Base of both kinds.
 
-    ``name`` is the dataset's default name. Images without an explicit split are assigned to one of ``chosen_splits``
-    (`evernear.data.splits`).
+    ``name`` is the dataset's default name. Images without an explicit split are
+    assigned to one of ``chosen_splits`` (`evernear.data.splits`).
     """
 
     name: str
@@ -80,15 +91,21 @@ class Source(Protocol):
         ...
 
     def group(self, name: str) -> str:
-        """After `entries`: the group that the source itself names for an image (``data.group=column``), or empty."""
+        """After `entries`: the group that the source itself names for an image
+        (``data.group=column``), or empty.
+        """
         return ""
 
 
 class ArraySource(Source, Protocol):
-    """A source of decoded images, for formats that pack many images into one file. Their etags are empty."""
+    """A source of decoded images, for formats that pack many images into one file.
+    Their etags are empty.
+    """
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield the images in a stable order, held-out splits first. All have one size; no block is empty."""
+        """Yield the images in a stable order, held-out splits first.
+        All have one size; no block is empty.
+        """
         ...
 
 
@@ -96,16 +113,19 @@ class ArraySource(Source, Protocol):
 class FileSource(Source, Protocol):
     """A source of encoded image files.
 
-    Once `entries` is exhausted, ``chosen_splits`` is final, ``empty_folders`` lists the class folders without an image,
-    and ``hidden_folders`` those that are ignored because their names begin with a dot. ``notes`` are files and folders
-    to mention, by the rule of `evernear.settings.ValidationSettings` that reports them.
+    Once `entries` is exhausted, ``chosen_splits`` is final, ``empty_folders`` lists the
+    class folders without an image, and ``hidden_folders`` those that are ignored
+    because their names begin with a dot. ``notes`` are files and folders to mention, by
+    the rule of `evernear.settings.ValidationSettings` that reports them.
     """
 
     empty_folders: Sequence[str] = ()
     hidden_folders: Sequence[str] = ()
     notes: Mapping[str, NameSample] = MappingProxyType({})
     only_images: bool = False
-    """Whether every listed file is meant to be an image, whatever its name and content."""
+    """Whether every listed file is meant to be an image,
+    whatever its name and content.
+    """
 
     def read(self, name: str) -> bytes:
         """The content of a file; called from many threads."""

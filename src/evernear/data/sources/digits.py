@@ -15,7 +15,9 @@ from evernear.errors import SettingsError
 
 
 class Digits(ArraySource):
-    """scikit-learn's 1,797 handwritten digits, 8 x 8. Values 0..16 are scaled to 0..255."""
+    """scikit-learn's 1,797 handwritten digits, 8 x 8.
+    Values 0..16 are scaled to 0..255.
+    """
 
     name = "digits"
 
@@ -45,7 +47,8 @@ class DigitFolders(NamedTuple):
 
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:
-    """Write the digits as folders in ``directory``. A folder that exists stays as it is.
+    """Write the digits as folders in ``directory``.
+    A folder that exists stays as it is.
 
     Raises:
         SettingsError: ``without`` is not a class of the digits.

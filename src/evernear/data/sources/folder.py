@@ -1,4 +1,6 @@
-"""Trees of image files, in a directory or a bucket: ``<class>/<file>`` or ``<split>/<class>/<file>``."""
+"""Trees of image files, in a directory or a bucket:
+``<class>/<file>`` or ``<split>/<class>/<file>``.
+"""
 
 import os
 import posixpath
@@ -22,13 +24,16 @@ from evernear.errors import DataError, StoreError
 from evernear.settings.data import DataSettings
 
 DEFAULTS = DataSettings()
-# The contents of a bucket's folders are read before its listing: one page of each of these.
+# The contents of a bucket's folders are read before its listing:
+# one page of each of these.
 _MAX_FOLDERS_READ = 20
 _PAGE_NAMES = 1000
 
 
 def dataset_name(location: str) -> str:
-    """The name of the dataset of a directory called ``location``, or of a bucket with a prefix."""
+    """The name of the dataset of a directory called ``location``,
+    or of a bucket with a prefix.
+    """
     return re.sub(r"[^a-z0-9]+", "-", location.lower()).strip("-")[:63].rstrip("-") or "dataset"
 
 
@@ -47,7 +52,9 @@ class _ClassFolders(FileSource):
         self.notes = self._notes
 
     def _read_contents(self, folders: Iterable[str], read: Callable[[str], Contents]) -> dict[str, Contents]:
-        """The contents of top-level folders; of seg_train/seg_train if seg_train contains nothing else."""
+        """The contents of top-level folders;
+        of seg_train/seg_train if seg_train contains nothing else.
+        """
         contents = {folder: read(folder) for folder in folders}
         repeated = [folder for folder, inner in contents.items() if inner == Contents(frozenset({folder}))]
         return contents | {folder: read(f"{folder}/{folder}") for folder in repeated}
@@ -57,7 +64,9 @@ class _ClassFolders(FileSource):
         self.chosen_splits = self.layout.chosen_splits
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
-        """The entry of an image by its path in the source; None unless it is in a class folder."""
+        """The entry of an image by its path in the source;
+        None unless it is in a class folder.
+        """
         place = self.layout.place([part for part in path.split("/")[:-1] if part])
         if place is None:
             return None
@@ -68,7 +77,9 @@ class _ClassFolders(FileSource):
         return FileEntry(path, etag, label, None if place.split in self.chosen_splits else place.split, size_bytes)
 
     def _check_and_note_folders(self) -> None:
-        """Refuse split folders without an image in a class folder, and note what was done with the other folders."""
+        """Refuse split folders without an image in a class folder,
+        and note what was done with the other folders.
+        """
         self.layout.require_used(self.name, self._split_folders_used, self._settings)
         self._note_merged_folders()
         for name in self._nested.names():
@@ -99,7 +110,8 @@ class Folder(_ClassFolders):
             if not directory.is_dir():
                 raise DataError(f"The image directory {directory} does not exist.")
         self._directory = directory
-        # Paths are text: pathlib would take most of the time of listing a million files.
+        # Paths are text: pathlib would take most of the time of listing a million
+        # files.
         self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 
     def entries(self) -> Iterator[FileEntry]:
@@ -134,7 +146,9 @@ class Folder(_ClassFolders):
         return path.removeprefix(self._root)
 
     def _group(self, folder: str) -> tuple[str, Split | None] | None:
-        """The class and the split of images directly in a folder; None if they are left out."""
+        """The class and the split of images directly in a folder;
+        None if they are left out.
+        """
         place = self.layout.place(self._name(folder).split("/"))
         return place and (place.class_folder, place.split)
 
@@ -250,7 +264,9 @@ def _is_image(path: str) -> bool:
 
 
 def _may_be_image(key: str, size_bytes: int) -> bool:
-    """Whether an object has to be read to know: a suffix of another kind, or its size, saves the request."""
+    """Whether an object has to be read to know: a suffix of another kind,
+    or its size, saves the request.
+    """
     return has_image_suffix(key) or (size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(key))
 
 

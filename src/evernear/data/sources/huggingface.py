@@ -1,4 +1,6 @@
-"""Hugging Face datasets: Parquet files, or the Arrow files of ``save_to_disk``, with the images in a column."""
+"""Hugging Face datasets: Parquet files, or the Arrow files of ``save_to_disk``,
+with the images in a column.
+"""
 
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -27,7 +29,9 @@ class _Columns(NamedTuple):
 
 
 class HuggingFace(PackedFiles):
-    """Rows with an image and a label. The files of a dataset have their split in their names or folders."""
+    """Rows with an image and a label. The files of a dataset have their split in their
+    names or folders.
+    """
 
     suffixes = (".parquet", ".arrow")
     kind = "Parquet or Arrow files"
@@ -100,7 +104,9 @@ def _arrow(path: Path) -> Generator[_TableFile]:
 
 
 def _columns(schema: Any, file: str) -> _Columns:
-    """The columns of images and labels, by the features that `datasets` writes, or else by name and type."""
+    """The columns of images and labels, by the features that `datasets` writes,
+    or else by name and type.
+    """
     metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features: dict[str, Any] = metadata.get("info", {}).get("features", {})
     images = [field.name for field in schema if _is_image(field.type)]

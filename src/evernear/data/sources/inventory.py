@@ -1,8 +1,8 @@
 """A bucket whose objects are listed by a report of S3 Inventory instead of by requests.
 
-S3 writes a report every day or week, as CSV or Parquet files and a manifest that names them, to
-``<prefix>/<source bucket>/<configuration>/<time>/manifest.json``. See "Locating your inventory list" in the user guide
-of Amazon S3.
+S3 writes a report every day or week, as CSV or Parquet files and a manifest that names
+them, to ``<prefix>/<source bucket>/<configuration>/<time>/manifest.json``. See
+"Locating your inventory list" in the user guide of Amazon S3.
 """
 
 import csv
@@ -36,7 +36,9 @@ _COLUMNS = {
     "Parquet": ("key", "size", "e_tag", "is_latest", "is_delete_marker"),
 }
 _REQUIRED = 3
-"""Number of columns that a report must have; the others are only in reports of all versions."""
+"""Number of columns that a report must have;
+the others are only in reports of all versions.
+"""
 _PAGE = 4096
 
 
@@ -59,14 +61,17 @@ class _Row(NamedTuple):
 
 
 class Inventory(Bucket):
-    """The image files of a bucket, as the newest report in a folder of S3 Inventory lists them."""
+    """The image files of a bucket, as the newest report in a folder of S3 Inventory
+    lists them.
+    """
 
     def __init__(self, location: str, settings: DataSettings = DEFAULTS) -> None:
         """Open the newest report.
 
         Args:
-            location: ``s3://bucket/<prefix>/<source bucket>/<configuration>``, the folder of the reports. With
-                ``#prefix``, only the objects under that prefix are images.
+            location: ``s3://bucket/<prefix>/<source bucket>/<configuration>``, the
+                folder of the reports. With ``#prefix``, only the objects under that
+                prefix are images.
             settings: The meaning of the bucket's folders.
 
         Raises:
@@ -93,7 +98,9 @@ class Inventory(Bucket):
             raise DataError(f"{name} was deleted after the inventory of {self._report} was written.") from None
 
     def _objects(self) -> Iterator[ObjectInfo]:
-        """The rows of the report, sorted by key through a temporary file, because S3 does not sort them."""
+        """The rows of the report, sorted by key through a temporary file,
+        because S3 does not sort them.
+        """
         with closing(sqlite3.connect("")) as db, sqlite_errors():
             db.execute("CREATE TABLE objects (key TEXT PRIMARY KEY, etag TEXT, size_bytes INTEGER) WITHOUT ROWID")
             for page in batched(self._rows(), _PAGE):
@@ -124,7 +131,9 @@ def inventory_name(location: str) -> str:
 
 
 def _newest_report(uri: str) -> tuple[str, _Manifest]:
-    """The time and the manifest of the newest complete report. S3 writes the manifest last."""
+    """The time and the manifest of the newest complete report.
+    S3 writes the manifest last.
+    """
     store = open_store(uri)
     for folder in sorted(filter(_REPORT.fullmatch, store.children("")), reverse=True):
         stored = store.find(folder + _MANIFEST)
@@ -157,7 +166,9 @@ def _parse_manifest(data: bytes, where: str) -> _Manifest:
 
 
 def _csv_rows(path: Path, name: str, manifest: _Manifest, columns: Sequence[str]) -> Iterator[list[str]]:
-    """The cells of ``columns`` in a gzipped CSV file without a header, whose keys are URL-encoded."""
+    """The cells of ``columns`` in a gzipped CSV file without a header,
+    whose keys are URL-encoded.
+    """
     names = [column.strip() for column in manifest.columns.split(",")]
     places = [names.index(column) if column in names else None for column in columns]
     with disk_errors(path):

@@ -1,8 +1,10 @@
-"""The layout of a tree of images: which folders are splits, and which folder is the class of an image.
+"""The layout of a tree of images: which folders are splits,
+and which folder is the class of an image.
 
-Folders are splits if their names say so, above the class folders (``train/cat/0.jpg``) or in them
-(``cat/train/0.jpg``). Where names and contents leave it open, `choose_layout` refuses: with ``train`` and ``eval`` as
-classes, the network would learn to tell the two apart. The settings ``data.layout`` and ``data.split_folders`` answer.
+Folders are splits if their names say so, above the class folders (``train/cat/0.jpg``)
+or in them (``cat/train/0.jpg``). Where names and contents leave it open,
+`choose_layout` refuses: with ``train`` and ``eval`` as classes, the network would learn
+to tell the two apart. The settings ``data.layout`` and ``data.split_folders`` answer.
 """
 
 import json
@@ -28,14 +30,18 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Words in the names of split folders, and their splits. Training is validated on the gallery."""
+"""Words in the names of split folders, and their splits.
+Training is validated on the gallery.
+"""
 # The beginning of a name such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
 _MAX_NAMES = 5
 
 
 class Contents(NamedTuple):
-    """A top-level folder: the names of its folders, and whether it contains images directly."""
+    """A top-level folder: the names of its folders,
+    and whether it contains images directly.
+    """
 
     folders: frozenset[str] = frozenset()
     has_images: bool = False
@@ -54,7 +60,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """``splits`` are the split folders by name: at the top, or in the class folders if ``class_first``."""
+    """``splits`` are the split folders by name: at the top,
+    or in the class folders if ``class_first``.
+    """
 
     splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     left_out: frozenset[str] = frozenset()
@@ -85,7 +93,9 @@ class Layout:
         return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
 
     def place(self, folders: list[str]) -> Place | None:
-        """What the ``folders`` of an image mean; None if it is left out, or not in a class folder."""
+        """What the ``folders`` of an image mean; None if it is left out,
+        or not in a class folder.
+        """
         if self.leaves_out(folders):
             return None
         split_folder = ""
@@ -104,7 +114,8 @@ class Layout:
         return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
 
     def class_folder(self, label: str, file: str = "") -> str:
-        """The folder for an image of class ``label``: a new one, or a ``file`` of the source that changes its class.
+        """The folder for an image of class ``label``: a new one, or a ``file`` of the
+        source that changes its class.
 
         A file stays in its split folder. A new image belongs to the training images.
         """
@@ -116,7 +127,8 @@ class Layout:
         return "/".join(filter(None, parts))
 
     def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
-        """Require that each split folder contains images in class folders; ``used`` are those that do.
+        """Require that each split folder contains images in class folders;
+        ``used`` are those that do.
 
         Raises:
             DataError: a split folder does not.
@@ -141,7 +153,9 @@ class Layout:
 
 
 class NestedFolders:
-    """The folders in class folders, by class. Memory does not grow with their number."""
+    """The folders in class folders, by class.
+    Memory does not grow with their number.
+    """
 
     def __init__(self) -> None:
         self._folders: dict[str, set[str]] = {}
@@ -159,7 +173,9 @@ class NestedFolders:
             folders.add(place.class_folders[1])
 
     def names(self) -> Iterator[str]:
-        """The class folders whose folders may be classes or splits. A single folder in one class is neither."""
+        """The class folders whose folders may be classes or splits.
+        A single folder in one class is neither.
+        """
         single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
         for label, folders in self._folders.items():
             if len(folders) > 1 or (label in single and len(single) > 1) or _split_words(folders):
@@ -170,7 +186,8 @@ def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSett
     """The layout of a source with these top-level folders.
 
     Raises:
-        DataError: it is not clear which folders are splits, or none of them is for training.
+        DataError: it is not clear which folders are splits,
+            or none of them is for training.
     """
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
@@ -235,7 +252,9 @@ def named_like_splits(folders: Collection[str]) -> set[str]:
 def _known_splits(
     words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
 ) -> tuple[dict[str, Split], set[str]]:
-    """The splits of folders with ``words``, and the names of folders without a split or with another folder's split."""
+    """The splits of folders with ``words``,
+    and the names of folders without a split or with another folder's split.
+    """
     splits = _splits_of(words, given)
     uses = Counter(splits.values())
     known: dict[str, Split] = {folder: split for folder, split in splits.items() if uses[split] == 1}
@@ -243,13 +262,16 @@ def _known_splits(
 
 
 def _split_words(folders: Collection[str]) -> dict[str, str]:
-    """The word of `SPLIT_WORDS` in each of ``folders`` that contains exactly one, ignoring case."""
+    """The word of `SPLIT_WORDS` in each of ``folders`` that contains exactly one,
+    ignoring case.
+    """
     words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
     return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with ``words``. A validation folder is the gallery, or else the test split.
+    """The splits of folders with ``words``. A validation folder is the gallery,
+    or else the test split.
 
     A dataset with nothing but train and validation reports its results on the latter.
     """
@@ -261,7 +283,9 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
 
 
 def _alike(words: Mapping[str, str]) -> set[str]:
-    """Folders whose names differ only in the split, such as ``seg_train`` and ``seg_test``."""
+    """Folders whose names differ only in the split,
+    such as ``seg_train`` and ``seg_test``.
+    """
     patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
     counts = Counter(patterns.values())
     return {folder for folder, pattern in patterns.items() if counts[pattern] > 1}
@@ -270,8 +294,9 @@ def _alike(words: Mapping[str, str]) -> set[str]:
 def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
     """Folders with the names and contents of splits.
 
-    A folder with one of the ``words`` contains class folders and no image, or shares class folders with others. A name
-    that only begins like one has to share class folders.
+    A folder with one of the ``words`` contains class folders and no image, or shares
+    class folders with others. A name that only begins like one has to share class
+    folders.
     """
     sharing = _sharing(folders)
     with_word = {
@@ -289,7 +314,9 @@ def _sharing(folders: Mapping[str, Contents]) -> set[str]:
 def _question(
     subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
 ) -> DataError:
-    """The error that asks which of the ``unknown`` folders are splits, with settings that answer."""
+    """The error that asks which of the ``unknown`` folders are splits,
+    with settings that answer.
+    """
     sharing = _sharing(folders)
     used: set[str] = {SPLIT_WORDS[word] for word in _split_words(known).values()}
     answers: list[str] = []

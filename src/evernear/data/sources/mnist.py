@@ -26,7 +26,9 @@ _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None
 
 
 class Mnist(ArraySource):
-    """The four IDX files of MNIST, plain or gzip. The 10,000 official test images are the test split."""
+    """The four IDX files of MNIST, plain or gzip.
+    The 10,000 official test images are the test split.
+    """
 
     name = "mnist"
     chosen_splits = ("train", "gallery", "query")
@@ -118,7 +120,8 @@ def download_mnist() -> Path:
 
         with disk_errors(directory.parent):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # Moved into place when complete, so that an interrupted download is not mistaken for a finished one.
+            # Moved into place when complete,
+            # so that an interrupted download is not mistaken for a finished one.
             with tempfile.TemporaryDirectory(prefix=".mnist-", dir=directory.parent) as partial:
                 try:
                     MNIST(partial, download=True)

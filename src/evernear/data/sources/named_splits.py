@@ -1,4 +1,6 @@
-"""The splits that a table or another file with many images names in words: train, test, validation ..."""
+"""The splits that a table or another file with many images names in words: train,
+test, validation ...
+"""
 
 from typing import Literal
 
@@ -13,8 +15,9 @@ NamedSplit = Split | Literal["", "none", "validation"]
 class NamedSplits:
     """Collects the words of a source, and then says the split of each image.
 
-    As for the folders of a source, validation images are the gallery, or the test split if no image is in it. Ingest
-    chooses the splits that no image names from those in train.
+    As for the folders of a source, validation images are the gallery, or the test split
+    if no image is in it. Ingest chooses the splits that no image names from those in
+    train.
     """
 
     def __init__(self, name: str, settings: DataSettings) -> None:
@@ -23,7 +26,8 @@ class NamedSplits:
         self.chosen_splits: tuple[Split, ...] = SPLITS
 
     def add(self, word: str, where: str) -> NamedSplit:
-        """The split that ``word`` names, for `explicit`; ``none`` if ``data.split_folders`` leaves it out.
+        """The split that ``word`` names, for `explicit`; ``none`` if
+        ``data.split_folders`` leaves it out.
 
         Raises:
             DataError: the word is unknown; ``where`` says where it stands.

@@ -5,7 +5,9 @@ from mimetypes import MimeTypes
 from typing import Final
 
 OWN_FOLDER = "_evernear"
-"""The folder in which commands such as ``batch-predict`` and ``dataset export`` keep the plan of their output."""
+"""The folder in which commands such as ``batch-predict`` and ``dataset export`` keep
+the plan of their output.
+"""
 _LITTER = frozenset(
     {"@eadir", "@recently-snapshot", "@recycle", "@tmp", "#recycle", "#snapshot", ".@__thumb"}  # Synology, QNAP
     | {"__macosx", ".appledouble", ".apdisk", ".ds_store", ".fseventsd", ".spotlight-v100", ".trashes", "icon\r"}
@@ -17,7 +19,8 @@ _LITTER = frozenset(
 )
 _LITTER_PREFIXES = ("._", ".trash-", "_committed_", "_started_")  # AppleDouble, Linux, Databricks
 
-# The suffixes of this class do not depend on the machine: it does not read the system's files.
+# The suffixes of this class do not depend on the machine:
+# it does not read the system's files.
 _TYPES: Final = MimeTypes()
 _OTHER_SUFFIXES = frozenset(
     {
@@ -34,18 +37,24 @@ _OTHER_SUFFIXES = frozenset(
 
 
 def is_litter(name: str) -> bool:
-    """Whether systems and programs leave files or folders of this name behind. The case is ignored."""
+    """Whether systems and programs leave files or folders of this name behind.
+    The case is ignored.
+    """
     name = name.casefold()
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 
 
 def is_skipped(name: str) -> bool:
-    """Whether a file or folder in a class folder is hidden, litter, or the plan of an output."""
+    """Whether a file or folder in a class folder is hidden, litter,
+    or the plan of an output.
+    """
     return name.startswith(".") or name == OWN_FOLDER or is_litter(name)
 
 
 def skipped_path(path: str) -> str:
-    """The beginning of ``path`` up to the first part that `is_skipped`; empty if none is."""
+    """The beginning of ``path`` up to the first part that `is_skipped`;
+    empty if none is.
+    """
     parts = path.split("/")
     for depth, part in enumerate(parts, 1):
         if is_skipped(part):
@@ -54,13 +63,17 @@ def skipped_path(path: str) -> str:
 
 
 def names_other_kind(path: str) -> bool:
-    """Whether the suffix says that a file is no image: text, sound, video, an archive, data ..."""
+    """Whether the suffix says that a file is no image: text, sound, video,
+    an archive, data ...
+    """
     _, dot, suffix = path.rpartition(".")
     return dot + suffix.lower() in _OTHER_SUFFIXES
 
 
 def reviewed_stem(sha256: str) -> str:
-    """The stem of the file of a live query that a person labeled; ``sha256`` is the hash of the image."""
+    """The stem of the file of a live query that a person labeled;
+    ``sha256`` is the hash of the image.
+    """
     return f"review-{sha256[:16]}"
 
 
@@ -72,11 +85,15 @@ def is_reviewed(path: str) -> bool:
 
 
 def exported_stem(position: int, digest: str) -> str:
-    """The stem of the file of an exported image: its position in its split, and its hexadecimal digest."""
+    """The stem of the file of an exported image: its position in its split,
+    and its hexadecimal digest.
+    """
     return f"{position:09}-{digest}"
 
 
 def exported_position(path: str) -> int | None:
-    """The position in an `exported_stem` at ``path``; None if the file has another name."""
+    """The position in an `exported_stem` at ``path``;
+    None if the file has another name.
+    """
     matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", path.rpartition("/")[2])
     return int(matched[1]) if matched else None

@@ -1,8 +1,10 @@
-"""Files that contain many encoded images, such as tars and Parquet files: the second form of a source of files.
+"""Files that contain many encoded images, such as tars and Parquet files:
+the second form of a source of files.
 
-They are listed and read one file at a time, from front to back. Memory holds the names in one file, and one image. A
-file in a bucket is first copied to the temporary directory. An image is called ``<file>/<member>``. Its etag is that of
-the file, so a file that has not changed is neither listed nor read again.
+They are listed and read one file at a time, from front to back. Memory holds the names
+in one file, and one image. A file in a bucket is first copied to the temporary
+directory. An image is called ``<file>/<member>``. Its etag is that of the file, so a
+file that has not changed is neither listed nor read again.
 """
 
 import os
@@ -35,7 +37,9 @@ _OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
 
 
 class Member(NamedTuple):
-    """An image in a file, in the file's order; ``size_bytes`` is 0 if only a look at the image would show it."""
+    """An image in a file, in the file's order;
+    ``size_bytes`` is 0 if only a look at the image would show it.
+    """
 
     name: str
     label: str
@@ -49,9 +53,11 @@ class _File(NamedTuple):
 
 
 class PackedFiles(FileSource):
-    """Files with many images below a directory or a prefix of a bucket. A subclass knows their format.
+    """Files with many images below a directory or a prefix of a bucket.
+    A subclass knows their format.
 
-    The name of a file, or of a folder above it, may say the split of its images, as in ``train-00000.tar``.
+    The name of a file, or of a folder above it, may say the split of its images,
+    as in ``train-00000.tar``.
     """
 
     only_images = True
@@ -73,7 +79,9 @@ class PackedFiles(FileSource):
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
         self.remembered: Callable[[str, str], Iterable[FileEntry]] = lambda file, etag: ()
-        """The images of a file with this etag, as they were listed before; none if it is new."""
+        """The images of a file with this etag, as they were listed before;
+        none if it is new.
+        """
 
     def entries(self) -> Iterator[FileEntry]:
         """List the images, file by file.
@@ -95,12 +103,15 @@ class PackedFiles(FileSource):
             raise DataError(f"{self._location} contains no image with a label in {self.kind}.")
 
     def read(self, name: str) -> bytes:
-        """The content of one image. For many, `read_in_order` reads each file only once."""
+        """The content of one image. For many,
+        `read_in_order` reads each file only once.
+        """
         entry = FileEntry(name, "", "", None, 0)
         return next(self.read_in_order([entry]))[1]
 
     def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
-        """The contents of ``entries``, of which those of a file are in a row; each file is read once, in its order.
+        """The contents of ``entries``, of which those of a file are in a row;
+        each file is read once, in its order.
 
         Raises:
             DataError: a file is broken, or no longer has one of its images.
@@ -196,7 +207,9 @@ class PackedFiles(FileSource):
             yield self._store.fetch(file, Path(scratch, "file"))
 
     def file_of(self, name: str) -> str:
-        """The file of an image, by its name: the shortest part of its name that ends with one of the suffixes."""
+        """The file of an image, by its name:
+        the shortest part of its name that ends with one of the suffixes.
+        """
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
         if match is None:
@@ -205,7 +218,9 @@ class PackedFiles(FileSource):
 
 
 def split_word(name: str) -> str:
-    """The word for a split in the name of a file, or else of a folder above it; empty without one, or with several."""
+    """The word for a split in the name of a file, or else of a folder above it;
+    empty without one, or with several.
+    """
     for part in reversed(name.split("/")):
         words = SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())
         if len(words) == 1:

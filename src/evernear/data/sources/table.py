@@ -1,7 +1,8 @@
-"""A table of image files and their labels: CSV or Parquet with the columns path, label, and optionally split and group.
+"""A table of image files and their labels: CSV or Parquet with the columns path, label,
+and optionally split and group.
 
-The rows are read into a temporary SQLite file, which shows repeated paths and joins the rows with the listing of a
-bucket, so that memory does not grow with the table.
+The rows are read into a temporary SQLite file, which shows repeated paths and joins the
+rows with the listing of a bucket, so that memory does not grow with the table.
 """
 
 import os
@@ -35,7 +36,9 @@ CREATE TABLE rows (name TEXT PRIMARY KEY, bucket TEXT, key TEXT, label TEXT, spl
 
 
 class Table(FileSource):
-    """The image files that a table names. Paths are relative to the folder of the table, or ``s3://bucket/key``."""
+    """The image files that a table names. Paths are relative to the folder of the
+    table, or ``s3://bucket/key``.
+    """
 
     def __init__(self, location: str, settings: DataSettings) -> None:
         """Open the table at ``location``, a path or ``s3://bucket/key``.
@@ -62,7 +65,8 @@ class Table(FileSource):
         """List the files of the rows by name.
 
         Raises:
-            DataError: the table is invalid, or a file does not exist; the message names rows or files.
+            DataError: the table is invalid, or a file does not exist;
+                the message names rows or files.
         """
         self._notes.clear()
         self._db = sqlite3.connect("")  # a private temporary file
@@ -146,7 +150,9 @@ class Table(FileSource):
         return open_store(self._root).fetch(self._file_name, scratch / "table")
 
     def _place(self, row: Row) -> tuple[str, str, str]:
-        """The name of a row's file in the source, and for an object the bucket and the key."""
+        """The name of a row's file in the source,
+        and for an object the bucket and the key.
+        """
         text, refused = row.path, f"The path {row.path!r} in {row.where} of {self._file_name}"
         try:
             text.encode()
@@ -214,7 +220,9 @@ class Table(FileSource):
             self._notes["outside_link"].add(name)
 
     def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
-        """Record etag and size of the objects in a bucket, from a listing of the folder that contains all of them."""
+        """Record etag and size of the objects in a bucket,
+        from a listing of the folder that contains all of them.
+        """
         with sqlite_errors():
             ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()
             folder = posixpath.commonprefix(ends).rpartition("/")[0]

@@ -19,7 +19,9 @@ _MAX_NAMES = 5
 
 
 class Row(NamedTuple):
-    """A row: its place in the file, for messages, and the text of its cells. Absent cells are empty."""
+    """A row: its place in the file, for messages, and the text of its cells.
+    Absent cells are empty.
+    """
 
     where: str
     path: str
@@ -29,7 +31,8 @@ class Row(NamedTuple):
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """The rows of a CSV or Parquet file that is called ``name`` in messages; memory does not grow with the table.
+    """The rows of a CSV or Parquet file that is called ``name`` in messages;
+    memory does not grow with the table.
 
     Raises:
         DataError: the file is neither, is broken, or lacks a column.
@@ -41,7 +44,8 @@ def read_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def column_positions(columns: Sequence[str], name: str) -> Mapping[str, int]:
-    """The position of each known column; letter case and spaces around a name are ignored.
+    """The position of each known column;
+    letter case and spaces around a name are ignored.
 
     Raises:
         DataError: a required column is missing, or a known one occurs twice.
@@ -70,7 +74,8 @@ def _csv_rows(file: Path, name: str) -> Iterator[Row]:
             try:
                 header = text.readline()
                 text.seek(0)
-                # Excel separates columns by semicolons where the comma is the decimal point.
+                # Excel separates columns by semicolons where the comma is the decimal
+                # point.
                 reader = csv.reader(text, delimiter=max(",;\t", key=header.count), strict=True)
                 columns = next(reader, [])
                 at = column_positions(columns, name)
@@ -118,7 +123,9 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
-    """Accept text, and for labels whole numbers; pandas turns whole numbers with gaps into floating-point ones."""
+    """Accept text, and for labels whole numbers;
+    pandas turns whole numbers with gaps into floating-point ones.
+    """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)

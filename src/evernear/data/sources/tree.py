@@ -1,4 +1,6 @@
-"""A directory tree in which links to folders are followed. pathlib would take most of the time of a listing."""
+"""A directory tree in which links to folders are followed.
+pathlib would take most of the time of a listing.
+"""
 # ruff: noqa: PTH115, PTH116, PTH120
 
 import os
@@ -19,8 +21,8 @@ _Inode = tuple[int, int]
 class Tree:
     """The folders and files below a directory.
 
-    A link to a folder is followed, unless that folder contains the link. Paths begin with the directory, and lead
-    through links.
+    A link to a folder is followed, unless that folder contains the link. Paths begin
+    with the directory, and lead through links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -42,16 +44,19 @@ class Tree:
         return sorted(entry.path for entry in entries if self._enters(entry, above))
 
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
-        """All files below a folder, unsorted: sorting would hold the listing of a whole folder in memory.
+        """All files below a folder, unsorted:
+        sorting would hold the listing of a whole folder in memory.
 
-        A folder that `is_skipped` is yielded instead of the files in it. One without a ``group`` of its path is left
-        out. Links among folders would multiply their files, so a link to a folder that was listed for this group is
-        skipped.
+        A folder that `is_skipped` is yielded instead of the files in it. One without a
+        ``group`` of its path is left out. Links among folders would multiply their
+        files, so a link to a folder that was listed for this group is skipped.
         """
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
-        """The folders, the regular files and whatever `is_skipped` in a folder. Notes the links that lead nowhere."""
+        """The folders, the regular files and whatever `is_skipped` in a folder.
+        Notes the links that lead nowhere.
+        """
         with disk_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
                 if is_skipped(entry.name):
@@ -70,8 +75,8 @@ class Tree:
                     yield entry, "file"
 
     def require_no_broken_link(self) -> None:
-        """Require that no link seen so far leads nowhere: images must not leave the dataset because a disk is not
-        mounted.
+        """Require that no link seen so far leads nowhere: images must not leave the
+        dataset because a disk is not mounted.
 
         Raises:
             StoreError: the message names some of the links.
@@ -102,7 +107,9 @@ class Tree:
             yield from self._files(entry.path, above | {inode}, group)
 
     def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
-        """Whether to list a folder: not if it is one of those ``above``. Notes a link that leads out of the tree."""
+        """Whether to list a folder: not if it is one of those ``above``.
+        Notes a link that leads out of the tree.
+        """
         if _inode(entry.path) in above:
             return False
         if entry.is_symlink():
@@ -112,7 +119,9 @@ class Tree:
         return True
 
     def _containing(self, folder: str) -> frozenset[_Inode]:
-        """A folder of the tree, the folders that lead to it, and those that contain the tree."""
+        """A folder of the tree, the folders that lead to it,
+        and those that contain the tree.
+        """
         paths = [self._real_root, *map(str, Path(self._real_root).parents)]
         while len(folder) > len(self._root):
             paths.append(folder)

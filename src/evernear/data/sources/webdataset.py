@@ -1,7 +1,8 @@
-"""WebDataset: tars in which the members of a sample are neighbors and share a name, as in ``7.jpg`` and ``7.cls``.
+"""WebDataset: tars in which the members of a sample are neighbors and share a name,
+as in ``7.jpg`` and ``7.cls``.
 
-The format is described at https://github.com/webdataset/webdataset. The label is the field ``label`` of ``.json``,
-or else the text of ``.cls``.
+The format is described at https://github.com/webdataset/webdataset. The label is the
+field ``label`` of ``.json``, or else the text of ``.cls``.
 """
 
 import json
@@ -43,7 +44,8 @@ class WebDataset(PackedFiles):
                         labels[kind] = self._label(tar, info, kind, file)
                     elif has_image_suffix(f"image.{kind}"):
                         images.append(info)
-                # Beside a name in .json, .cls has the number that the loader of webdataset expects.
+                # Beside a name in .json, .cls has the number that the loader of
+                # webdataset expects.
                 label = labels.get("json") or labels.get("cls")
                 if images and label is None:
                     unlabeled = unlabeled or key
@@ -59,7 +61,8 @@ class WebDataset(PackedFiles):
         with _opened(path, file) as tar:
             for info in _each(tar):
                 if info.name in wanted and info.isreg():
-                    # `evernear.data.decoding` refuses what is larger than uncompressed pixels.
+                    # `evernear.data.decoding` refuses what is larger than uncompressed
+                    # pixels.
                     is_too_large = info.size > 8 * self._settings.max_pixels
                     yield info.name, b"" if is_too_large else _content(tar, info)
 
@@ -99,7 +102,9 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _sample(name: str) -> tuple[str, str]:
-    """The name of a member's sample, and the rest of its own name: all after the first dot of the file's name."""
+    """The name of a member's sample, and the rest of its own name:
+    all after the first dot of the file's name.
+    """
     folder, base = posixpath.split(name)
     stem, _, rest = base.partition(".")
     return posixpath.join(folder, stem), rest.lower()
@@ -121,7 +126,9 @@ def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
 
 
 def _require_end(tar: tarfile.TarFile, file: str) -> None:
-    """`tarfile` takes a broken header, or the end of a truncated file, for the end of the tar."""
+    """`tarfile` takes a broken header, or the end of a truncated file,
+    for the end of the tar.
+    """
     assert tar.fileobj is not None  # noqa: S101 - it is open
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):

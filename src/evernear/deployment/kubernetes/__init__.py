@@ -36,7 +36,9 @@ from evernear.settings import RunSettings
 
 
 class KubernetesTarget:
-    """The Deployment of ``settings.kubernetes``. Every method may raise `ClusterError`."""
+    """The Deployment of ``settings.kubernetes``.
+    Every method may raise `ClusterError`.
+    """
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
@@ -58,7 +60,8 @@ class KubernetesTarget:
 
         Raises:
             SettingsError: a required setting is missing, such as the image.
-            ClusterError: a permission is missing, or the API server would refuse the objects.
+            ClusterError: a permission is missing,
+                or the API server would refuse the objects.
         """
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")
         objects = serving_objects(self._settings, preflight)
@@ -134,7 +137,8 @@ class KubernetesTarget:
     def status(self) -> dict[str, Any]:
         """The state of the Deployment and of the registry.
 
-        ``server`` is ``up``, ``rolling out`` (or stuck), or ``down`` (no Deployment, or no pod is ready).
+        ``server`` is ``up``, ``rolling out`` (or stuck), or ``down`` (no Deployment,
+        or no pod is ready).
         """
         deployment = self.cluster.get("Deployment", self._kubernetes.name)
         champion = self._registry.champion()

@@ -137,7 +137,7 @@ class Cluster:
         """Create an object.
 
         Raises:
-                ObjectConflictError: the object already exists.
+            ObjectConflictError: the object already exists.
         """
         return self._call("POST", self._path(manifest["kind"]), manifest)
 
@@ -145,7 +145,7 @@ class Cluster:
         """Overwrite an object that was read before.
 
         Raises:
-                ObjectConflictError: the object changed since then.
+            ObjectConflictError: the object changed since then.
         """
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
@@ -217,7 +217,7 @@ class Cluster:
         status and content of the response.
 
         Raises:
-                ClusterError: the API server cannot reach the Service.
+            ClusterError: the API server cannot reach the Service.
         """
         resource = f"{self._path('Service')}/{service}:{port}/proxy{path}"
         with self._errors():
@@ -268,7 +268,9 @@ class Cluster:
         )
 
     def _watched(self, kind: str, **query: Any) -> Any:
-        """The list function that `Watch` calls, with the parameter names of the generated client."""
+        """The list function that `Watch` calls,
+        with the parameter names of the generated client.
+        """
         timeout_s = query["timeout_seconds"]
         parameters = {
             "watch": "true",

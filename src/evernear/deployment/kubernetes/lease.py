@@ -46,9 +46,9 @@ class LeaseLock:
         """Take the Lease, and renew it in the background.
 
         Raises:
-                BusyError: a different deployment holds the Lease.
-                    The message names the holder and the time.
-                ClusterError: the Lease cannot be read or written.
+            BusyError: a different deployment holds the Lease.
+                The message names the holder and the time.
+            ClusterError: the Lease cannot be read or written.
         """
         self._manifest = self._take_when_free()
         self._renewed_s = time.monotonic()
@@ -59,8 +59,8 @@ class LeaseLock:
         """Check that the Lease is still held.
 
         Raises:
-                BusyError: the Lease was lost to a different deployment,
-                    or its renewal failed.
+            BusyError: the Lease was lost to a different deployment,
+                or its renewal failed.
         """
         if self._lost is None and time.monotonic() - self._renewed_s > self._duration_s:
             self._lost = "it could not be renewed in time"

@@ -1,7 +1,8 @@
 """The Kubernetes objects of a release as plain dicts, which
 ``evernear deployment render`` prints.
 
-Start at `serving_objects`. The pods are in `pod_template`. The containers' commands are in `evernear.serving.pod`.
+Start at `serving_objects`. The pods are in `pod_template`.
+The containers' commands are in `evernear.serving.pod`.
 """
 
 from typing import Any
@@ -27,8 +28,8 @@ def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]
     """All objects of ``release``, in the order in which they are applied.
 
     Raises:
-            SettingsError: no image is set, pods cannot reach the store,
-                or their memory is insufficient.
+        SettingsError: no image is set, pods cannot reach the store,
+            or their memory is insufficient.
     """
     _require_usable(settings)
     kubernetes = settings.kubernetes

@@ -22,8 +22,8 @@ def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSe
     """Ask the API server for every permission that a deployment of ``objects`` needs.
 
     Raises:
-            ClusterError: permissions are missing, all of which the message names, or
-                the API server is unavailable.
+        ClusterError: permissions are missing, all of which the message names, or
+            the API server is unavailable.
     """
     missing: list[str] = []
     for verbs, kind, name in _needed(cluster, objects, settings):

@@ -42,7 +42,7 @@ def remove(cluster: Cluster, objects: Iterable[Tree]) -> None:
     """Delete objects in reverse order.
 
     Raises:
-            ClusterError: an object cannot be deleted, or the API server is unavailable.
+        ClusterError: an object cannot be deleted, or the API server is unavailable.
     """
     for manifest in reversed(list(objects)):
         cluster.delete(manifest["kind"], manifest["metadata"]["name"])
@@ -67,7 +67,7 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
     """Replace the last known good revision.
 
     Raises:
-            ClusterError: the ConfigMap cannot be written.
+        ClusterError: the ConfigMap cannot be written.
     """
     metadata = {
         "name": last_known_good_name(settings),

@@ -43,7 +43,7 @@ def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
     cluster, and the API server otherwise.
 
     Raises:
-            SettingsError: a token is required, and the API server would not forward it.
+        SettingsError: a token is required, and the API server would not forward it.
     """
     url = urlsplit(settings.kubernetes.service_url)
     if url.hostname:

@@ -1,4 +1,6 @@
-"""``evernear labels export`` and ``evernear labels import``: exchange with Label Studio."""
+"""``evernear labels export`` and ``evernear labels import``:
+exchange with Label Studio.
+"""
 
 import json
 import sys

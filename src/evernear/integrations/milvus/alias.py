@@ -8,7 +8,8 @@ from evernear.release.registry import Registry
 
 
 def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
-    """Point the alias at the champion's collection, after the champion moved from ``before``.
+    """Point the alias at the champion's collection,
+    after the champion moved from ``before``.
 
     The release does not use the alias, so a failure is reported as a warning.
     Repeating the call changes nothing.

@@ -16,7 +16,9 @@ from evernear.settings import IndexSettings
 from evernear.settings.sources import MILVUS_TOKEN_FILE_VARIABLE, MILVUS_TOKEN_VARIABLE, MILVUS_URI_VARIABLE
 
 Client = Any
-"""``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and asynchronous."""
+"""``pymilvus.MilvusClient``, whose methods are annotated as both synchronous and
+asynchronous.
+"""
 CONNECT_TIMEOUT_S = 30.0
 TIMEOUT_S = 60.0
 GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
@@ -138,7 +140,7 @@ def drop_alias(collection: Collection) -> None:
     """Remove the alias of ``collection``, if it exists.
 
     Raises:
-            TransientStoreError, StoreError: as for `point_alias`.
+        TransientStoreError, StoreError: as for `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
@@ -150,7 +152,7 @@ def drop(collection: Collection) -> None:
     """Delete a collection with its vectors, if it exists.
 
     Raises:
-            TransientStoreError, StoreError: as for `point_alias`.
+        TransientStoreError, StoreError: as for `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):

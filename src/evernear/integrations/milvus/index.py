@@ -58,7 +58,9 @@ BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 
 
 class MilvusBackend:
-    """The backend of ``index.backend = milvus``. It implements `evernear.plugins.IndexBackend`."""
+    """The backend of ``index.backend = milvus``. It implements
+    `evernear.plugins.IndexBackend`.
+    """
 
     def check(self, settings: IndexSettings) -> None:
         """Connect to Milvus. See `require_reachable`."""
@@ -82,14 +84,17 @@ class MilvusBackend:
 
 
 class MilvusIndex:
-    """A collection that is open for search. It implements `evernear.index.vectors.VectorIndex`."""
+    """A collection that is open for search. It implements
+    `evernear.index.vectors.VectorIndex`.
+    """
 
     def __init__(
         self, collection: Collection, shape: tuple[int, int], search: str = "", *, strongly_consistent: bool = False
     ) -> None:
         """Connect to an existing collection.
 
-        ``strongly_consistent`` makes every search wait for all earlier writes, which costs up to 0.2 s on a cluster.
+        ``strongly_consistent`` makes every search wait for all earlier writes, which
+        costs up to 0.2 s on a cluster.
         """
         self.collection = collection
         self.shape = shape
@@ -141,7 +146,7 @@ class MilvusIndex:
         """Set the parameters of later searches, such as ``ef=64``.
 
         Raises:
-                RuntimeError: the parameters do not have the form name=number.
+            RuntimeError: the parameters do not have the form name=number.
         """
         self._parameters = _numbers(parameters.split(",") if parameters else [])
 
@@ -208,10 +213,11 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
 
 
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """Fill a collection for ``index.type = auto``, and choose its search parameters on ``queries``.
+    """Fill a collection for ``index.type = auto``,
+    and choose its search parameters on ``queries``.
 
     Raises:
-            SettingsError, TransientStoreError, StoreError: as for `fill`.
+        SettingsError, TransientStoreError, StoreError: as for `fill`.
     """
     size_bytes = gallery.size * gallery.embeddings.dim * 4
     if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):

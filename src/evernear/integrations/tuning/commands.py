@@ -80,7 +80,9 @@ def trial(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Train once and print the accuracy on the query split as ``accuracy=0.97``, which Katib reads."""
+    """Train once and print the accuracy on the query split as ``accuracy=0.97``,
+    which Katib reads.
+    """
     from evernear.integrations.tuning.trial import measure_trial
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)

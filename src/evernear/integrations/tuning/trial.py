@@ -25,8 +25,9 @@ def measure_trial(
     """Measure the accuracy on the query split,
     which neither the network nor the index was built from.
 
-    The test split is not measured: the gate judges the chosen settings on images that were not used to choose them.
-    The features of a backbone that is not trained come from the store of ``dataset``, and so do their other splits.
+    The test split is not measured: the gate judges the chosen settings on images that
+    were not used to choose them. The features of a backbone that is not trained come
+    from the store of ``dataset``, and so do their other splits.
 
     Raises:
         TrainingError: training fails with these settings.

@@ -97,7 +97,8 @@ class Target:
 
 
 def token_of_environment() -> str | None:
-    """The token of a remote server: ``EVERNEAR_TOKEN``, or the content of the file ``EVERNEAR_TOKEN_FILE``.
+    """The token of a remote server: ``EVERNEAR_TOKEN``,
+    or the content of the file ``EVERNEAR_TOKEN_FILE``.
 
     The file contains only the token, or is TorchServe's ``key_file.json``.
 

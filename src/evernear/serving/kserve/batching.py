@@ -1,8 +1,9 @@
 """Batches across requests: a batch of images takes hardly longer than one.
 
-BentoML and MLServer wait for more requests by a timer, which BentoML adapts to the recent load and MLServer does not.
-Here the window needs no timer: it is the time during which the threads are busy with earlier batches. So a lone request
-starts at once, and the batches grow with the load.
+BentoML and MLServer wait for more requests by a timer, which BentoML adapts to the
+recent load and MLServer does not. Here the window needs no timer: it is the time during
+which the threads are busy with earlier batches. So a lone request starts at once, and
+the batches grow with the load.
 """
 
 import asyncio
@@ -28,9 +29,10 @@ class _Waiting(Generic[Request, Result]):
 class Batcher(Generic[Request, Result]):
     """Passes concurrent requests to ``function`` together, in ``threads`` threads.
 
-    ``function`` returns a result for each request of a batch, or an exception, which fails that request alone. The
-    sizes of a batch add up to at most ``batch_size``, or it is one request. Those of waiting requests add up to at most
-    ``max_waiting``, or only one waits.
+    ``function`` returns a result for each request of a batch, or an exception, which
+    fails that request alone. The sizes of a batch add up to at most ``batch_size``, or
+    it is one request. Those of waiting requests add up to at most ``max_waiting``, or
+    only one waits.
     """
 
     def __init__(
@@ -51,7 +53,8 @@ class Batcher(Generic[Request, Result]):
         """The total size of the queue."""
 
     async def run(self, request: Request, size: int) -> Result:
-        """Await the result for ``request``. A caller that is cancelled leaves the queue.
+        """Await the result for ``request``.
+        A caller that is cancelled leaves the queue.
 
         Raises:
             OverloadedError: too many requests are waiting.

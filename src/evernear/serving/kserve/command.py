@@ -50,7 +50,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a program. An `EvernearError` becomes one sentence on stderr and its exit code."""
+    """Run a program. An `EvernearError` becomes one sentence on stderr and its exit
+    code.
+    """
     mask_streams()
     try:
         main(parser.parse_args())

@@ -1,7 +1,7 @@
 """HTTP for KServe's servers: uvicorn's httptools protocol, with limits.
 
-h11, uvicorn's other protocol, limits heads and discards trailers, but its parser in Python takes more CPU time for a
-request than all that this server does for it.
+h11, uvicorn's other protocol, limits heads and discards trailers, but its parser in
+Python takes more CPU time for a request than all that this server does for it.
 """
 
 from typing import Any
@@ -12,15 +12,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from evernear.serving.http_limits import HeadTimeoutProtocol, HeadTimer
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bytes that may arrive without any of a body: of a head, of trailers, or of extensions of chunks. h11 has the same."""
+"""Bytes that may arrive without any of a body: of a head, of trailers,
+or of extensions of chunks. h11 has the same.
+"""
 MAX_PIPELINED = 16
 """Requests of a connection that may wait for the response to an earlier one."""
 ON_DISCONNECT = "evernear.on_disconnect"
-"""An entry of the ASGI scope: a function to call when the client disconnects before it has the response."""
+"""An entry of the ASGI scope: a function to call when the client disconnects before it
+has the response.
+"""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with a timeout for heads, and with limits for heads, trailers and pipelining."""
+    """uvicorn's httptools protocol with a timeout for heads,
+    and with limits for heads, trailers and pipelining.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,7 +40,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the timer when the head is complete; start it with the first byte of the next one."""
+        """Stop the timer when the head is complete;
+        start it with the first byte of the next one.
+        """
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
         try:
@@ -52,7 +60,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._head_timer.start(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and tell the application if it is still making the response."""
+        """Stop the timer, and tell the application if it is still making the
+        response.
+        """
         self._head_timer.stop()
         super().connection_lost(exc)
         if self._is_busy and (leave := self.cycle.scope.get(ON_DISCONNECT)):
@@ -90,7 +100,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return True
 
     def _continue_with_h11(self, rest: bytes) -> None:
-        """Parse the last head and ``rest`` again: httptools drops the body of a request for an upgrade.
+        """Parse the last head and ``rest`` again:
+        httptools drops the body of a request for an upgrade.
 
         Java's HttpClient sends such requests by default. h11 ignores the upgrade.
         """

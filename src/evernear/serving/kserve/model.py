@@ -42,7 +42,8 @@ Result = TypeVar("Result")
 
 
 class ReleaseModel(Model):
-    """The steps that KServe calls and measures for each request: `preprocess`, `predict`, `postprocess`.
+    """The steps that KServe calls and measures for each request:
+    `preprocess`, `predict`, `postprocess`.
 
     Errors are `grpc_interceptor` exceptions, which become a status in both protocols.
     """
@@ -104,7 +105,9 @@ class ReleaseModel(Model):
         return decoded
 
     def _decode_those_small(self, requests: list[list[bytes | Rejection]]) -> list[Decoded | Exception]:
-        """Call `_decode_if_small` for each request; its exception fails that request alone."""
+        """Call `_decode_if_small` for each request;
+        its exception fails that request alone.
+        """
 
         def decode(images: list[bytes | Rejection]) -> Decoded | Exception:
             try:
@@ -115,7 +118,8 @@ class ReleaseModel(Model):
         return [decode(images) for images in requests]
 
     def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
-        """Inspect images. Decode them in this thread if they are small together; else return them as inspected files.
+        """Inspect images. Decode them in this thread if they are small together; else
+        return them as inspected files.
 
         Passing a request to another thread takes longer than decoding a small image.
         """
@@ -182,7 +186,9 @@ class ReleaseModel(Model):
 def _each(
     function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
 ) -> list[Result | Rejection]:
-    """Apply ``function`` to each source. A `DataError` becomes a `Rejection`, and a `Rejection` stays one."""
+    """Apply ``function`` to each source. A `DataError` becomes a `Rejection`,
+    and a `Rejection` stays one.
+    """
 
     def apply(source: Source | Rejection) -> Result | Rejection:
         if isinstance(source, Rejection):
@@ -200,7 +206,9 @@ def _pixel_count(file: EncodedImage | Rejection) -> int:
 
 
 def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
-    """Group files in their order: small ones together, up to the pixels of a small image; large ones alone."""
+    """Group files in their order: small ones together,
+    up to the pixels of a small image; large ones alone.
+    """
     group: list[EncodedImage | Rejection] = []
     pixels = 0
     for file in files:

@@ -1,9 +1,10 @@
-"""The predictor of an InferenceService: one release over KServe's v1 and v2 protocols, REST and gRPC.
+"""The predictor of an InferenceService:
+one release over KServe's v1 and v2 protocols, REST and gRPC.
 
 ::
 
     python -m evernear.serving.kserve.predictor --model_dir DIRECTORY --http_port 8080 --grpc_port 8081
-"""
+"""  # noqa: W505
 
 import argparse
 import logging
@@ -41,7 +42,8 @@ class PredictorModel(ReleaseModel):
     def __init__(self, predictor: Predictor, args: argparse.Namespace) -> None:
         super().__init__(predictor.manifest, args)
         self._predictor = predictor
-        # One batch at a time has the cores to itself, and the event loop stays free for probes.
+        # One batch at a time has the cores to itself,
+        # and the event loop stays free for probes.
         self._recognizer = Batcher(self._recognize, batch_size=args.batch_size, max_waiting=args.queue_size)
         self._batch_images = _BATCH_IMAGES.labels(self.name)
 
@@ -50,7 +52,9 @@ class PredictorModel(ReleaseModel):
         return await self.decode(images) if isinstance(images, list) else images
 
     async def recognize(self, prepared: Prepared, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize the images that could be decoded, in a batch with those of concurrent requests."""
+        """Recognize the images that could be decoded,
+        in a batch with those of concurrent requests.
+        """
         try:
             return await self._recognizer.run(prepared, len(prepared))
         except OverloadedError as error:

@@ -1,13 +1,15 @@
 """KServe's two protocols: requests and responses.
 
-v1 carries base64 in JSON. Each prediction has a place for an error, so a bad image fails alone::
+v1 carries base64 in JSON. Each prediction has a place for an error,
+so a bad image fails alone::
 
     {"instances": [{"data": "<base64>"}, ...]}  ->  {"predictions": [<Prediction or Rejection>, ...]}
 
-v2, the Open Inference Protocol, carries one tensor, by REST or gRPC: ``images``, BYTES (N,), or ``pixels``,
-UINT8 (N, H, W, C), in the shape of the release's preprocessing. Its response is a set of tensors, which have no place
-for an error, so a bad image fails the whole request.
-"""
+v2, the Open Inference Protocol, carries one tensor, by REST or gRPC: ``images``, BYTES
+(N,), or ``pixels``, UINT8 (N, H, W, C), in the shape of the release's preprocessing.
+Its response is a set of tensors, which have no place for an error, so a bad image fails
+the whole request.
+"""  # noqa: W505
 
 import base64
 import json
@@ -29,7 +31,9 @@ from evernear.serving.request_parsing import compression, decode_base64
 from evernear.serving.responses import NO_ROW, Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
-"""Image files, with a `Rejection` in place of an unreadable one; or pixels (N, H, W, C) of uint8."""
+"""Image files, with a `Rejection` in place of an unreadable one; or pixels (N, H, W,
+C) of uint8.
+"""
 Tensors = list[dict[str, Any]]
 IMAGES, PIXELS = "images", "pixels"
 OUTPUTS = (
@@ -41,11 +45,17 @@ OUTPUTS = (
     ("version", "BYTES", 1),
     ("neighbor_rows", "INT64", 2),
 )
-"""Name, datatype and rank of the output tensors. New ones come last, for clients that read them by position."""
+"""Name, datatype and rank of the output tensors. New ones come last,
+for clients that read them by position.
+"""
 MAX_TENSORS = 64
-"""Inputs or outputs that a v2 request may name; it needs one input and seven outputs."""
+"""Inputs or outputs that a v2 request may name;
+it needs one input and seven outputs.
+"""
 _PADDING = Neighbor(label="", dist=-1.0)
-"""Fills the rows of ``neighbor_labels``, ``_dists`` and ``_rows`` if an approximate index finds fewer neighbors."""
+"""Fills the rows of ``neighbor_labels``,
+``_dists`` and ``_rows`` if an approximate index finds fewer neighbors.
+"""
 
 
 class _Input(msgspec.Struct):
@@ -62,7 +72,9 @@ class _Output(msgspec.Struct):
 
 
 class _Infer(msgspec.Struct):
-    """A v2 request over REST. Decoding stops at the first error, where KServe's pydantic model collects them all."""
+    """A v2 request over REST. Decoding stops at the first error, where KServe's
+    pydantic model collects them all.
+    """
 
     inputs: list[_Input]
     id: str | None = None
@@ -202,7 +214,8 @@ def v1_request(images: Sequence[bytes]) -> dict[str, Any]:
 def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
     """Build a v2 request for pixels (N, H, W, C).
 
-    ``binary`` is for gRPC. Over REST, KServe's client contradicts itself about the content type of binary data.
+    ``binary`` is for gRPC. Over REST,
+    KServe's client contradicts itself about the content type of binary data.
     """
     tensor = InferInput(PIXELS, list(pixels.shape), "UINT8")
     tensor.set_data_from_numpy(pixels, binary_data=binary)
@@ -266,7 +279,9 @@ def _tensor_images(request: InferRequest, shape: Preprocessing, max_images: int)
 
 
 def _pixels(tensor: InferInput) -> Pixels:
-    """The tensor's data. JSON may contain values that a cast to uint8 would wrap or truncate."""
+    """The tensor's data. JSON may contain values that a cast to uint8 would wrap or
+    truncate.
+    """
     if not tensor.data:
         return tensor.as_numpy()
     values = np.asarray(tensor.data)

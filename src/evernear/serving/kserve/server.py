@@ -1,7 +1,8 @@
 """A hardened KServe model server.
 
-By default, KServe 0.21 listens on all addresses, accepts bodies of any size, lets anyone unload the model through
-``/v2/repository``, and answers malformed requests with 500 and a traceback in the log.
+By default, KServe 0.21 listens on all addresses, accepts bodies of any size, lets
+anyone unload the model through ``/v2/repository``, and answers malformed requests with
+500 and a traceback in the log.
 """
 
 import argparse
@@ -170,7 +171,9 @@ class _Servicer(InferenceServicer):
 
 
 class _DataPlane(DataPlane):
-    """`DataPlane` that rejects requests which it cannot decode, and is ready if its model can predict."""
+    """`DataPlane` that rejects requests which it cannot decode,
+    and is ready if its model can predict.
+    """
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         if isinstance(body, bytes):
@@ -190,7 +193,8 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this before each request, but the request itself shows whether the model works.
+        # KServe also calls this before each request,
+        # but the request itself shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 

@@ -1,13 +1,15 @@
-"""The transformer of an InferenceService: decodes and resizes images as the release prescribes, without torch.
+"""The transformer of an InferenceService:
+decodes and resizes images as the release prescribes, without torch.
 
 ::
 
     python -m evernear.serving.kserve.transformer --model_dir DIRECTORY --http_port 8180 --grpc_port 8181 \\
         --predictor_host 127.0.0.1:8081 --predictor_protocol grpc-v2
 
-Unreadable images are rejected here, so the predictor receives only prepared ones. Predictions name their release; those
-of another release than the transformer's are never returned.
-"""
+Unreadable images are rejected here, so the predictor receives only prepared ones.
+Predictions name their release; those of another release than the transformer's are
+never returned.
+"""  # noqa: W505
 
 import argparse
 import logging
@@ -48,7 +50,9 @@ _log = logging.getLogger("kserve")
 
 
 class TransformerModel(ReleaseModel):
-    """The preprocessing of a release as a KServe model, in front of a predictor of the same release."""
+    """The preprocessing of a release as a KServe model,
+    in front of a predictor of the same release.
+    """
 
     service = "evernear-transformer"
     spans = ("transform", "prepare", "call predictor")
@@ -90,7 +94,9 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _http_client(self) -> InferenceRESTClient:
-        """KServe's client without the proxy of the environment, which leads out of the cluster."""
+        """KServe's client without the proxy of the environment,
+        which leads out of the cluster.
+        """
         if self._rest_client is None:
             authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
             verify = ssl.create_default_context(cafile=authorities) if authorities else True
@@ -108,8 +114,8 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
-        """KServe's client, on a channel to the predictor's current addresses. An earlier one closes after its last
-        call, which has the only reference to it.
+        """KServe's client, on a channel to the predictor's current addresses. An
+        earlier one closes after its last call, which has the only reference to it.
         """
         address, client = self._client
         if client is None or address != self._addresses.target:
@@ -136,7 +142,8 @@ class TransformerModel(ReleaseModel):
             ResourceExhausted: the request is too large for the predictor.
         """
         protocol = self._predictor.predictor_protocol
-        # v1 has no tensors. PNG is lossless, and the predictor's preprocessing does not change prepared images.
+        # v1 has no tensors. PNG is lossless,
+        # and the predictor's preprocessing does not change prepared images.
         request = (
             v1_request([encode_png(image) for image in pixels])
             if protocol == "v1"
@@ -188,13 +195,17 @@ def _trace_headers() -> dict[str, str]:
 
 
 def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
-    """The host and the port of ``--predictor_host``, which has no port if that is the protocol's."""
+    """The host and the port of ``--predictor_host``,
+    which has no port if that is the protocol's.
+    """
     url = urlsplit(f"//{predictor.predictor_host}")
     return url.hostname or "", url.port or (443 if predictor.predictor_use_ssl else 80)
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:
-    """A rejection by the predictor. The client's images are not at fault, since they were prepared here."""
+    """A rejection by the predictor. The client's images are not at fault,
+    since they were prepared here.
+    """
     if too_large:
         return ResourceExhausted("The prepared images are too large for the predictor; send fewer per request.")
     return Unavailable(f"The predictor rejects prepared images ({reason}).")

@@ -123,7 +123,9 @@ router = APIRouter(responses=UNAVAILABLE)
 
 @router.get("/health")
 async def health(service: CurrentService) -> Health:
-    """Succeed if a prediction passes through this server and the predictor behind it."""
+    """Succeed if a prediction passes through this server and the predictor behind
+    it.
+    """
     return Health(version=(await service.live_release()).version)
 
 

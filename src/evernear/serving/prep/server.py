@@ -11,7 +11,9 @@ from evernear.settings import Settings
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
-"""Memory of the process before its first request: 97 MiB, rounded up (``benchmarks/hostile_traffic.py``)."""
+"""Memory of the process before its first request: 97 MiB, rounded up
+(``benchmarks/hostile_traffic.py``).
+"""
 
 
 def serve_prep(settings: Settings) -> None:

@@ -96,7 +96,8 @@ class PrepService:
             RequestError, DataError: the request or its image is invalid.
             ServerTimeoutError: the prediction takes longer than ``prep.timeout_s``.
             OverloadedError: too many large images are waiting.
-            ServingError: the predictor is unreachable or fails, or the preprocessing of its release is unavailable.
+            ServingError: the predictor is unreachable or fails,
+                or the preprocessing of its release is unavailable.
             StoreError: the registry is unreachable.
         """
 

@@ -1,4 +1,5 @@
-"""The Slack bot: starts runs after confirmation, follows them and reports their verdicts.
+"""The Slack bot: starts runs after confirmation,
+follows them and reports their verdicts.
 
 ::
 
@@ -21,4 +22,4 @@
 
 A handler and its messages are in the same module. To follow a run from its prompt to
 its verdict, read `commands.retrain`, then `prompts`, then `runs.RunTracker`.
-"""
+"""  # noqa: W505

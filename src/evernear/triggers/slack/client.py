@@ -17,7 +17,8 @@ Block = dict[str, Any]
 DEFAULT_RETRY_AFTER_S = 30
 """Seconds to wait after a rate limit without ``Retry-After``."""
 
-# A retry does not help: the bot has no access to the channel, or the message no longer exists.
+# A retry does not help: the bot has no access to the channel,
+# or the message no longer exists.
 _NOT_WRITABLE = frozenset({
     "cant_update_message",
     "channel_not_found",

@@ -1,4 +1,6 @@
-"""The slash commands, each with its name, permission, help line, handler and message."""
+"""The slash commands, each with its name, permission, help line,
+handler and message.
+"""
 
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,4 +1,5 @@
-"""Bolt handlers: resolve the caller, check the permission, run the registered command or button, acknowledge.
+"""Bolt handlers: resolve the caller, check the permission,
+run the registered command or button, acknowledge.
 
 An acknowledgement means that the request is in the store. Copies of a delivery and
 second clicks lead to the same request. If the store is unavailable, the bot tells the

@@ -1,4 +1,6 @@
-"""Random live queries in Slack: images with a class picker, whose labels measure the accuracy of the release."""
+"""Random live queries in Slack: images with a class picker,
+whose labels measure the accuracy of the release.
+"""
 
 from collections.abc import Sequence
 

@@ -112,7 +112,8 @@ BUTTONS: dict[str, Button] = {}
 def command(
     name: str, help: str, *, usage: str = "", permission: Permission | None = None, is_query: bool = False
 ) -> Callable[[Handler], Handler]:
-    """Register a command that changes something, as in ``@command("/evernear stop", "ends a run", usage="RUN")``.
+    """Register a command that changes something, as in
+    ``@command("/evernear stop", "ends a run", usage="RUN")``.
 
     The command runs before the acknowledgement, for which Slack waits 3 seconds. The
     command may therefore record a request for the worker, but must not wait for KFP. A

@@ -51,7 +51,9 @@ POLL_MAX_S = 300.0
 A rollout is added if the poll moves the champion.
 """
 DISCONNECTED_MAX_S = 600.0
-"""Time without a connection after which the heartbeat stops, so that the orchestrator restarts the process."""
+"""Time without a connection after which the heartbeat stops,
+so that the orchestrator restarts the process.
+"""
 SHUTDOWN_S = 25.0
 """Time to finish at shutdown. Less than the 30 s that Kubernetes grants a pod."""
 _T = TypeVar("_T")
@@ -272,7 +274,9 @@ def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool
 
 
 def http_app(app: App, max_request_size_bytes: int) -> Starlette:
-    """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five minutes old."""
+    """Serve ``app`` over HTTP. Bolt checks that each request is signed and at most five
+    minutes old.
+    """
 
     async def events(request: Request) -> Response:
         body = bytearray()

@@ -1,4 +1,5 @@
-"""The watcher: check the source and the live queries, choose an action, and propose or start it.
+"""The watcher: check the source and the live queries, choose an action,
+and propose or start it.
 
 ::
 
@@ -12,4 +13,4 @@
     pod_metrics.py       the counters of the pods
     bucket_events.py     the notifications of a bucket
     schedule_state.py    on or off, and the last check, in the store
-"""
+"""  # noqa: W505

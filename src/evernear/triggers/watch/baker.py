@@ -37,7 +37,9 @@ LAST_RETRY = timedelta(minutes=10)
 
 
 class Baker:
-    """Bakes the releases of one store. ``read_pods`` returns the counters of the pods by address."""
+    """Bakes the releases of one store. ``read_pods`` returns the counters of the pods
+    by address.
+    """
 
     def __init__(
         self,

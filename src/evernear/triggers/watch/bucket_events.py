@@ -36,7 +36,8 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
     Returns when the server ends the stream.
 
     Raises:
-        NotificationsUnsupportedError: the source is not a bucket, or its server has no notifications.
+        NotificationsUnsupportedError: the source is not a bucket,
+            or its server has no notifications.
         StoreError: the server is unreachable or rejects the request,
             or the connection broke.
     """

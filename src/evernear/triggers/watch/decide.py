@@ -1,4 +1,6 @@
-"""Choose between retrain, reindex and no action, from an observation and the thresholds in the settings."""
+"""Choose between retrain, reindex and no action,
+from an observation and the thresholds in the settings.
+"""
 
 import shlex
 from collections.abc import Mapping
@@ -65,7 +67,8 @@ class WatchDecision:
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
     """Choose retrain for many new training images, drift or a loss of live accuracy.
 
-    Choose reindex for new classes or gallery images. Retrain takes precedence because it also builds an index.
+    Choose reindex for new classes or gallery images.
+    Retrain takes precedence because it also builds an index.
     """
     figures = _figures(observation, settings)
     remarks = (*_remarks(observation), *_gone_classes(observation, settings))

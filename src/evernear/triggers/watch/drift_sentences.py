@@ -1,4 +1,6 @@
-"""Sentences about the drift test: detected shifts, the class mix, and the smallest detectable shift."""
+"""Sentences about the drift test: detected shifts, the class mix,
+and the smallest detectable shift.
+"""
 
 from evernear.common.output import quantity
 from evernear.data.drift import MIN_QUERIES, POWER, SAMPLE, Shift
@@ -15,7 +17,9 @@ def drift_reasons(drift: Drift) -> list[str]:
 
 
 def no_drift_reasons(drift: Drift) -> list[str]:
-    """The reason why nothing was detected, and the smallest shift that would have been."""
+    """The reason why nothing was detected,
+    and the smallest shift that would have been.
+    """
     queries = f"{quantity(drift.queries, 'live query', 'live queries')}{_age(drift)}"
     if drift.shifts:
         return [f"No drift in {queries}{_independent(drift)}.", _detectable(drift)]

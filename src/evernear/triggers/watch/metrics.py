@@ -1,4 +1,6 @@
-"""Prometheus metrics of the watcher's last check: the champion's live accuracy, and the class mix."""
+"""Prometheus metrics of the watcher's last check: the champion's live accuracy,
+and the class mix.
+"""
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
@@ -11,7 +13,9 @@ FIGURES = {
     "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
     "class_mix_difference": "Share of live queries that would need another predicted class for the reference's mix.",
 }
-"""Figures of a `CheckReport` that are exported as ``evernear_<figure>``, by ``version``."""
+"""Figures of a `CheckReport` that are exported as ``evernear_<figure>``,
+by ``version``.
+"""
 
 
 def exposition(report: CheckReport | None) -> bytes:

@@ -37,7 +37,9 @@ from evernear.settings import DataSettings, Settings
 
 _T = TypeVar("_T")
 _WINDOW_MARGIN = 1.2
-"""A window is extended by this factor more than its rate of independent queries needs."""
+"""A window is extended by this factor more than its rate of independent queries
+needs.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,18 @@ class SourceChanges:
     new_classes: dict[str, int]
     """Number of files by class, for classes that the champion does not know."""
     gone_classes: dict[str, int]
-    """Number of files in the champion's snapshot by class, for classes that the source no longer has."""
+    """Number of files in the champion's snapshot by class,
+    for classes that the source no longer has.
+    """
     listing: str
     """A digest of the listing."""
 
 
 @dataclass(frozen=True)
 class ClassShare:
-    """The share of the live queries, and of the reference, that are predicted as one class."""
+    """The share of the live queries, and of the reference,
+    that are predicted as one class.
+    """
 
     label: str
     live: float
@@ -87,7 +93,9 @@ class Drift:
     """
     gap_s: float
     window_s: float
-    """Age of the oldest queries: longer than ``watch.drift_window_s`` if that has too few independent ones."""
+    """Age of the oldest queries: longer than ``watch.drift_window_s`` if that has too
+    few independent ones.
+    """
     unknown_rate: float
     reference_unknown_rate: float
     reference: int
@@ -210,7 +218,8 @@ class Observer:
         window_s = float(watch.drift_window_s)
         live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
         independent, gap_s = independent_queries(live)
-        # Of few queries, chance differences exceed the bounds, so that only the p-value prevents false alarms.
+        # Of few queries, chance differences exceed the bounds,
+        # so that only the p-value prevents false alarms.
         if len(independent) < watch.min_queries and window_s < watch.query_retention_s:
             wanted_s = _WINDOW_MARGIN * window_s * watch.min_queries / max(1, len(independent))
             window_s = min(wanted_s, watch.query_retention_s)

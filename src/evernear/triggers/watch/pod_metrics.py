@@ -18,7 +18,9 @@ MAX_BYTES = 2**22
 REFUSALS = ("Overloaded", "GalleryUnavailable")
 """The outcomes of `evernear.serving.core` with a status of 500 or more."""
 PODS_SERVICE_SUFFIX = "-pods"
-"""The headless Service of the pods, in deploy/base/prep.yaml, is named after their Deployment with this suffix."""
+"""The headless Service of the pods, in deploy/base/prep.yaml,
+is named after their Deployment with this suffix.
+"""
 
 
 def addresses(host: str, port: int) -> list[Address]:

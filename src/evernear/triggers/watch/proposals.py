@@ -65,8 +65,9 @@ class ProposalService:
 
         Raises:
             StoreError: the store is unavailable.
-            PipelineServerError: the pipeline server is unavailable, so that active runs are unknown. An accepted
-                request stays accepted, and the next check starts its run.
+            PipelineServerError: the pipeline server is unavailable, so that active runs
+                are unknown. An accepted request stays accepted, and the next check
+                starts its run.
         """
         # The id is computed before the requests are read, so that a proposal that a
         # different watcher adds in the meantime has the same id.
@@ -177,7 +178,8 @@ class ProposalService:
         """The reason not to repeat a run that led to no release, however it ended,
         or an empty string.
 
-        A failed, stopped or killed run would end in the same way until something changes.
+        A failed, stopped or killed run would end in the same way until something
+        changes.
         """
         if not request.run or _has_new_champion(request, observation):
             return ""

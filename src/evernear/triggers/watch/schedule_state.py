@@ -1,4 +1,5 @@
-"""The watcher's state in the store, ``triggers/watch.json``: on or off, and the last check.
+"""The watcher's state in the store, ``triggers/watch.json``: on or off,
+and the last check.
 
 The state is changed by compare-and-swap, from the command line, from Slack and by the
 watcher. The watcher reads the state before every check.
@@ -62,7 +63,9 @@ class ScheduleState(Frozen):
 
 
 class ScheduleStore:
-    """The schedule's state in one store. Every method may raise `StoreError` or `IntegrityError`."""
+    """The schedule's state in one store.
+    Every method may raise `StoreError` or `IntegrityError`.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

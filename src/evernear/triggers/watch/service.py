@@ -1,4 +1,5 @@
-"""The watcher's process: check on a schedule, and soon after the bucket reports a change.
+"""The watcher's process: check on a schedule,
+and soon after the bucket reports a change.
 
 SIGTERM or Ctrl-C ends the process after the current check. A killed check leaves no
 incomplete state. If the source, the store or the pipeline server fails, the check is
@@ -111,7 +112,9 @@ class WatchService:
                 self._scheduler.shutdown(wait=True)
 
     def check(self) -> None:
-        """Check unless the watcher is paused. A failure is reported and retried soon."""
+        """Check unless the watcher is paused.
+        A failure is reported and retried soon.
+        """
         with self._lock:
             self._changed_s = None
         try:
@@ -147,7 +150,9 @@ class WatchService:
             self._print(f"Pruned the store: deleted {pruning}.")
 
     def bake(self) -> None:
-        """Poll the baker unless the watcher is paused. A failure is reported once, and the next poll tries again."""
+        """Poll the baker unless the watcher is paused. A failure is reported once,
+        and the next poll tries again.
+        """
         try:
             if self._baker is None or not self._watcher.schedule.read().on:
                 return

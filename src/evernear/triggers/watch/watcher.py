@@ -60,7 +60,8 @@ class Watcher:
         return self._observer.source()
 
     def check(self, act: bool = True) -> CheckReport:
-        """Check once. With ``act``, propose or start the decision and save the report in the store.
+        """Check once. With ``act``, propose or start the decision and save the report
+        in the store.
 
         If a part that the decision does not need fails, ``faults`` reports it.
 
