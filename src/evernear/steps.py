@@ -51,23 +51,11 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     """
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
-        from evernear.data.manifest import SPLITS, save_manifest
-        from evernear.data.sources import open_source
-        from evernear.deployment import open_target
-        from evernear.kubeflow.nodes import IngestNodes, require_nodes
+        from evernear.data.manifest import save_manifest
+        from evernear.kubeflow.nodes import IngestNodes
 
         chosen = of_run(settings, **parameters, store=store)
-        open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
-        open_target(chosen).require_deployable()  # an error here saves hours of training
-        if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
-            require_nodes(chosen)
-        if chosen.index.backend != FAISS:
-            with index_backend(chosen.index.backend) as backend:
-                backend.check(chosen.index)
-        if chosen.train.weights.startswith(PREFIX):
-            from evernear.embedding.weights import store_package  # timm takes seconds to import
-
-            store_package(chosen.train.weights, open_store(chosen.store_uri))
+        _require_runnable(chosen)
         images = chosen.data
         if chosen.train.weights and not images.max_size_px:
             images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
@@ -78,21 +66,31 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
         RunRecord(open_store(chosen.store_uri), run).save(
             settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran
         )
-        counts = ", ".join(f"{manifest.count(split):,} {split}" for split in SPLITS)
-        height, width, channels = manifest.shape
-        per_split = [manifest.label_counts(split) for split in SPLITS]
-        classes = sum(any(count[label] for count in per_split) for label in manifest.labels)
-        running.summary = f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}"
-        if manifest.groups:
-            running.summary += f"; {quantity(manifest.groups, 'group')}"
-        if manifest.bit_depth < 16:
-            running.summary += f", 16-bit images read as {manifest.bit_depth} bits"
-        running.summary += nodes.ran.summary() if nodes.ran else ""
-        running.summary += "".join(f"; WARNING: {swap}" for swap in swaps)
+        warnings = "".join(f"; WARNING: {swap}" for swap in swaps)
+        running.summary = manifest.summary() + (nodes.ran.summary() if nodes.ran else "") + warnings
     # Argo copies the settings several times per step. Settings with defaults would be
     # so large that Argo compresses the workflow status. KFP's API server does not read
     # a compressed status, and would not report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
+
+
+def _require_runnable(chosen: RunSettings) -> None:
+    """Check what a later step needs, because an error here saves hours of training."""
+    from evernear.data.sources import open_source
+    from evernear.deployment import open_target
+    from evernear.kubeflow.nodes import require_nodes
+
+    open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
+    open_target(chosen).require_deployable()
+    if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
+        require_nodes(chosen)
+    if chosen.index.backend != FAISS:
+        with index_backend(chosen.index.backend) as backend:
+            backend.check(chosen.index)
+    if chosen.train.weights.startswith(PREFIX):
+        from evernear.embedding.weights import store_package  # timm takes seconds to import
+
+        store_package(chosen.train.weights, open_store(chosen.store_uri))
 
 
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:

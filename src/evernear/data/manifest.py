@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.data.preprocess import Resize
 from evernear.data.reduction import BitDepth
@@ -124,6 +125,16 @@ class Manifest(Frozen):
                 for label, count in shard.label_counts.items():
                     counts[label] += count
         return counts
+
+    def summary(self) -> str:
+        """The images per split, the classes and the image size, on one line."""
+        counts = ", ".join(f"{self.count(split):,} {split}" for split in SPLITS)
+        per_split = [self.label_counts(split) for split in SPLITS]
+        classes = sum(any(count[label] for count in per_split) for label in self.labels)
+        height, width, channels = self.shape
+        groups = f"; {quantity(self.groups, 'group')}" if self.groups else ""
+        depth = f", 16-bit images read as {self.bit_depth} bits" if self.bit_depth < 16 else ""
+        return f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}{groups}{depth}"
 
 
 def manifest_key(name: str, digest: str) -> str:
