@@ -17,7 +17,7 @@ _MAX_BYTES = 16 * 2**20
 
 
 def images_at_once(form: ImageForm) -> int:
-    """The images of a batch: few large ones or many small ones."""
+    """The number of images in a batch, which is smaller for larger images."""
     return max(1, min(_MAX_IMAGES, _MAX_BYTES // math.prod(form.shape)))
 
 
@@ -35,11 +35,11 @@ class Batch:
     flaws: list[Flaw]
     pixels: Pixels
     former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
-    """The splits of images whose unchanged files were decoded again, by name."""
+    """Maps file names to former splits, for unchanged files that were decoded again."""
 
     @classmethod
     def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
-        """Images that are already decoded; Pillow is used only to change their size."""
+        """Make a batch of decoded images. Pillow is used only to resize them."""
         shape, resize = form.shape, form.resize
         count, height, width = block.images.shape
         flat = block.images.reshape(count, -1)
@@ -59,7 +59,7 @@ class Batch:
 
     @classmethod
     def of_files(cls, images: list[DecodedImage], former_splits: Mapping[str, Split]) -> "Batch":
-        """Images that were decoded from files."""
+        """Make a batch of images that were decoded from files."""
         return cls(
             names=[image.entry.name for image in images],
             labels=[image.entry.label for image in images],

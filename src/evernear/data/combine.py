@@ -1,9 +1,9 @@
-"""Combine what the parts of an ingest decoded,
-in one process and in an order that the parts do not change.
+"""Combine the results of an ingest's parts in one process, in an order that does not
+depend on the parts.
 
-It leaves out copies of an image, chooses splits, which depend on the images before, and
-writes the shards. Then it compares the shards with the files, whose images may be gone
-or have other labels.
+Combining leaves out duplicate images, chooses splits, which depend on the earlier
+images, and writes the shards. Then it compares the shards with the files, because files
+may have been removed or relabeled.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from evernear.settings import DataSettings
 
 
 def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Iterator[Batch]:
-    """List the images of a source that are already decoded, and yield them."""
+    """List and yield the images of a source of decoded images."""
     for block in source.blocks():
         batch = Batch.of_arrays(block, form)
         ledger.list_decoded(zip(batch.names, batch.labels, batch.explicit_splits, batch.digests, strict=True))
@@ -33,8 +33,8 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
 
 
 def file_batches(results: Iterator[DecodedImage | DecodeFailure], ledger: Ledger, size: int) -> Iterator[Batch]:
-    """Record the results of files as they are listed now,
-    and yield the images. ``size`` is at most 500.
+    """Record the results of files that are unchanged since they were decoded, and yield
+    their images in batches of at most ``size``, which is at most 500.
     """
     for page in batched(results, size):
         listed = ledger.pending([result.entry.name for result in page])
@@ -42,7 +42,7 @@ def file_batches(results: Iterator[DecodedImage | DecodeFailure], ledger: Ledger
         for result in page:
             entry = listed.pop(result.entry.name, None)
             if entry is None or entry.etag != result.entry.etag:
-                continue  # another plan had it too, or it has changed since
+                continue  # a different plan also had the file, or the file has changed since
             if isinstance(result, DecodedImage):
                 # The label and the explicit split may have changed since the part was
                 # planned.
@@ -66,13 +66,13 @@ def combine(
     on_images: Callable[[int], None],
 ) -> None:
     """Add the images of ``batches``, and update the shards of earlier images whose
-    files changed.
+    files have changed.
 
-    ``candidates`` are the splits that the source leaves open.
+    ``candidates`` are the splits that ingest may choose.
 
     Raises:
-        ConflictError: a file is not among the batches,
-            because another ingest planned the parts.
+        ConflictError: a file is missing from the batches because a different ingest
+            planned the parts.
     """
     _rewrite_changed(ledger, writer)  # without the images that were decoded again
     _refresh_groups(settings, group, ledger)
@@ -98,7 +98,7 @@ def _rewrite_changed(ledger: Ledger, writer: ShardWriter) -> None:
 
 
 def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Set the groups of the images whose files are read: names, labels and
+    """Set the groups of all decoded images again, because names, labels or
     ``data.group`` may have changed.
     """
     if settings.group or not ledger.groups.is_empty():

@@ -1,13 +1,13 @@
-"""A part of an ingest (`evernear.common.parts`): decode and hash some files.
-Parts know nothing of each other.
+"""A part of an ingest (`evernear.common.parts`) decodes and hashes some files. Parts
+are independent of each other.
 
 ::
 
     <folder>/...              the plan, its parts and their results
     <folder>/<sha256>.raw     the pixels of one part's images
 
-The result of a part says what each of its files is, in the order of decoding,
-and names the object with the pixels.
+The result of a part describes each of its files, in decoding order, and names the
+object with the pixels.
 """
 
 import tempfile
@@ -35,29 +35,29 @@ KIND = "ingest"
 
 
 class LostPartsError(StoreError):
-    """The store no longer has the parts of this ingest, or their results."""
+    """The parts of this ingest or their results are missing from the store."""
 
 
 class IngestPart(Part):
-    """Files to decode, in this order; ``units`` are files."""
+    """Files to decode, in this order. Each unit is a file."""
 
     entries: tuple[FileEntry, ...]
 
 
 class Shared(Frozen):
-    """What all parts share."""
+    """The settings and image form that all parts share."""
 
     settings: DataSettings
     form: ImageForm
 
 
 class Outcome(NamedTuple):
-    """What a file is: an image with a ``digest``,
-    or else broken if there is a ``fault``, or else no image.
+    """The outcome of decoding a file. The file is an image if it has a ``digest``,
+    broken if it has a ``fault``, and otherwise not an image.
     """
 
     position: int
-    """Of the file in its part."""
+    """Position of the file in its part."""
     digest: str = ""
     width_px: int = 0
     height_px: int = 0
@@ -69,7 +69,7 @@ class DecodedPart(Frozen):
     """The result of a part."""
 
     outcomes: tuple[Outcome, ...]
-    """In the order of decoding."""
+    """The outcomes in decoding order."""
     pixels: str = ""
     """The object with the images' pixels, uint8 (N, H, W, C) without a header;
     empty if there is no image.
@@ -80,7 +80,8 @@ class DecodedPart(Frozen):
 def open_here(
     source: FileSource, settings: DataSettings, form: ImageForm, on_files: Callable[[int], None], parts: Parts
 ) -> Worker:
-    """Return what decodes a part with ``source``. An `OpenWorker` of its last argument.
+    """Return a worker that decodes parts with ``source``. Bind all arguments but the
+    last to get an `OpenWorker`.
 
     ``on_files`` receives the number of files decoded since its last call.
     """
@@ -88,8 +89,8 @@ def open_here(
 
 
 def open_worker(parts: Parts) -> Worker:
-    """As `open_here`, in another process or on another machine,
-    which opens the source itself.
+    """Open the source and return a worker, in a different process or on a different
+    machine than `open_here`.
     """
     shared = Shared.model_validate(parts.plan.shared)
     source = open_source(shared.settings.source, shared.settings)
@@ -107,8 +108,8 @@ def _decode_part(
     number: int,
     value: bytes,
 ) -> bytes:
-    """Write the pixels of a part to the store under their sha256,
-    and return its `DecodedPart`.
+    """Decode a part, write its pixels to the store under their sha256, and return its
+    `DecodedPart` as JSON.
     """
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     positions = {entry.name: position for position, entry in enumerate(part.entries)}
@@ -148,8 +149,7 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
 
 
 def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
-    """Each file of the parts that have a result, and what it is,
-    in the order of decoding.
+    """Yield each file of the finished parts and its outcome, in decoding order.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
@@ -159,8 +159,8 @@ def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedImage | DecodeFailure]:
-    """What `Decoder.decode_all` returned for the parts that have a result. The pixels
-    of three parts are on the disk.
+    """Yield the results of `Decoder.decode_all` for the finished parts. At most three
+    parts have their pixels on disk at a time.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
@@ -181,7 +181,7 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedImage | Decod
         images = iter(np.empty((0, *shape), np.uint8))
         if decoded.pixels:
             images = iter(np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape)))
-            path.unlink()  # the mapping stays
+            path.unlink()  # the memory mapping stays valid
         for position, digest, width, height, flaws, fault in decoded.outcomes:
             entry = part.entries[position]
             if digest:
@@ -202,6 +202,6 @@ def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:
 
 
 def _numbers(parts: Parts) -> list[int]:
-    """The parts that have a result."""
+    """The numbers of the finished parts."""
     missing = set(parts.missing())
     return [number for number in range(parts.plan.parts) if number not in missing]

@@ -15,19 +15,21 @@ from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 
-# Images of the maximum size that are decoded at the same time,
+# Maximum number of images of the largest size that are decoded at the same time,
 # regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
 _MAX_AHEAD_BYTES = 64 * 2**20
-"""Contents of images that are read one after the other, ahead of their decoding."""
+"""Number of bytes that may be read ahead of decoding from files that contain many
+images.
+"""
 PIXEL_SETTING = "data.max_pixels"
-"""The setting that limits the images of a source, for messages."""
+"""The setting that limits image size, as messages name it."""
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """How a dataset stores images, fixed by its first ingest: the fields of its
-    `evernear.data.manifest.Manifest`.
+    """The form in which a dataset stores images, fixed by its first ingest. The fields
+    match those of `evernear.data.manifest.Manifest`.
     """
 
     shape: tuple[int, int, int]
@@ -37,8 +39,8 @@ class ImageForm:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """``pixels`` is uint8 (H, W, C) in the shape of the dataset.
-    The rest describes the original image.
+    """A decoded image. ``pixels`` is uint8 (H, W, C) in the shape of the dataset. The
+    other fields describe the original image.
     """
 
     entry: FileEntry
@@ -50,8 +52,8 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason; None if it is no image,
-    and was not named like one.
+    """A file that cannot be decoded, and the reason, or None if neither its name nor
+    its content is that of an image.
     """
 
     entry: FileEntry
@@ -59,15 +61,15 @@ class DecodeFailure:
 
 
 class NotAnImageError(DataError):
-    """Neither the name nor the content of a file is an image's."""
+    """Neither the name nor the content of a file indicates an image."""
 
 
 class Decoder:
-    """Reads files of ``source`` and decodes them to ``form``;
-    memory does not grow with the threads.
+    """Reads files of ``source`` and decodes them to ``form``. Memory does not grow with
+    the number of threads.
 
-    Reading waits for a disk or a bucket and decoding for the CPU,
-    so each has a pool of threads.
+    Reading waits for a disk or a bucket and decoding for the CPU, so each has its own
+    thread pool.
     """
 
     def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
@@ -96,11 +98,15 @@ class Decoder:
             while pending:
                 yield pending.popleft()[0].result().result()
         finally:
-            readers.shutdown(cancel_futures=True)  # first: a reader may wait for memory that a decoder frees
+            readers.shutdown(
+                cancel_futures=True
+            )  # before the decoders, because a reader may wait for memory that a decoder frees
             decoders.shutdown(cancel_futures=True)
 
     def _contents(self, entries: Iterator[FileEntry]) -> Iterator[tuple[FileEntry, bytes | None]]:
-        """The entries, with their contents where one file has many."""
+        """Yield the entries, with their contents if the source packs many images into a
+        file.
+        """
         if isinstance(self._source, PackedFiles):
             return self._source.read_in_order(entries)
         return ((entry, None) for entry in entries)
@@ -144,11 +150,11 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: bytes | None = None) -> EncodedImage:
-    """Read and inspect a file, unless ``data`` is its content.
-    One that is larger than any image is not read.
+    """Read and inspect a file, or inspect ``data`` if that is its content. A file that
+    is larger than any image is not read.
 
     Raises:
-        NotAnImageError: the name does not promise an image, and the content is none.
+        NotAnImageError: neither the name nor the content indicates an image.
         DataError: the image is too large or broken.
     """
     is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)
@@ -165,7 +171,9 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
 
 def max_file_size_bytes(max_pixels: int) -> int:
-    """The size of uncompressed pixels: 4 channels of 16 bits."""
+    """The largest file size to read, which is the size of uncompressed pixels with 4
+    channels of 16 bits.
+    """
     return 8 * max_pixels
 
 
@@ -178,8 +186,8 @@ class _Budget:
 
     @contextmanager
     def reserve(self, amount: int) -> Generator[None]:
-        """Reserve ``amount``, which is at most the limit, for the context;
-        wait until it is available.
+        """Wait until ``amount`` is available, and reserve it for the context. It is at
+        most the limit.
         """
         with self._changed:
             self._changed.wait_for(lambda: amount <= self._left)

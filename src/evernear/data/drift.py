@@ -1,5 +1,5 @@
-"""Drift of live queries from the champion's reference: three two-sample tests,
-each with an effect size.
+"""Measure the drift of live queries from the champion's reference with three two-sample
+tests, each of which has an effect size.
 
 A p-value shows that two samples differ, not that the difference matters: with enough
 queries any difference is significant. Drift is therefore reported if the effect is at
@@ -31,24 +31,24 @@ Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
-"""Live queries in a test. With 1,000 reference queries the matrix of distances then
-takes 9 MB.
+"""Number of live queries in a test. With 1,000 reference queries the matrix of
+distances then takes 9 MB.
 """
 MIN_QUERIES = 20
-"""Fewest independent live queries, and fewest reference queries, to test."""
+"""Minimum number of independent live queries, and of reference queries, for a test."""
 POWER = 0.9
 _MIN_SHARED = 5
-"""Reference queries that classes without any are compared with."""
+"""Minimum number of reference queries that share a stratum with classes without any."""
 _BATCH = 400
-"""Permutations between two looks at whether the p-values can still become small
+"""Number of permutations between checks whether the p-values can still become small
 enough.
 """
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release: ``unknown`` of ``total``,
-    and the predictions for a sample of N of them.
+    """Queries of one release. ``unknown`` of the ``total`` queries are unknown images.
+    The arrays hold the predictions for a sample of N queries.
     """
 
     total: int
@@ -58,12 +58,12 @@ class Queries:
     coordinates: Floats
     """Projected embeddings, (N, D); D is 0 if the release has no projection."""
     is_unknown: NDArray[np.bool_]
-    """Of the sample, (N,)."""
+    """Whether each query of the sample is unknown, (N,)."""
     at_s: NDArray[np.float64]
-    """Unix times, (N,); zero in a reference."""
+    """Unix times, (N,), or zeros in a reference."""
     labels: NDArray[np.str_] | None = None
-    """Predicted classes, (N,); None for the reference of a release that an earlier
-    version archived.
+    """Predicted classes, (N,), or None for the reference of a release that an earlier
+    version of evernear archived.
     """
 
     @property
@@ -76,7 +76,7 @@ class Queries:
         return len(self.distances)
 
     def select(self, rows: NDArray[np.intp]) -> "Queries":
-        """The same queries with another sample: ``rows`` of this one."""
+        """Return the same queries with a smaller sample, the ``rows`` of this sample."""
         return Queries(
             self.total,
             self.unknown,
@@ -98,7 +98,9 @@ class Shift:
     p: float
     level: float
     detectable: float
-    """The smallest effect that samples of this size show in `POWER` of cases."""
+    """The smallest effect that samples of this size detect with a probability of
+    `POWER`.
+    """
 
     @property
     def detected(self) -> bool:
@@ -109,10 +111,10 @@ class Shift:
 def measure_drift(
     reference: Queries, live: Queries, bounds: dict[Measure, float], false_alarm_rate: float, seed: int = 0
 ) -> list[Shift]:
-    """Compare ``live`` with ``reference`` by each measure of ``bounds``.
+    """Compare ``live`` with ``reference`` by each measure in ``bounds``.
 
-    The embeddings are skipped if one side has none. Empty if a side has fewer than
-    `MIN_QUERIES`. ``seed`` chooses the sample and the permutations.
+    The embeddings are skipped if either side has none. The result is empty if either
+    side has fewer than `MIN_QUERIES`. ``seed`` chooses the sample and the permutations.
     """
     if min(len(reference), len(live)) < MIN_QUERIES:
         return []
@@ -132,13 +134,15 @@ def measure_drift(
 
 
 _ROUNDING = 1e-6
-"""Rounding must not make a permutation with the same two sides look smaller."""
+"""Tolerance, so that rounding does not make a permutation with the same two sides look
+smaller.
+"""
 
 
 @dataclass(frozen=True)
 class _Strata:
-    """The classes of a pooled sample, reference first. ``order`` sorts it by class,
-    ``ends`` are the classes' ends.
+    """The classes of a pooled sample, in which the reference comes first. ``order``
+    sorts the sample by class, and ``ends`` are the ends of the classes.
     """
 
     is_live: NDArray[np.bool_]
@@ -156,11 +160,12 @@ class _Strata:
         return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
 
     def weights(self, permutations: int = 0, rng: np.random.Generator | None = None) -> Weights:
-        """Signed weights of the pooled sample for each permutation within the classes,
-        (N, ``permutations``).
+        """Return signed weights of the pooled sample, (N, ``permutations``), for
+        permutations within the classes.
 
-        Live queries weigh 1/n each, and reference queries less than zero, so that each
-        class sums to zero. Without ``rng``, the weights of the actual sides, (N, 1).
+        Each live query weighs 1/n. Reference queries have negative weights, so that
+        each class sums to zero. Without ``rng``, return the weights of the actual
+        sides, (N, 1).
         """
         total = int(self.is_live.sum())
         weights = np.zeros((len(self.order), permutations if rng else 1))
@@ -178,8 +183,8 @@ class _Strata:
 
 
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Merge classes that have no reference query with the rarest others,
-    until they share `_MIN_SHARED` of them.
+    """Merge the classes without a reference query with the rarest other classes, until
+    the merged classes have `_MIN_SHARED` reference queries.
     """
     counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
     if counts.min():
@@ -190,8 +195,8 @@ def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDA
 
 
 def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Measure, _Statistic]:
-    """Functions of signed weights (N, P) to statistics (P,);
-    ``weights`` are those of the actual sides.
+    """Functions that map signed weights (N, P) to statistics (P,). ``weights`` are the
+    weights of the actual sides.
     """
     statistics: dict[Measure, _Statistic] = {
         "unknown_rise": unknown_rise(np.concatenate([reference.is_unknown, live.is_unknown])),
@@ -204,27 +209,28 @@ def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Mea
 
 
 def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
-    """The increase of the unknown rate, directly standardized to the live class mix."""
+    """The increase in the unknown rate, directly standardized to the live class mix."""
     return lambda weights: is_unknown @ weights
 
 
 def distance_shift(distances: Floats) -> _Statistic:
-    """Kolmogorov-Smirnov distance: the largest gap of the two distribution
+    """Kolmogorov-Smirnov distance: the largest gap between the two distribution
     functions.
     """
     order = np.argsort(distances, kind="stable")
-    is_last = np.append(np.diff(distances[order]) > 0, True)  # of equal distances
+    is_last = np.append(np.diff(distances[order]) > 0, True)  # the last of equal distances
     return lambda weights: np.abs(np.cumsum(weights[order], axis=0)[is_last]).max(axis=0)
 
 
 def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
     """Energy coefficient of two samples of ``points``.
 
-    With X, X' of one and Y, Y' of the other, E = 2 E|X-Y| - E|X-X'| - E|Y-Y'| is zero
-    only if both have one distribution, and H = E / 2 E|X-Y| lies between 0 and 1
-    (Szekely and Rizzo 2013, "Energy statistics"). With signed weights u that sum to
-    zero, E = -u'Du. Of two finite samples of one distribution, H is about their 1/n +
-    1/m. The denominator is the one of the actual sides, ``weights``.
+    With X, X' from one sample and Y, Y' from the other, E = 2 E|X-Y| - E|X-X'| -
+    E|Y-Y'| is zero only if both samples have the same distribution, and H = E / 2
+    E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With
+    signed weights u that sum to zero, E = -u'Du. For two finite samples of sizes n and
+    m from one distribution, H is about 1/n + 1/m. The denominator is computed from the
+    actual sides, ``weights``.
     """
     distances = cdist(points, points).astype(np.float32)
     sides = weights[:, 0]
@@ -240,10 +246,11 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
 def _permute(
     strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
 ) -> tuple[list[float], list[Weights]]:
-    """The statistics of the actual sides, and of permutations (Phipson and Smyth 2010).
+    """The p-values of the statistics (Phipson and Smyth 2010), and the statistics of
+    the permutations.
 
-    Stops early when no p-value can reach ``level`` any more (Besag and Clifford 1991),
-    which changes no decision.
+    The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford
+    1991), which changes no decision.
     """
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]
@@ -262,8 +269,8 @@ def _permute(
 
 
 def _detectable(permuted: Weights, level: float, bound: float) -> float:
-    """The smallest effect that is significant in `POWER` of cases,
-    from the permutation distribution's moments.
+    """The smallest effect that is significant with a probability of `POWER`, from the
+    moments of the permutation distribution.
 
     The critical value is a quantile of the Pearson type III distribution with these
     moments, because a quantile as far out as ``level`` would need more permutations.

@@ -1,4 +1,4 @@
-"""An image file whose decoding cost is bounded, and what its formats share.
+"""An image file whose decoding cost is bounded, and the code that all formats share.
 
 Source: Exif 2.32, section 4.6.
 """
@@ -17,12 +17,12 @@ MEAN_SEGMENT_SIZE_BYTES = 512
 KiB.
 """
 WEBP_PIXEL_COST = 20 / 12
-"""Pixels that a pixel of a WebP file counts as: Pillow decodes it with 20 bytes of
-memory, the others with at most `evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`.
+"""Cost of a WebP pixel, in pixels. Pillow decodes WebP with 20 bytes of memory per
+pixel, and other formats with at most `evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`.
 """
 CODE_GROUP_COST = 1_720
-"""Pixels that a group of prefix codes of a lossless WebP file counts as: its five
-tables have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and
+"""Cost of a group of prefix codes in a lossless WebP file, in pixels. Its five tables
+have at most 5,004 entries of 4 bytes (libwebp, ``kTableSize`` and
 ``FIXED_TABLE_SIZE``), and their header has 560 bytes.
 """
 EXIF_PREFIX = b"Exif\0\0"
@@ -35,9 +35,9 @@ _EXIF_SHORT, _EXIF_LONG = 3, 4
 class EncodedImage:
     """A PNG, JPEG or WebP file whose decoding cost is bounded.
 
-    ``data`` is the file without its metadata, ``orientation`` comes from EXIF, 1 to 8,
-    and ``name`` is used in error messages. ``code_groups`` is an upper bound of the
-    groups of prefix codes in a lossless WebP file.
+    ``data`` is the file without its metadata, ``orientation`` is the EXIF orientation,
+    1 to 8, and ``name`` is used in error messages. ``code_groups`` is an upper bound on
+    the number of prefix code groups in a lossless WebP file.
     """
 
     name: str
@@ -50,9 +50,7 @@ class EncodedImage:
 
     @property
     def pixels(self) -> int:
-        """The cost of decoding in pixels: width times height,
-        and more for a WebP file.
-        """
+        """The decoding cost in pixels: width times height, or more for a WebP file."""
         area = self.width_px * self.height_px
         if self.format != "WEBP":
             return area
@@ -70,15 +68,16 @@ def max_segments(size_bytes: int) -> int:
 
 
 def too_many_segments(name: str, kind: str, size_bytes: int) -> DataError:
-    """The error for a file of more than `max_segments` chunks or segments."""
+    """The error for a file with more than `max_segments` chunks or segments."""
     return DataError(f"{name} consists of more than {max_segments(size_bytes)} {kind}; save it again.")
 
 
 def read_orientation(tiff: bytes) -> int:
-    """The orientation in EXIF data, 1 to 8; invalid data are ignored, as in a viewer.
+    """The orientation in EXIF data, 1 to 8. Invalid data are ignored, as image viewers
+    do.
 
     Only the first directory is read, and only this tag: Pillow would load every tag,
-    and each can claim the whole data as its value.
+    and each tag can claim the whole data as its value.
     """
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:

@@ -1,5 +1,5 @@
-"""How a dataset stores images: as its newest snapshot does,
-or else from the settings and a sample of the images.
+"""Choose the form in which a dataset stores images. The newest snapshot decides, or
+else the settings and a sample of the images.
 """
 
 import statistics
@@ -21,8 +21,9 @@ from evernear.settings import DataSettings
 Shape = tuple[int, int, int]
 
 MAX_SIZE_PX = 128
-"""Largest automatic size: the compact network turns the pixels of larger images into
-patches. Pretrained backbones expect more, see `evernear.steps.ingest`.
+"""Largest side that is chosen automatically, because the compact network turns the
+pixels of larger images into patches. Pretrained backbones expect larger images, see
+`evernear.steps.ingest`.
 """
 _SAMPLED_FILES = 101
 _SAMPLED_AT_ONCE = 4
@@ -32,11 +33,11 @@ _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 def choose_form(
     settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None
 ) -> ImageForm:
-    """How the dataset stores the images of ``source``, whose listing is in ``ledger``.
+    """Choose the form for the images of ``source``, whose listing is in ``ledger``.
 
     Raises:
-        DataError: the settings ask for another form than the ``parent`` snapshot has,
-            or no image can be decoded.
+        DataError: the settings ask for a form that differs from the ``parent``
+            snapshot's, or no image can be decoded.
     """
     sample = _Sample(settings, source, ledger)
     shape = _shape(settings, sample, parent)
@@ -87,8 +88,8 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
 
 
 class _Sample:
-    """What images of a source are like, from about `_SAMPLED_FILES` of them;
-    nothing is read before it is asked.
+    """The shape and bit depth of a source's images, from a sample of about
+    `_SAMPLED_FILES` images. Files are read only when a method needs them.
     """
 
     def __init__(self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger) -> None:
@@ -97,10 +98,10 @@ class _Sample:
     def shape(self) -> Shape:
         """(H, W, C) of the dataset.
 
-        If most images have one size, that is it. Otherwise the dataset is square, with
-        the median of the shorter sides, because photographs are upright as well as
-        wide. A side is at most ``data.max_size_px``. The dataset is gray if most images
-        are.
+        If most images have one size, the dataset has that size. Otherwise it is square,
+        with the median of the shorter sides, because photographs can be in portrait or
+        landscape orientation. A side is at most ``data.max_size_px``. The dataset is
+        gray if most images are gray.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -116,16 +117,16 @@ class _Sample:
         return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
     def bit_depth(self) -> BitDepth:
-        """The smallest bit depth that contains the values of all 16-bit files;
-        16 if there are none.
+        """The smallest bit depth that contains the values of all 16-bit files, or 16
+        without such files.
         """
         used: list[BitDepth] = [depth for _, depth in self._files if depth]
         return max(used) if used else 16
 
     @cached_property
     def _files(self) -> list[tuple[Shape, BitDepth | None]]:
-        """Shape and bit depth of the sampled files. Except for 16-bit files,
-        their headers are enough.
+        """Shape and bit depth of the sampled files. Only 16-bit files are decoded. The
+        header of any other file is enough.
         """
         source = self._source
         if not isinstance(source, FileSource):
@@ -140,7 +141,7 @@ class _Sample:
             return None
 
         with ThreadPoolExecutor(min(self._settings.requests_in_flight, _SAMPLED_AT_ONCE)) as pool:
-            if isinstance(source, PackedFiles):  # a sample of all of them would read all files
+            if isinstance(source, PackedFiles):  # a sample from all images would read all files
                 images = source.read_in_order(islice(self._ledger.in_order(), _SAMPLED_FILES))
             else:
                 images = ((entry, None) for entry in self._ledger.sample(_SAMPLED_FILES))

@@ -1,5 +1,5 @@
-"""The gallery of an index: the gallery split, then the train images that join it, in
-the order of the index's rows.
+"""The gallery of an index, in the order of the index's rows: the images of the gallery
+split, then the train images that join the gallery.
 
 See docs/decisions/0002-splits-and-gallery.md and 0078-neighbors-as-pictures.md.
 """
@@ -14,17 +14,16 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
-"""A class with fewer images in the gallery is filled up to this number with train
-images.
+"""Minimum number of images of a class in the gallery. Train images make up the
+difference.
 """
 
 
 def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:
-    """The number of train images of each label that join the gallery,
-    as many as there are.
+    """The number of train images of each label that join the gallery.
 
-    ``untrained`` are classes that the network was not trained on:
-    all their train images join.
+    ``untrained`` are classes that the network was not trained on. All their train
+    images join.
     """
     gallery = manifest.label_counts("gallery")
     return {
@@ -35,9 +34,7 @@ def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict
 
 @dataclass(frozen=True)
 class ShardImages:
-    """Images of one shard: the first of each label, as many as are ``taken``,
-    or all.
-    """
+    """Images of one shard: the first ``taken`` images of each label, or all."""
 
     shard: Shard
     taken: Counter[str] | None
@@ -55,11 +52,11 @@ class ShardImages:
 
 
 def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) -> Iterator[ShardImages]:
-    """The images to embed for ``split``, in the order of the embeddings;
-    reads no shard.
+    """Yield the images to embed for ``split``, in the order of the embeddings, without
+    reading a shard.
 
-    The gallery ends with train images: the first ``joining`` of each label,
-    as far as there are so many.
+    The gallery ends with train images: at most the first ``joining`` images of each
+    label.
     """
     for shard in dataset.shards(split):
         yield ShardImages(shard, None)
@@ -76,14 +73,16 @@ def image_blocks(
 
 
 class GalleryPlace(NamedTuple):
-    """Where an image of the gallery is: at a position among images of a shard."""
+    """The location of a gallery image, which is its position among the images of a
+    shard.
+    """
 
     images: ShardImages
     position: int
 
 
 def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> GalleryPlace:
-    """Where the image in ``row`` of an index is; reads no shard.
+    """Locate the image in ``row`` of an index without reading a shard.
 
     ``joined`` are the numbers of train images of each label that follow the gallery
     split, as in `image_blocks`.
@@ -127,7 +126,7 @@ def _joining_shards(dataset: Dataset, joining: Mapping[str, int]) -> Iterator[Sh
 
 
 def _first(dataset: Dataset, shard: Shard, taken: Counter[str], batch_size: int) -> Iterator[Block]:
-    """The first images of a shard, as many of each label as are ``taken``."""
+    """The first ``taken`` images of each label in a shard."""
     counts = Counter({dataset.labels.index(label): count for label, count in taken.items()})
     for block in dataset.shard_blocks(shard, batch_size):
         rows: list[int] = []

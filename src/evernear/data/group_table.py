@@ -16,9 +16,9 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS groups (digest BLOB PRIMARY KEY, name TEXT NOT NULL) WITHOUT ROWID"
 Members = Counter[tuple[str, Split]]
-"""The images of a group by label and split."""
+"""The number of a group's images by label and split."""
 FEWEST_GROUPS = 3
-"""Groups of a class that stands in train, test and gallery."""
+"""Minimum number of groups that a class needs to be in train, test and gallery."""
 _PAGE = 500
 
 _LOCATED = """
@@ -49,9 +49,10 @@ class GroupTable:
         self._ungrouped = NameSample()
 
     def refresh(self, group: Callable[[str, str], str]) -> None:
-        """Set the group of every decoded image of the source by its name and label.
+        """Set the group of every decoded image of the source, as ``group`` derives it
+        from name and label.
 
-        An image with several files belongs to the first of their groups.
+        An image with several files belongs to the first group of these files.
         """
         self._ungrouped = NameSample()
         with sqlite_errors():
@@ -69,7 +70,9 @@ class GroupTable:
     def _grouped(
         self, files: Iterable[tuple[bytes, str, str]], group: Callable[[str, str], str]
     ) -> Iterator[tuple[bytes, str]]:
-        """The group of each image, whose files are in a row; empty if it has none."""
+        """Yield the digest and the group of each image, whose files are consecutive.
+        The group is empty if the image has none.
+        """
         for digest, copies in groupby(files, key=itemgetter(0)):
             names = [(name, group(name, label)) for _, name, label in copies]
             key = min((key for _, key in names if key), default="")
@@ -92,7 +95,7 @@ class GroupTable:
         return self._all("SELECT COUNT(DISTINCT name) FROM groups JOIN images USING (digest)")[0][0]
 
     def sha256(self) -> str:
-        """A hash of the images' groups; empty without any."""
+        """A hash of the images' groups, or an empty string without groups."""
         digest, rows = hashlib.sha256(), 0
         with sqlite_errors():
             for image, name in self._db.execute(
@@ -102,10 +105,10 @@ class GroupTable:
                 rows += 1
         return digest.hexdigest() if rows else ""
 
-    # Where the groups stand during an ingest
+    # The splits of groups during an ingest
 
     def start_placing(self) -> None:
-        """Note where the images of each group stand, including removed ones."""
+        """Record the splits of each group's images, including removed images."""
         self._all("DROP TABLE IF EXISTS temp.placed")
         self._all(
             "CREATE TEMP TABLE placed (name, label, split, images, PRIMARY KEY (name, label, split)) WITHOUT ROWID"
@@ -114,13 +117,15 @@ class GroupTable:
         self._all(f"INSERT INTO placed SELECT name, label, split, COUNT(*) FROM ({located}) GROUP BY 1, 2, 3")  # noqa: S608 - our own words
 
     def units(self) -> Iterator[tuple[str, Split, int, int]]:
-        """After `start_placing`: label, split, number of groups,
-        number of their images.
+        """Yield label, split, number of groups and number of their images. Call this
+        after `start_placing`.
         """
         yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
 
     def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
-        """Where the images of the groups ``names``, at most 500, stand."""
+        """The labels and splits of the images in the groups ``names``, of which there
+        are at most 500.
+        """
         found: defaultdict[str, Members] = defaultdict(Counter)
         query = f"SELECT name, label, split, images FROM placed WHERE name IN ({marks([*names])})"  # noqa: S608 - question marks only
         for name, label, split, images in self._all(query, *names):
@@ -128,7 +133,7 @@ class GroupTable:
         return found
 
     def place(self, groups: Mapping[str, Members]) -> None:
-        """Update where the images of groups stand."""
+        """Update the splits of groups' images."""
         rows = (
             (name, label, split, images)
             for name, members in groups.items()
@@ -140,8 +145,8 @@ class GroupTable:
     # Problems
 
     def problems(self, limit: int) -> Iterator[tuple[str, list[str], int, str]]:
-        """After `refresh`: kind, some names, the count of all,
-        and what is wrong with each.
+        """Yield the kind of problem, some names, the total count, and a description.
+        Call this after `refresh`.
         """
         if self.is_empty():
             return
@@ -161,8 +166,8 @@ class GroupTable:
 
 
 class PublishedGroups:
-    """The groups in a published, immutable ledger,
-    which may be of a version without groups. Close it after use.
+    """The groups in a published, immutable ledger. A ledger from an earlier version of
+    evernear may lack groups. Close the object after use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,7 +186,7 @@ class PublishedGroups:
             return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
 
     def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """The group of each of ``digests`` that belongs to one."""
+        """Maps each of ``digests`` that belongs to a group to that group."""
         found: dict[bytes, str] = {}
         with sqlite_errors():
             for page in batched(digests, _PAGE):
@@ -190,7 +195,7 @@ class PublishedGroups:
         return found
 
     def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
-        """The name and the label of a file of each of ``digests``."""
+        """The name and the label of one file for each of ``digests``."""
         found: dict[bytes, tuple[str, str]] = {}
         with sqlite_errors():
             for page in batched(digests, _PAGE):

@@ -1,10 +1,11 @@
-"""Groups of images that belong together, such as the frames of one scene:
-all images of a group stand in one split.
+"""Groups of images that belong together, such as the frames of one scene. All images of
+a group are in one split.
 
-``data.group`` says which: a regular expression, or the name of a form that fits many
-sources. It is applied to the name of a file in its source, as messages show it. A group
-is one key for all classes and sources of a dataset, because a scene may show several
-classes. Labeled queries (`evernear.data.sources.names.is_reviewed`) belong to no group.
+``data.group`` defines the groups with a regular expression, or with the name of a
+pattern that fits many sources. The expression is applied to the name of a file in its
+source, as messages show it. A group key applies to all classes and sources of a
+dataset, because a scene may show several classes. Labeled queries
+(`evernear.data.sources.names.is_reviewed`) belong to no group.
 """
 
 import posixpath
@@ -25,15 +26,16 @@ from evernear.data.sources.names import is_reviewed
 from evernear.settings.group import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
-"""The group of an image by the name of its file and its label;
-empty if it belongs to none.
+"""Maps the file name and the label of an image to its group, or to an empty string if
+the image belongs to no group.
 """
 
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
 
 def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Grouping:
-    """The grouping of a valid ``data.group``; every image is alone if it is empty.
+    """The grouping that a valid ``data.group`` defines. No image belongs to a group if
+    ``setting`` is empty.
 
     ``column`` returns the group that the source itself names for a file.
     """
@@ -75,9 +77,7 @@ def _stem(path: str) -> str:
 
 
 class GroupNumbers:
-    """Numbers the groups of a snapshot's images as they are asked for,
-    from its ledger.
-    """
+    """Numbers the groups of a snapshot's images on demand, from the snapshot's ledger."""
 
     def __init__(self, ledger: Path, divided: bool) -> None:
         """Read ``ledger``. ``divided`` says whether a group has images in several
@@ -87,8 +87,8 @@ class GroupNumbers:
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """The number of the group of each image (N,) by its digest (N, 32).
-        An image without a group is one.
+        """The group number of each image (N,) by its digest (N, 32). An image without a
+        group counts as a group.
         """
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
@@ -108,9 +108,9 @@ class GroupNumbers:
     def seen_queries(self) -> frozenset[bytes]:
         """Digests of the query images whose group also has images in train or gallery.
 
-        They look more like the gallery than a new group does. Only a dataset that was
-        ingested before ``data.group`` was set has any, or one whose source states the
-        splits.
+        Such images look more like the gallery than images of a new group do. They occur
+        only if the dataset was ingested before ``data.group`` was set, or if the source
+        specifies the splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 
@@ -121,10 +121,10 @@ class GroupNumbers:
 
 @contextmanager
 def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
-    """The groups of a dataset; None if its images are independent.
+    """Yield the groups of a dataset, or None if its images are independent.
 
     Raises:
-        IntegrityError, StoreError: its ledger is missing or damaged.
+        IntegrityError, StoreError: the dataset's ledger is missing or damaged.
     """
     if not dataset.manifest.groups:
         yield None
