@@ -98,9 +98,7 @@ class Decoder:
             while pending:
                 yield pending.popleft()[0].result().result()
         finally:
-            readers.shutdown(
-                cancel_futures=True
-            )  # before the decoders, because a reader may wait for memory that a decoder frees
+            readers.shutdown(cancel_futures=True)  # first, because a reader may wait for memory that a decoder frees
             decoders.shutdown(cancel_futures=True)
 
     def _contents(self, entries: Iterator[FileEntry]) -> Iterator[tuple[FileEntry, bytes | None]]:

@@ -76,7 +76,7 @@ class Queries:
         return len(self.distances)
 
     def select(self, rows: NDArray[np.intp]) -> "Queries":
-        """Return the same queries with a smaller sample, the ``rows`` of this sample."""
+        """Return the same queries with the ``rows`` of this sample as the sample."""
         return Queries(
             self.total,
             self.unknown,
@@ -246,8 +246,8 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
 def _permute(
     strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
 ) -> tuple[list[float], list[Weights]]:
-    """The p-values of the statistics (Phipson and Smyth 2010), and the statistics of
-    the permutations.
+    """Return the statistics of the actual sides, and the statistics of the permutations
+    (Phipson and Smyth 2010).
 
     The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford
     1991), which changes no decision.

@@ -1,9 +1,9 @@
 """Inspect the structure of PNG, JPEG and WebP files,
 to bound the cost of decoding them.
 
-A few kilobytes can claim gigabytes of pixels, thousands of passes over them, or
-metadata that takes longer to read than the image. `inspect` walks the chunks or
-segments of a file without decoding it, rejects files that are too expensive, and
+A file of a few kilobytes can claim gigabytes of pixels, thousands of passes over the
+pixels, or metadata that takes longer to read than the image. `inspect` walks the chunks
+or segments of a file without decoding it, rejects files that are too expensive, and
 removes the metadata. The decoder then sees one header, one palette and one stream of
 pixels.
 
@@ -33,22 +33,23 @@ from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
-"""Each row needs a pointer, and resizing needs memory for each column."""
+"""Maximum width and height. Each row needs a pointer, and resizing needs memory for
+each column.
+"""
 MAX_SCANS = 32
-"""Scans of a JPEG file. libjpeg writes 10 for color and 18 for CMYK,
+"""Maximum number of scans in a JPEG file. libjpeg writes 10 for color and 18 for CMYK,
 MozJPEG up to about 20.
 """
 MAX_TABLES_SIZE_BYTES = 2**16
-"""Quantization and Huffman tables of a JPEG file. The usual four and eight need 2.8
-KiB. Each scan may add Huffman tables.
+"""Maximum size of the quantization and Huffman tables in a JPEG file. The usual four
+quantization and eight Huffman tables need 2.8 KiB. Each scan may add Huffman tables.
 """
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
 _WEBP_SIGNATURE = re.compile(rb"RIFF....WEBP", re.DOTALL)
 SIGNATURE_SIZE_BYTES = 12
-# Other formats of photographs and drawings,
-# which are named instead of mistaken for a file of another kind.
+# Other image formats, so that a message can name the format.
 _OTHER_FORMATS = {
     "GIF": rb"GIF8[79]a",
     "BMP": rb"BM.{4}\0{4}",
@@ -72,7 +73,7 @@ IMAGE_SUFFIXES = frozenset(
 """Suffixes of files that are meant to be images,
 whether or not their format is supported.
 """
-# A marker; stuffed zeros and restart markers belong to the scan around them.
+# A JPEG marker. Stuffed zeros and restart markers belong to the surrounding scan.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
 _COLOR_SPACE = {0xE0: b"JFIF\0", 0xEE: b"Adobe"}  # APP0, APP14
@@ -82,8 +83,8 @@ _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
-    """The suffix of a file, by its content.
-    A file that is neither JPEG nor WebP counts as PNG.
+    """The suffix that matches a file's content. A file that is neither JPEG nor WebP
+    counts as PNG.
     """
     if data.startswith(_JPEG_SIGNATURE):
         return ".jpg"
@@ -94,9 +95,9 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
     """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
 
     Raises:
-        DataError: the file is empty, broken or animated, has another format, more than
-            ``max_pixels``, or an encoding of unbounded cost; the message begins with
-            ``name``, and names the ``setting`` of ``max_pixels``.
+        DataError: the file is empty, broken or animated, or has an unsupported format,
+            more than ``max_pixels``, or an encoding of unbounded cost. The message
+            begins with ``name`` and names the ``setting`` that limits the pixels.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -126,24 +127,24 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
 
 
 def has_image_signature(data: bytes) -> bool:
-    """Whether ``data`` begins like an image, supported or not;
-    `SIGNATURE_SIZE_BYTES` are enough.
+    """Whether ``data`` begins like an image in a supported or unsupported format. The
+    first `SIGNATURE_SIZE_BYTES` bytes are enough.
     """
     return _ANY_FORMAT.match(data) is not None
 
 
 def has_image_suffix(name: str) -> bool:
-    """Whether the name of a file ends like an image's.
-    pathlib is ten times slower, which matters for millions.
+    """Whether a file name has an image suffix. pathlib is ten times slower, which
+    matters for millions of files.
     """
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
 
 
 def is_image_file(path: str | Path) -> bool:
-    """Whether a file among others is an image: by its suffix, or else by its content.
+    """Whether a file is an image, by its suffix or else by its content.
 
-    A broken image has the suffix, so that it is reported.
-    Other files cost a read of a few bytes.
+    A broken image with an image suffix is therefore reported. For other files, a few
+    bytes are read.
 
     Raises:
         StoreError: the file cannot be read.
@@ -159,7 +160,7 @@ def is_image_file(path: str | Path) -> bool:
 
 
 def _inspect_png(data: bytes, name: str) -> EncodedImage:
-    """Keep IHDR, PLTE, tRNS and the pixels, which become one chunk."""
+    """Keep IHDR, PLTE and tRNS, and merge the pixel data into one chunk."""
     headers: dict[bytes, memoryview] = {}
     pixels: list[memoryview] = []
     pixels_ended = False
@@ -189,8 +190,8 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data.
-    A truncated file ends in a truncated chunk.
+    """Yield the type of each chunk, and the start and end of its data. A truncated file
+    ends with a truncated chunk.
     """
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
@@ -215,7 +216,7 @@ def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryvi
 
 
 def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
-    """Keep tables, frame, scans, and the markers of the color space (JFIF, Adobe)."""
+    """Keep the tables, the frame, the scans and the color space markers (JFIF, Adobe)."""
     parts: list[memoryview] = []
     color_space: dict[int, memoryview] = {}
     frame: tuple[int, int] | None = None
@@ -253,10 +254,10 @@ def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
 
 
 def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield marker, start and end of each segment,
-    up to the end of the image or the first error, as libjpeg does.
+    """Yield the marker, the start and the end of each segment. Like libjpeg, stop at
+    the end of the image or at the first error.
 
-    The data of a scan follow its segment.
+    The scan data follow the segment.
     """
     at = 2
     for _ in range(max_segments(len(data))):
@@ -278,7 +279,7 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """Width and height."""
+    """Read width and height from a frame header."""
     if earlier is not None:
         raise broken(name, "it has two headers")
     if marker not in _HUFFMAN_FRAMES:

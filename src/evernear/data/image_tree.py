@@ -1,5 +1,5 @@
-"""The image files of a folder or a bucket at any depth, whatever their classes:
-what predictions are made for.
+"""The image files in a folder or a bucket at any depth, regardless of class, for batch
+prediction.
 """
 
 import os
@@ -22,7 +22,9 @@ class ImageFile(NamedTuple):
 
 
 class ImageTree(Protocol):
-    """Image files by name. ``skipped`` is complete once `files` is exhausted."""
+    """A tree of image files that are read by name. ``skipped`` is complete once `files`
+    is exhausted.
+    """
 
     skipped: NameSample
 
@@ -31,10 +33,11 @@ class ImageTree(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """The content of a file; called from many threads.
+        """Return the content of a file. This method is called from many threads.
 
         Raises:
-            DataError: this file cannot be read. Another error concerns all files.
+            DataError: this file cannot be read. Any other error means that no file can
+                be read.
         """
         ...
 
@@ -62,9 +65,9 @@ def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the files below ``folder`` and whether each is an image,
     by the rule for sources.
 
-    Folders that are left out, such as hidden ones, are yielded as no image. Links are
-    followed, loops are not. A folder or a file that cannot be read counts as an image,
-    so that its error is shown. One folder is in memory at a time.
+    Skipped folders, such as hidden folders, are yielded as non-images. Links are
+    followed, except for loops. A folder or a file that cannot be read counts as an
+    image, so that its error is shown. Only one folder's listing is in memory at a time.
     """
     seen: set[tuple[int, int]] = set()
     pending = [folder]
@@ -87,7 +90,7 @@ def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
                 elif path.is_dir():
                     folders.append(path)
                 else:
-                    yield path, is_image_file(path) if path.is_file() else path.is_symlink()  # a link to nothing
+                    yield path, is_image_file(path) if path.is_file() else path.is_symlink()  # a broken link
             except (StoreError, OSError):
                 yield path, True
         pending += reversed(folders)
@@ -136,10 +139,10 @@ class BucketTree(ImageTree):
         self._get = self._store.reader()
 
     def files(self) -> Iterator[ImageFile]:
-        """List the objects whose name or size leaves open that they are images."""
+        """List the objects that may be images, judging by name and size."""
         for info in self._store.list(""):
             if not info.key or info.key.endswith("/"):
-                continue  # it marks a folder
+                continue  # the object marks a folder
             may_be_image = info.size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(info.key)
             if skipped_path(info.key) or not (has_image_suffix(info.key) or may_be_image):
                 self.skipped.add(info.key)
@@ -152,7 +155,7 @@ class BucketTree(ImageTree):
 
 
 class LabeledTree(ImageTree):
-    """The images of a source of labeled files; the labels are not used."""
+    """The images of a source of labeled files. The labels are not used."""
 
     def __init__(self, source: FileSource) -> None:
         self.skipped = NameSample()

@@ -1,16 +1,15 @@
 """Ingest a source into a dataset snapshot: list -> plan -> parts -> combine -> publish.
 
 - **list** the source, and record its files in the ledger (`evernear.data.listing`);
-- **plan** parts: ranges of the files that are new or have changed
-  (`evernear.data.plan`);
+- **plan** parts, which are ranges of the new and changed files (`evernear.data.plan`);
 - **parts** decode and hash their files, on any number of machines
   (`evernear.data.decode_part`);
-- **combine** what they decoded, in a fixed order,
-  into splits and shards (`evernear.data.combine`);
+- **combine** the decoded images, in a fixed order, into splits and shards
+  (`evernear.data.combine`);
 - **publish** the snapshot (`evernear.data.snapshots`).
 
-A dataset mirrors the sources it was ingested from: new files are added, files that are
-gone are dropped, a moved file takes its new label, all by content hash. The split of an
+A dataset mirrors its sources. New files are added, deleted files are dropped, and a
+moved file takes its new label. Images are identified by content hash. The split of an
 image never changes, even if the image is removed and restored, because a model may have
 been trained on the image.
 """
@@ -46,7 +45,7 @@ from evernear.settings import DataSettings
 
 _REPORT_INTERVAL_S = 1.0
 DECODING_LIBRARIES = ("numpy", "pillow")
-"""Libraries that decide pixels."""
+"""Libraries whose version may change the decoded pixels."""
 
 
 def run_here(parts: Parts, open_worker: OpenWorker) -> None:
@@ -63,24 +62,24 @@ def ingest_source(
 ) -> Manifest:
     """Update a dataset in the store from ``settings.source`` and return its snapshot.
 
-    Without changes that is the previous snapshot. Readers see nothing before the last
-    write, which moves ``head.json``. ``run`` runs the parts. An ingest of files that
-    was killed and is run again skips the parts that were finished, and ends with the
-    same digest. Memory does not grow with the number of images. ``report`` receives
-    progress messages about once a second. ``warn`` receives sentences about changes
-    that may be mistakes.
+    If nothing changed, return the previous snapshot. Readers see nothing before the
+    last write, which moves ``head.json``. ``run`` runs the parts. If an ingest of files
+    is killed and run again, it skips the finished parts and produces the same digest.
+    Memory does not grow with the number of images. ``report`` receives progress
+    messages about once a second. ``warn`` receives sentences about changes that may be
+    mistakes.
 
     Raises:
         DataError: there are no images, there is only one class,
             or the images do not match the earlier ones.
         StoreError: the store or the disk fails.
-        ConflictError: another ingest of this dataset finished in the meantime.
+        ConflictError: a different ingest of this dataset finished in the meantime.
     """
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     try:
         return _ingest(settings, store_uri, report, warn, run, adopt=not settings.reread)
-    except LostPartsError as lost:  # another ingest deleted them when it published, or the store is damaged
+    except LostPartsError as lost:  # a different ingest deleted the parts when it published, or the store is damaged
         report(f"{lost} Starting over.")
         return _ingest(settings, store_uri, report, warn, run, adopt=False)
 
@@ -93,7 +92,7 @@ def _ingest(
     run: RunParts,
     adopt: bool,
 ) -> Manifest:
-    """As `ingest_source`; ``adopt`` the parts of an earlier attempt."""
+    """Ingest as `ingest_source` does. ``adopt`` reuses the parts of an earlier attempt."""
     source = open_source(settings.source, settings)
     snapshots = Snapshots(open_store(store_uri), dataset_name(settings, source))
     with (
@@ -134,30 +133,30 @@ def _ingest(
             manifest = _manifest(settings, snapshots, form, ledger, parent)
             manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
             manifest = snapshots.publish(manifest, ledger, scratch)
-            # Those of other ingests that began with the newest snapshot may still be of
-            # use.
+            # Parts of other ingests that started from the newest snapshot may still be
+            # useful.
             useful = snapshots.parts_folder(manifest)
-            with suppress(StoreError):  # the pipeline's keys may not delete; prune does
+            with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
                 snapshots.delete_parts(lambda key: key.startswith(f"{folder}/") or not key.startswith(useful))
             return manifest
 
 
 def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSettings, scratch: Path) -> Ledger:
-    """A copy of the parent's ledger for this ingest."""
+    """Open a copy of the parent's ledger for this ingest."""
     path = scratch / "ledger.sqlite"
     if parent is not None:
         snapshots.fetch_ledger(parent, path)
     ledger = Ledger(path, settings.source, settings.moved_from)
-    if parent is not None and parent.reviewed is None:  # of an earlier version
+    if parent is not None and parent.reviewed is None:  # written by an earlier version
         for generation in snapshots.generations(parent, scratch):
             ledger.reviewed.remember(reviewed_by_name(generation))
-    ledger.reviewed.refresh()  # before the listing, which has only the present names
+    ledger.reviewed.refresh()  # before the listing, which has only the current names
     return ledger
 
 
 def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode files again on demand, or if other code decoded them:
-    a dataset must not mix two preprocessings.
+    """Decode files again on request, or if different code decoded them, because a
+    dataset must not mix the results of two decoders.
     """
     if settings.reread:
         ledger.read_all_again()
@@ -169,10 +168,10 @@ def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: 
 
 
 class _Progress:
-    """Reports images at intervals."""
+    """Reports the number of processed images at intervals."""
 
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
-        """Report images of ``total`` (0: unknown), which are ``done``."""
+        """Report a number out of ``total`` images (0 if unknown). ``done`` is the verb."""
         self._report, self._total, self._ending = report, total, done
         self._done, self._reported_s = 0, time.monotonic()
 
@@ -188,7 +187,7 @@ class _Progress:
 def _manifest(
     settings: DataSettings, snapshots: Snapshots, form: ImageForm, ledger: Ledger, parent: Manifest | None
 ) -> Manifest:
-    """A snapshot without the problems of its images."""
+    """Return a manifest without the problems of its images."""
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,

@@ -1,4 +1,4 @@
-"""List a source: record its files and labels in the ledger of the dataset."""
+"""List a source and record its files and labels in the ledger of the dataset."""
 
 import re
 from itertools import chain
@@ -27,7 +27,7 @@ def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> st
 
 
 def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> None:
-    """Record the listing of a source and the labels in it.
+    """Record the files and labels of a source.
 
     Raises:
         DataError: there are no images, or there is only one class.
@@ -60,11 +60,10 @@ def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> N
 
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
-    """Reject two sources that would become one dataset only because their names are
-    alike.
+    """Reject a source that would join a dataset only because of an equal dataset name.
 
     Raises:
-        DataError: ``source`` is not a source of the dataset yet, which has others.
+        DataError: the dataset has other sources, but not yet ``source``.
     """
     if others := ledger.other_sources():
         raise DataError(
@@ -75,10 +74,10 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 
 def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Require that ``data.group`` fits at least one name of the source.
+    """Require that ``data.group`` matches at least one file name of the source.
 
     Raises:
-        DataError: it fits none.
+        DataError: no name matches.
     """
     entries = chain(ledger.in_order(), () if isinstance(source, FileSource) else source.entries())
     if settings.group and not any(group(entry.name, entry.label) for entry in entries):
@@ -90,8 +89,8 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, gro
 
 
 def _left_out(source: FileSource) -> str:
-    """A sentence about the files of a source that are no images in a class folder;
-    empty without any.
+    """A sentence about the files of a source that are not images in a class folder, or
+    an empty string without such files.
     """
     notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
@@ -103,6 +102,8 @@ def _left_out(source: FileSource) -> str:
 
 
 def _natural_order(label: str) -> tuple[list[str | int], str]:
-    """Sort key that puts 2 before 10, and orders labels that differ in case only."""
+    """Sort key that puts 2 before 10, and gives labels that differ only in case a fixed
+    order.
+    """
     words = re.split(r"(\d+)", label.lower())
     return [int(word) if i % 2 else word for i, word in enumerate(words)], label

@@ -1,4 +1,4 @@
-"""The manifest of a dataset snapshot: immutable, with shards named by hash."""
+"""The immutable manifest of a dataset snapshot, which names shards by hash."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"
 
 
 class Shard(Frozen):
-    """A file with images of one split: ``datasets/<name>/shards/<sha256>.npy``."""
+    """A file with images of one split, ``datasets/<name>/shards/<sha256>.npy``."""
 
     sha256: str
     split: Split
@@ -43,12 +43,12 @@ class Problem(Frozen):
 
 
 class Manifest(Frozen):
-    """An immutable snapshot of a dataset.
-    The next ingest makes another one with this one as ``parent``.
+    """An immutable snapshot of a dataset. The next ingest makes a new snapshot, with
+    this snapshot as its ``parent``.
 
     ``labels`` is append-only, so the number of a label is the same in every snapshot.
-    ``problems`` lists some of each kind, ``problem_counts`` counts them all.
-    ``created`` is UTC, ISO 8601.
+    ``problems`` lists some problems of each kind, and ``problem_counts`` counts all of
+    them. ``created`` is UTC, ISO 8601.
     """
 
     remedy = "run the ingest step again"
@@ -56,17 +56,18 @@ class Manifest(Frozen):
     format: Literal[1] = 1
     name: str
     store_uri: str = ""
-    """The store that it was read from, for the steps that get it as an artifact. Empty
-    in the store itself, which may be moved, renamed or copied.
+    """The store that the manifest was read from, for steps that receive the manifest as
+    an artifact. Empty in the store itself, because a store may be moved, renamed or
+    copied.
     """
     source: str
     created: str
     parent: str | None
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
-    """How images of another aspect ratio were resized."""
+    """How images with a different aspect ratio were resized."""
     bit_depth: BitDepth = 16
-    """Bits of the values in 16-bit files; larger values were clipped."""
+    """Bit depth of the values in 16-bit files. Larger values were clipped."""
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str
@@ -75,37 +76,41 @@ class Manifest(Frozen):
     (`evernear.data.ledger.apply_changes`).
     """
     groups: int = 0
-    """Groups of images (``data.group``); an image without a group is not counted."""
+    """Number of image groups (``data.group``). An image without a group is not counted.
+    """
     groups_sha256: str = ""
-    """Which image belongs to which group,
-    `evernear.data.group_table.GroupTable.sha256`; empty without groups.
+    """Hash of the images' groups, from `evernear.data.group_table.GroupTable.sha256`.
+    Empty without groups.
     """
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int | None = None
-    """Images that came by review, which are in train and gallery only; None in
+    """Number of images from review, which are in train and gallery only, or None in
     snapshots of earlier versions.
     """
     reviewed_left_out: dict[Split, dict[str, int]] = {}
-    """Those of them that were in test or query, by that split and by label."""
+    """Number of images from review that were in test or query, by former split and
+    label.
+    """
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
-        """Parse the object ``key`` of ``store``, whatever store it was written for.
+        """Parse the object ``key`` of ``store``, even if the object was written for a
+        different store.
 
         Raises:
-            IntegrityError: it is not a valid manifest.
+            IntegrityError: the object is not a valid manifest.
         """
         return cls.from_json(data, f"{store.uri}/{key}", REPAIR).model_copy(update={"store_uri": store.uri})
 
     def to_store(self) -> bytes:
-        """The form in which a store has it."""
+        """Serialize the manifest for the store."""
         return self.model_copy(update={"store_uri": ""}).to_json()
 
     @property
     def digest(self) -> str:
-        """sha256 of the content (images, labels, splits, groups, order,
-        problems), independent of its location.
+        """sha256 of the content (images, labels, splits, groups, order, problems),
+        independent of the store.
         """
         # Snapshots of versions without groups have the same digest.
         identity = self.model_dump(mode="json", include=_IDENTITY | ({"groups_sha256"} if self.groups else set()))
@@ -143,11 +148,11 @@ def manifest_key(name: str, digest: str) -> str:
 
 
 def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
-    """The snapshot ``digest`` of the dataset ``name``;
-    None if ``store`` does not have it.
+    """Find the snapshot ``digest`` of the dataset ``name``, or return None if ``store``
+    does not have it.
 
     Raises:
-        IntegrityError: its manifest is damaged.
+        IntegrityError: the snapshot's manifest is damaged.
     """
     key = manifest_key(name, digest)
     stored = store.find(key)
@@ -163,7 +168,7 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
     """Copy an object of a dataset to ``path``.
 
     Raises:
-        IntegrityError: it is missing or damaged; the sentence names the remedy.
+        IntegrityError: the object is missing or damaged. The message names the remedy.
     """
     try:
         return store.fetch(key, path, sha256)
@@ -172,15 +177,13 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """The key of the ledger, or of changes to one,
-    ``sha256`` of the dataset ``name``.
-    """
+    """The key of the ledger or ledger changes with ``sha256`` in the dataset ``name``."""
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write ``manifest.json`` into ``directory``;
-    that is the whole dataset artifact of a pipeline step.
+    """Write ``manifest.json`` into ``directory``. This file is the whole dataset
+    artifact of a pipeline step.
     """
     manifest.save(directory / FILE_NAME)
 

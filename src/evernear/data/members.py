@@ -1,5 +1,5 @@
-"""The images of a file of many (`evernear.data.sources.packed`),
-as a ledger has them.
+"""The images in a packed file (`evernear.data.sources.packed`), as a ledger records
+them.
 """
 
 import sqlite3
@@ -12,8 +12,8 @@ _PAGE = 500
 
 
 def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
-    """The images of ``file`` by name if the file had ``etag`` when it was listed;
-    none otherwise.
+    """Yield the images in ``file``, sorted by name, if the file had ``etag`` when it
+    was listed. Otherwise yield nothing.
     """
     query = (
         "SELECT name, etag, label, given, size_bytes FROM files"

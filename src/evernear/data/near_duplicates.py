@@ -1,10 +1,10 @@
-"""Test images that are nearly the same as an image that a release is built from,
+"""Find test images that are nearly identical to an image that a release is built from,
 such as frames of one scene.
 
-Two images are near-duplicates if they correlate by `CORRELATION` at 16 x 16 gray
-pixels: shifts by a pixel, another brightness and JPEG's noise are leveled out. Simple
-images are alike without being one scene, so a share of up to `MAX_SHARE` is no sign of
-one: docs/decisions/0068-groups.md has the measurement.
+Two images are near-duplicates if their correlation at 16 x 16 gray pixels is at least
+`CORRELATION`. This comparison ignores shifts by a pixel, differences in brightness and
+JPEG noise. Simple images can be alike without showing the same scene, so a share of up
+to `MAX_SHARE` is not reported. See docs/decisions/0068-groups.md for the measurement.
 """
 
 import base64
@@ -26,10 +26,10 @@ SIDE_PX = 16
 CORRELATION = 0.99
 MAX_SHARE = 0.3
 TEST_MAX = 2_000
-"""Test images to compare."""
+"""Maximum number of test images to compare."""
 MAX_READ_BYTES = 2**31
-"""Pixels to compare them with: about 3 million images of 28 x 28 gray pixels,
-or 14,000 of 224 x 224 colored ones.
+"""Maximum number of pixel bytes to compare the test images with: about 3 million images
+of 28 x 28 gray pixels, or 14,000 images of 224 x 224 color pixels.
 """
 MAX_PAIRS = 6
 _NAMED_PAIRS = 200
@@ -39,7 +39,7 @@ _SEEN: tuple[Split, ...] = ("train", "gallery")
 
 
 class NearDuplicatePair(Frozen):
-    """A test image and an image of another split, as WebP in base64."""
+    """A test image and an image of a different split, as WebP in base64."""
 
     test: str
     seen: str
@@ -47,26 +47,28 @@ class NearDuplicatePair(Frozen):
 
 
 class NearDuplicates(Frozen):
-    """How many test images have a near-duplicate in train or gallery."""
+    """The number of test images with a near-duplicate in train or gallery."""
 
     found: int
     compared: int
-    """Test images that were compared."""
+    """Number of test images that were compared."""
     test_images: int
     seen: int
-    """Images of train and gallery that they were compared with."""
+    """Number of train and gallery images that the test images were compared with."""
     seen_images: int
     pairs: tuple[NearDuplicatePair, ...] = ()
     advice: str = ""
-    """How to keep such images in one split; empty up to `MAX_SHARE`."""
+    """Advice on keeping near-duplicates in one split. Empty up to `MAX_SHARE`."""
 
     @property
     def is_leak(self) -> bool:
-        """Whether so many are a sign of scenes that stand on both sides."""
+        """Whether the share indicates scenes that are both in test and in train or
+        gallery.
+        """
         return self.found > MAX_SHARE * self.compared
 
     def sentence(self) -> str:
-        """The share, what it was measured on, and what to do."""
+        """A sentence with the share, the number of compared images, and the advice."""
         of = f"{self.compared:,} of {quantity(self.test_images, 'test image')}"
         of = of if self.compared < self.test_images else quantity(self.test_images, "test image")
         where = f" {self.seen:,} of the images of" if self.seen < self.seen_images else ""
@@ -78,11 +80,12 @@ class NearDuplicates(Frozen):
 
 
 def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
-    """Compare the test images with those of train and gallery;
-    ``group`` is ``data.group``.
+    """Compare the test images with the train and gallery images. ``group`` is
+    ``data.group``.
 
-    The test images are at most `TEST_MAX`, evenly spaced, and the others at most
-    `MAX_READ_BYTES` in evenly spaced shards. Memory does not grow with the dataset.
+    At most `TEST_MAX` evenly spaced test images are compared with at most
+    `MAX_READ_BYTES` of train and gallery images in evenly spaced shards. Memory does
+    not grow with the dataset.
 
     Raises:
         IntegrityError: a shard or the ledger is damaged.
@@ -124,8 +127,8 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
 
 
 def reduced(images: Pixels) -> NDArray[np.float32]:
-    """Images (N, H, W, C) as gray averages over 16 x 16 areas (N, D),
-    standardized so that products correlate them.
+    """Reduce images (N, H, W, C) to gray averages over 16 x 16 areas (N, D),
+    standardized so that dot products are correlations.
 
     Constant images become zeros.
     """
@@ -161,8 +164,8 @@ def _numbered(blocks: Iterator[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _every(block: Block, step: int, start: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Vectors and digests of every ``step``-th image of a split,
-    whose block begins at ``start``.
+    """Vectors and digests of every ``step``-th image of a split, for a block that
+    begins at position ``start``.
     """
     chosen = slice(-start % step, None, step)
     return reduced(block.images[chosen]), block.digests[chosen]
@@ -179,9 +182,7 @@ def _spread(dataset: Dataset) -> list[Shard]:
 def _pairs(
     dataset: Dataset, digests: NDArray[np.uint8], pictures: dict[int, tuple[str, float]]
 ) -> tuple[NearDuplicatePair, ...]:
-    """The pairs whose second picture is known;
-    the pictures of the test images are read again.
-    """
+    """The pairs in ``pictures``. The pictures of the test images are read again."""
     wanted = {digests[row].tobytes(): seen for row, seen in pictures.items()}
     pairs: list[NearDuplicatePair] = []
     for block in _blocks(dataset, dataset.shards("test")) if wanted else ():

@@ -1,4 +1,4 @@
-"""Place the new images of an ingest: which images are new, and the split of each."""
+"""Find the new images of an ingest, and choose the split of each."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from evernear.settings import DataSettings
 
 
 class Placer:
-    """Chooses splits. Groups count as one image each, so that a class of few large
-    groups has test images as well.
+    """Chooses splits. Each group counts as one image, so that a class with few large
+    groups also has test images.
     """
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
-        """Continue at the images of ``ledger``;
-        ``candidates`` are the splits that the source leaves open.
+        """Continue from the images in ``ledger``. ``candidates`` are the splits that
+        ingest may choose.
         """
         self._candidates, self._ledger, self._group = candidates, ledger, group
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
@@ -41,10 +41,11 @@ class Placer:
         explicit_splits: Sequence[Split | None],
         former_splits: Mapping[str, Split],
     ) -> dict[int, Split]:
-        """The split of each new image, at most 500, by its position.
-        Images of the dataset are left out.
+        """Maps the positions of new images to their splits. Images that are already in
+        the dataset are omitted. There are at most 500 images.
 
-        ``former_splits`` are those of unchanged files that are decoded again, by name.
+        ``former_splits`` maps the names of unchanged files that are decoded again to
+        their splits.
         """
         known = self._ledger.stored_digests(digests)
         reviewed = self._ledger.reviewed.among(digests)
@@ -78,8 +79,8 @@ class Placer:
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
-    """The split of ``candidates`` with most images of a group;
-    None if it has none there.
+    """The split among ``candidates`` with the most images of a group, or None if the
+    group has no image in any of them.
     """
     images: Counter[Split] = Counter()
     for (_, split), count in members.items():

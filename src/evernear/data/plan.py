@@ -1,9 +1,9 @@
-"""Plan the parts of an ingest, and run them: files to decode,
-by ranges of the order in which they are decoded.
+"""Plan and run the parts of an ingest. Each part is a range of the files in decoding
+order.
 
-That order, and with it the parts, follow from the listing alone. An ingest that was
-killed and is run again first finishes the parts that it planned, then plans the files
-that have come since. Plans are numbered::
+The decoding order, and thus the parts, depend only on the listing. If an ingest is
+killed and run again, it first finishes the planned parts, then plans the files that
+were added since. Plans are numbered::
 
     datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...   see `evernear.data.decode_part`
 """  # noqa: W505
@@ -30,33 +30,32 @@ from evernear.errors import EvernearError
 from evernear.settings import DataSettings
 
 RunParts = Callable[[Parts, OpenWorker], object]
-"""Runs all parts that have no result;
-the `OpenWorker` opens the worker of this process.
+"""Runs all parts that have no result. The `OpenWorker` opens the worker of this
+process.
 """
 PART_SIZE_BYTES = 2**30
-"""Largest size of a part: of its files,
-and of their pixels in the form of the dataset.
-"""
+"""Maximum size of a part's files, and of their pixels in the form of the dataset."""
 _OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "reread"}
-"""Settings that do not affect what a file is."""
+"""Settings that do not affect the outcome of decoding a file."""
 
 
 def parts_folder(
     snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, adopt: bool
 ) -> str:
-    """The folder of the plans of an ingest.
-    ``adopt`` those of an earlier one with the same beginning, if any.
+    """Choose the folder for the plans of an ingest. ``adopt`` reuses the plans of an
+    earlier ingest that started from the same state, if any.
     """
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
-    # With the names of all settings, because another version could not read the plans.
+    # The names of all settings are included because a different version could not read
+    # the plans.
     begun = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {ledger} {decoder}"
     key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
     return f"{snapshots.parts_folder(parent)}{key[:16]}"
 
 
 def planned_form(store: Store, folder: str) -> ImageForm | None:
-    """The form of the images in an ingest that was killed:
-    another sample of the files may show another one.
+    """The image form that a killed ingest planned. A different sample of the files
+    might lead to a different form.
     """
     parts = Parts.find(store, f"{folder}/0")
     return Shared.model_validate(parts.plan.shared).form if parts else None
@@ -72,12 +71,12 @@ def decode_in_parts(
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files of ``ledger``.
-    Return the plans whose parts have the results, the newest first.
+    """Decode the pending files of ``ledger``. Return the plans whose parts have the
+    results, newest first.
 
     Raises:
-        LostPartsError: another ingest of the same files finished,
-            and deleted the parts.
+        LostPartsError: a different ingest of the same files finished and deleted the
+            parts.
         EvernearError: a part failed.
     """
     plans: list[Parts] = []
@@ -91,7 +90,7 @@ def decode_in_parts(
             raise
 
     while (earlier := Parts.find(store, f"{folder}/{len(plans)}")) is not None:
-        with suppress(EvernearError):  # files may be gone since; the next plan has those that are not
+        with suppress(EvernearError):  # files may have been deleted since, and the next plan has the remaining files
             run_plan(earlier)
         ledger.note_decoded(_decoded(earlier))
         plans.insert(0, earlier)
@@ -104,17 +103,18 @@ def decode_in_parts(
 
 
 def _decoded(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Name and etag of the files that parts have decoded.
-    A file that was broken then is read again.
+    """Yield the name and etag of each file that the parts decoded. Broken files are
+    omitted, so they are read again.
     """
     return ((entry.name, entry.etag) for entry, outcome in stored_outcomes(parts) if outcome.fault is None)
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
-    """Parts of at most ``names`` files and `PART_SIZE_BYTES`, or of one file.
+    """Yield parts of at most ``names`` files and `PART_SIZE_BYTES`, or of a single
+    larger file.
 
-    Files that contain many images are not divided between parts,
-    because each part would read all of one.
+    Files that contain many images are not divided between parts, because each part
+    would have to read the whole file.
     """
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
     part, size_bytes = list[FileEntry](), 0
@@ -130,7 +130,7 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
 
 
 def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[FileEntry]]:
-    """What one part reads: a file, or the images in a file."""
+    """Yield indivisible units, which are single files or all images in a packed file."""
     if isinstance(source, PackedFiles):
         return (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
     return ([entry] for entry in entries)
@@ -139,8 +139,8 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[Fi
 def in_order(
     results: list[Iterator[DecodedImage | DecodeFailure]], source: FileSource
 ) -> Iterator[DecodedImage | DecodeFailure]:
-    """Merge the results of several plans in the order in which one plan would decode
-    the files.
+    """Merge the results of several plans in the order in which a single plan would
+    decode the files.
     """
 
     def order(result: DecodedImage | DecodeFailure) -> tuple[int, str]:
