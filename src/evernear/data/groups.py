@@ -77,7 +77,7 @@ def _stem(path: str) -> str:
 
 
 class GroupNumbers:
-    """Numbers the groups of a snapshot's images on demand, from the snapshot's ledger."""
+    """Numbers the groups of a snapshot's images on demand, from its ledger."""
 
     def __init__(self, ledger: Path, divided: bool) -> None:
         """Read ``ledger``. ``divided`` says whether a group has images in several

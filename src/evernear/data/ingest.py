@@ -171,7 +171,9 @@ class _Progress:
     """Reports the number of processed images at intervals."""
 
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
-        """Report a number out of ``total`` images (0 if unknown). ``done`` is the verb."""
+        """Report a number out of ``total`` images (0 if unknown). ``done`` ends the
+        message.
+        """
         self._report, self._total, self._ending = report, total, done
         self._done, self._reported_s = 0, time.monotonic()
 

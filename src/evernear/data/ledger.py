@@ -1,9 +1,9 @@
-"""The ledger of a dataset: every file and every image, in SQLite,
-so that memory does not grow with the data.
+"""The ledger of a dataset records every file and every image in SQLite, so that memory
+does not grow with the data.
 
-``files`` mirrors the sources: one row per file, with the digest of its image once
-decoded. ``images`` locates each distinct image. Problems that involve several images
-(duplicates, conflicts) are queries over the two.
+``files`` mirrors the sources. It has one row per file, with the digest of the image
+once decoded. ``images`` locates each distinct image. Problems that involve several
+images (duplicates, conflicts) are queries over both tables.
 """
 
 import hashlib
@@ -26,11 +26,12 @@ from evernear.data.sources import FileEntry, NameSample
 from evernear.data.sources.names import exported_position
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
-# Rows of one query: SQLite limits the parameters of a statement.
+# Maximum number of rows of one query, because SQLite limits the parameters of a
+# statement.
 _PAGE = 500
-_CACHE_KIB = 64 * 2**10  # digests are random, so that rows of a large ledger are written all over it
-# Maximum number of problems of a kind in a manifest.
-# Those that stop a run must be fixed one by one.
+_CACHE_KIB = 64 * 2**10  # digests are random, so writes are spread over a whole large ledger
+# Maximum number of problems of each kind in a manifest. Problems that stop a run have a
+# higher limit, because each must be fixed.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
@@ -51,8 +52,8 @@ _NOTES = {
     "outside_link": "leads out of the source",
 }
 
-# Published ledgers have these columns: a new name would need a migration. Only earlier
-# versions read ``state`` and ``seen``.
+# Published ledgers have these columns, so renaming a column would need a migration.
+# Only earlier versions read ``state`` and ``seen``.
 _SCHEMA = """
 CREATE TABLE state (run INTEGER NOT NULL);
 INSERT INTO state VALUES (0);
@@ -94,7 +95,7 @@ SELECT CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE
 FROM files JOIN sources ON sources.id = files.source
 """
 
-# Notes of the listings, and files whose content shows that they are no images.
+# Notes from the listings, and files whose content is not an image.
 _NOTED = """
 CREATE TEMP VIEW noted AS
 SELECT rule, CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name, count
@@ -112,7 +113,7 @@ WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY dige
 GROUP BY digest
 """
 
-# Called once per size, because most images have the same size.
+# ``resized`` is called once per size, because most images have the same size.
 _SIZES = """
 CREATE TEMP TABLE sizes AS
 SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT width, height FROM images)
@@ -131,13 +132,13 @@ class NewImage(NamedTuple):
 
 
 class Ledger:
-    """The ledger of one dataset in a local file.
-    All methods raise `StoreError` if the disk is full.
+    """The ledger of one dataset, in a local file. All methods raise `StoreError` if the
+    disk is full.
     """
 
     def __init__(self, path: Path, source: str, moved_from: str = "") -> None:
-        """Open or create the ledger for one ingest of ``source``,
-        whose images were at ``moved_from`` before.
+        """Open or create the ledger for one ingest of ``source``, whose images were
+        previously at ``moved_from``.
         """
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
@@ -171,8 +172,8 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def save_changes(self, path: Path) -> None:
-        """Write what changed since the ledger was opened or last saved to ``path``,
-        for `apply_changes`.
+        """Write the changes since the ledger was opened or last saved to ``path``, for
+        `apply_changes`.
         """
         with sqlite_errors():
             self._db.execute("COMMIT")
@@ -190,7 +191,7 @@ class Ledger:
         return self._int("SELECT page_count * page_size FROM pragma_page_count, pragma_page_size")
 
     def close(self) -> None:
-        """Close the file; unpublished changes are lost."""
+        """Close the file. Unpublished changes are lost."""
         self._db.close()
 
     def other_sources(self) -> list[str]:
@@ -198,10 +199,11 @@ class Ledger:
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     def _move_source(self, old: str, new: str) -> bool:
-        """Move the files of one source to another; return whether anything changed.
+        """Move the files of one source to a different source, and return whether
+        anything changed.
 
-        If both have files, because the images were ingested from the new location
-        already, the old ones are deleted.
+        If both sources have files, because the images were already ingested from the
+        new location, the old files are deleted.
         """
         (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
         if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
@@ -222,11 +224,11 @@ class Ledger:
         return members(self._db, self._source, file, etag)
 
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
-        """Record files of the source; new, changed and broken ones become pending, to
-        be decoded ``in_order`` or mixed.
+        """Record files of the source. New, changed and broken files become pending.
+        They are decoded ``in_order`` or in mixed order.
 
-        Unchanged files are only read,
-        because most files of a large source are unchanged.
+        Rows of unchanged files are not written, because most files of a large source
+        are unchanged.
         """
         for page in batched(entries, _PAGE):
             names = [entry.name for entry in page]
@@ -244,7 +246,7 @@ class Ledger:
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
-        """Record decoded images: (name, label, explicit split, digest)."""
+        """Record decoded images as (name, label, explicit split, digest)."""
         for page in batched(rows, _PAGE):
             self._note_listed(name for name, *_ in page)
             self._many(
@@ -255,7 +257,7 @@ class Ledger:
             )
 
     def decoder(self) -> str | None:
-        """The code that decoded the source's images, as `set_decoder` recorded it;
+        """The code that decoded the source's images, as `set_decoder` recorded it, or
         None before the first ingest.
         """
         rows = self._all("SELECT decoder FROM decoders WHERE source = ?", self._source)
@@ -266,11 +268,11 @@ class Ledger:
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
     def decode_all_again(self) -> None:
-        """Remove all images of the source, to be decoded and stored again;
-        `changed_slots` have to be rewritten.
+        """Remove all images of the source so that they are decoded and stored again.
+        The `changed_slots` must be rewritten.
 
-        Their splits are remembered, as for removed images,
-        by `removed_splits` and `former_splits`.
+        `removed_splits` and `former_splits` remember the splits of the images, as for
+        removed images.
         """
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
@@ -324,14 +326,14 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
-        """Those of ``names``, at most 500, that are pending, as they are listed now."""
+        """The pending files among ``names``, at most 500, as currently listed."""
         query = "SELECT name, etag, label, given, size_bytes FROM files WHERE pending AND source = ?"
         rows = self._all(f"{query} AND name IN ({marks(names)})", self._source, *names)
         return {row[0]: FileEntry(*row) for row in rows}
 
     def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
-        """Leave pending files with these names and etags out of `to_decode`:
-        a part has decoded them.
+        """Exclude pending files with these names and etags from `to_decode`, because a
+        part has decoded them.
         """
         self._many(
             "INSERT OR IGNORE INTO decoded"
@@ -340,14 +342,16 @@ class Ledger:
         )
 
     def count_to_decode(self) -> int:
-        """The number of files of `to_decode`."""
+        """The number of files that `to_decode` yields."""
         return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
 
     def to_decode(self, page: int) -> Iterator[FileEntry]:
-        """Pending files: held-out splits first, in an order that mixes the classes."""
+        """Yield the pending files that no part has decoded, held-out splits first, in
+        an order that mixes the classes.
+        """
         after: tuple[int, str] = (-1, "")
         query = (
-            # Without the index each page would sort all pending files.
+            # Without the index, each page would sort all pending files.
             "SELECT name, etag, label, given, size_bytes, turn FROM files INDEXED BY files_by_turn"
             " WHERE pending AND source = ? AND (turn, name) > (?, ?) AND name NOT IN (SELECT name FROM decoded)"
             " ORDER BY turn, name LIMIT ?"
@@ -357,7 +361,7 @@ class Ledger:
             yield from (FileEntry(*row[:5]) for row in rows)
 
     def in_order(self) -> Iterator[FileEntry]:
-        """The source's files by name."""
+        """Yield the source's files, sorted by name."""
         query = (
             "SELECT name, etag, label, given, size_bytes FROM files"
             " WHERE source = ? AND name > ? ORDER BY name LIMIT 64"
@@ -368,8 +372,8 @@ class Ledger:
             yield from (FileEntry(*row) for row in rows)
 
     def sample(self, count: int) -> list[FileEntry]:
-        """``count`` of the source's files, or all if there are fewer,
-        evenly spaced in the order of their names.
+        """Return ``count`` of the source's files, evenly spaced in name order, or all
+        files if the source has fewer.
         """
         query = (
             "SELECT name, etag, label, given, size_bytes FROM"
@@ -381,10 +385,11 @@ class Ledger:
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
     def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
-        """Record results of decoding: (name, digest or None, fault or None);
-        a file with neither is no image.
+        """Record results of decoding as (name, digest or None, fault or None). A file
+        with neither is not an image.
 
-        Broken files are read again by the next ingest, the others only if they change.
+        The next ingest reads broken files again, but reads other files only if they
+        change.
         """
         self._many(
             "UPDATE files SET pending = 0, digest = ?, fault = ? WHERE source = ? AND name = ?",
@@ -394,12 +399,12 @@ class Ledger:
     # Labels
 
     def labels_listed(self) -> list[str]:
-        """Distinct labels of all files."""
+        """The distinct labels of all files."""
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
 
     def normalize_labels(self) -> None:
-        """Rename classes that an earlier version recorded in another spelling,
-        in the files of all sources.
+        """Rename classes that an earlier version recorded with a different spelling,
+        for the files of all sources.
         """
         for label in self.labels_listed():
             if label != class_name(label):
@@ -421,12 +426,12 @@ class Ledger:
         return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
 
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
-        """The former split of each of ``digests`` whose image was removed."""
+        """Maps each of ``digests`` whose image was removed to its former split."""
         return dict(self._of_digests("SELECT digest, split FROM removed", digests))
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
-        """The former split of each of ``names``, at most 500,
-        whose unchanged file is decoded again.
+        """Maps each of ``names``, at most 500, whose unchanged file is decoded again to
+        its former split.
         """
         query = (
             f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
@@ -445,14 +450,14 @@ class Ledger:
         return {slot: Shard.from_json(text, "The dataset's ledger") for slot, text in rows}
 
     def put_shard(self, slot: int, shard: Shard | None) -> None:
-        """Set the shard in a slot; None empties it."""
+        """Set the shard in a slot. None empties the slot."""
         self._all("DELETE FROM shards WHERE slot = ?", slot)
         if shard is not None:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
     def lose_shards(self, sha256s: Collection[str]) -> None:
-        """Forget shards that are lost: their images are removed,
-        to be read again from the source in their splits.
+        """Remove lost shards and their images, so that the next ingest reads the images
+        from the source again into the same splits.
         """
         self._all("DELETE FROM changes")
         for slot, shard in self.shards().items():
@@ -463,19 +468,19 @@ class Ledger:
             self.put_shard(slot, None)
 
     def remember_splits(self, digests: Iterable[bytes], split: Split) -> None:
-        """Record the split of images as if they were removed,
-        so that they return to it.
+        """Record the split of images as if the images had been removed, so that they
+        return to this split.
         """
         self._many("INSERT OR REPLACE INTO removed VALUES (?, ?)", ((digest, split) for digest in digests))
 
-    # Files compared with shards
+    # Comparison of files with shards
 
     def reconcile(self) -> None:
-        """Update ``images`` from the files; `changed_slots` have to be rewritten.
+        """Update ``images`` from the files. The `changed_slots` must be rewritten.
 
-        An image without files is removed. An image whose files all have another label
-        is relabeled. An image whose files disagree is removed until they agree, and is
-        then decoded again.
+        An image without files is removed. An image whose files all have a new label is
+        relabeled. An image whose files have conflicting labels is removed until the
+        labels agree, and is then decoded again.
         """
         self._all("DELETE FROM changes")
         self._all(
@@ -501,8 +506,8 @@ class Ledger:
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
 
     def swapped_classes(self) -> list[str]:
-        """After `reconcile`: a sentence about each two classes that exchanged most of
-        their images.
+        """A sentence about each pair of classes that exchanged most of their images.
+        Call this after `reconcile`.
         """
         rows = self._all(
             "SELECT a.name, r.count, (SELECT SUM(count) FROM relabeled WHERE old = r.old),"
@@ -518,8 +523,8 @@ class Ledger:
         ]
 
     def _remove_changed(self) -> None:
-        """Remove the images of ``changes`` without a label,
-        and remember their splits.
+        """Remove the images that have no label in ``changes``, and remember their
+        splits.
         """
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
@@ -529,20 +534,22 @@ class Ledger:
         self._all("DELETE FROM images WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
 
     def changed_slots(self) -> list[int]:
-        """After `reconcile` or `decode_all_again`: the slots of the changed images."""
+        """The slots of the changed images. Call this after `reconcile` or
+        `decode_all_again`.
+        """
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """After `reconcile` or `decode_all_again`:
-        the new label of each changed image in a slot; None removes it.
+        """Maps each changed image in a slot to its new label, or to None if it is
+        removed. Call this after `reconcile` or `decode_all_again`.
         """
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     # Problems
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
-        """Some problems of each kind and the counts of all,
-        for a dataset of that size.
+        """Return some problems of each kind, and the total counts, for a dataset with
+        images of this size.
         """
 
         def resized(width: int, height: int) -> str | None:
@@ -574,8 +581,8 @@ class Ledger:
         return problems, counts
 
     def _problem_queries(self, height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-        """Kind, query for (name, digest if several files share it, description),
-        values of the query.
+        """Yield the kind of problem, a query, and the query's values. The query returns
+        (name, digest if several files share it, description).
         """
         yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
         no_image = "'contains no image'"
@@ -621,8 +628,8 @@ class Ledger:
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
-    """Apply a file that `Ledger.save_changes` wrote to a copy of the ledger that it was
-    written for.
+    """Apply a file from `Ledger.save_changes` to a copy of the ledger that the changes
+    belong to.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -634,7 +641,7 @@ def apply_changes(ledger: Path, changes: Path) -> None:
 
 
 def stored_digests(ledger: Path) -> list[bytes]:
-    """The digests of all images in the shards of a ledger's snapshot.
+    """The digests of all images in the shards that a ledger lists.
 
     Raises:
         StoreError: the file cannot be read.
@@ -644,8 +651,8 @@ def stored_digests(ledger: Path) -> list[bytes]:
 
 
 def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
-    """The images of a slot by digest, in the order of decoding: label number,
-    and files with their sources.
+    """Maps the digests of a slot's images, in decoding order, to the label number and
+    the files with their sources.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -662,7 +669,7 @@ def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str,
 
 
 def find_slot(ledger: Path, sha256: str) -> int | None:
-    """The slot of a shard; None if the ledger does not name the shard.
+    """The slot of a shard, or None if the ledger does not name the shard.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -686,8 +693,8 @@ def decoders(ledger: Path) -> list[tuple[str, str]]:
 
 
 def save_compact(ledger: Path, path: Path) -> None:
-    """Write a ledger to ``path`` without the splits, groups and reviews of removed
-    images, and without deleted rows.
+    """Write a compact ledger to ``path``, without deleted rows and without the splits,
+    groups and reviews of removed images.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -702,26 +709,30 @@ def save_compact(ledger: Path, path: Path) -> None:
 
 
 def _without_journal(db: sqlite3.Connection) -> None:
-    """The file is a scratch copy until it is published."""
+    """Turn off the journal, because the file is a scratch copy until it is
+    published.
+    """
     db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     db.execute("PRAGMA journal_mode = OFF")
     db.execute("PRAGMA synchronous = OFF")
 
 
 def _add_missing_tables(db: sqlite3.Connection) -> None:
-    """Add the tables that ledgers of earlier versions lack."""
+    """Add the tables that ledgers from earlier versions lack."""
     db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
     db.execute(GROUPS_SCHEMA)
     db.execute(REVIEWED_SCHEMA)
-    # A row without a name counts the names that are not listed.
+    # A row without a name has the count of the names that are not listed.
     columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
     db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
 
 
 class ReadFile(NamedTuple):
-    """A file as it was last read; without a digest, it is broken or no image."""
+    """A file as it was last read. Without a digest, the file is broken or not an
+    image.
+    """
 
     etag: str
     size_bytes: int
@@ -729,7 +740,9 @@ class ReadFile(NamedTuple):
 
 
 class PublishedLedger:
-    """The files of one source in a published, immutable ledger. Close it after use."""
+    """The files of one source in a published, immutable ledger. Close the object after
+    use.
+    """
 
     def __init__(self, path: Path, source: str) -> None:
         with sqlite_errors():
@@ -742,7 +755,7 @@ class PublishedLedger:
         self._db.close()
 
     def count(self) -> int:
-        """The number of files; 0 if the source is not one of the dataset's."""
+        """The number of files, or 0 if the dataset does not have this source."""
         with sqlite_errors():
             query = "SELECT COUNT(*) FROM files WHERE source = ?"
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
@@ -754,7 +767,7 @@ class PublishedLedger:
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Etag and label of the ``names``, at most 500, that the ledger has,
+        """Maps the ``names``, at most 500, that the ledger contains to etag and label,
         including broken files.
         """
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
@@ -763,7 +776,7 @@ class PublishedLedger:
         return {name: (etag, class_name(label)) for name, etag, label in rows}
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
-        """The ``names``, at most 500, that were read."""
+        """Maps the ``names``, at most 500, that were read to the file as last read."""
         query = (
             f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
             " AND (digest IS NOT NULL OR NOT pending)"
@@ -772,16 +785,16 @@ class PublishedLedger:
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """The labels of the ``digests``, at most 500,
-        whose images the snapshot contains.
+        """Maps the ``digests``, at most 500, whose images are in the snapshot to
+        labels.
         """
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
 
     def own_classes(self) -> dict[str, int]:
-        """The number of the source's files in each class of which no other source has
-        an image.
+        """The number of the source's files in each class that has images from no other
+        source.
         """
         query = (
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
@@ -791,7 +804,7 @@ class PublishedLedger:
             return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """The files of each of ``digests``, at most 500, by name."""
+        """Maps each of ``digests``, at most 500, to the names of its files."""
         query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
         with sqlite_errors():
@@ -801,17 +814,17 @@ class PublishedLedger:
 
 
 def _source_uri(source: str) -> str:
-    """The normalized URI: ``s3://bucket/prefix/`` and ``s3://bucket/prefix`` are one
-    source.
+    """Normalize a source URI, because ``s3://bucket/prefix/`` and
+    ``s3://bucket/prefix`` are the same source.
     """
     return source.rstrip("/")
 
 
 def decode_order(entry: FileEntry, in_order: bool) -> int:
-    """The sort key of an image: held-out splits first,
-    so an image that is also in ``train`` is held out.
+    """The decoding sort key of an image. Held-out splits come first, so an image that
+    is also in ``train`` is held out.
 
-    Within a split, a hash of the name decides, or the name itself if ``in_order``.
+    Within a split, images are sorted by a hash of the name, or by name if ``in_order``.
     Exported images keep their order.
     """
     if in_order:

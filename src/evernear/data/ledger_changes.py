@@ -1,13 +1,13 @@
-"""Changes of a ledger as a file: an ingest that adds little to a large dataset stores
-little.
+"""Save the changes to a ledger as a file, so that an ingest that adds little to a large
+dataset stores little.
 """
 # ruff: noqa: S608 - the names of tables and columns are constants
 
 import sqlite3
 from pathlib import Path
 
-# Tables whose changed rows are stored: their primary keys, and the columns that count.
-# The other tables are small and stored whole.
+# Tables whose changed rows are stored, with their primary keys and the columns to
+# compare. The other tables are small and are stored completely.
 _TABLES = {
     "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
@@ -22,10 +22,9 @@ _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
-    """From here on, note in temporary tables which rows are written,
-    with their content before.
+    """Start to record the written rows and their previous content in temporary tables.
 
-    Rows are also written where nothing changes: of decoded images, of broken files,
+    Some written rows are unchanged, such as rows of decoded images, of broken files and
     of files that are read again.
     """
     for table, (keys, _) in _TABLES.items():
@@ -50,8 +49,8 @@ def any_changed(db: sqlite3.Connection) -> bool:
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
-    """Write what changed since `track_changes` to ``path``;
-    call this outside of a transaction.
+    """Write the changes since `track_changes` to ``path``. Call this outside a
+    transaction.
     """
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
@@ -67,10 +66,12 @@ def save(db: sqlite3.Connection, path: Path) -> None:
 
 
 def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
-    """Apply a file of `save` to the ledger that it was written for."""
+    """Apply a file from `save` to the ledger that the changes belong to."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
-    stored = {name for (name,) in db.execute("SELECT name FROM part.sqlite_master")}  # earlier versions lack some
+    stored = {
+        name for (name,) in db.execute("SELECT name FROM part.sqlite_master")
+    }  # files from earlier versions lack some tables
     for table, (keys, _) in _TABLES.items():
         if table in stored:
             columns = ", ".join(keys)
@@ -85,13 +86,13 @@ def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _content(table: str, row: str) -> str:
-    """An expression for the columns of a row that count."""
+    """An SQL expression for the columns of a row to compare."""
     return " || ',' || ".join(f"quote({row}.{column})" for column in _TABLES[table][1])
 
 
 def _changed(table: str) -> str:
-    """The FROM and WHERE clauses for the changed rows of a table:
-    ``w`` as written, ``t`` as they are now.
+    """The FROM and WHERE clauses for the changed rows of a table. ``w`` is the row
+    before the change, and ``t`` is the current row.
     """
     keys = _TABLES[table][0]
     now = f"CASE WHEN t.{keys[0]} IS NOT NULL THEN {_content(table, 't')} END"

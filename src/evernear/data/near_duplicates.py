@@ -4,7 +4,8 @@ such as frames of one scene.
 Two images are near-duplicates if their correlation at 16 x 16 gray pixels is at least
 `CORRELATION`. This comparison ignores shifts by a pixel, differences in brightness and
 JPEG noise. Simple images can be alike without showing the same scene, so a share of up
-to `MAX_SHARE` is not reported. See docs/decisions/0068-groups.md for the measurement.
+to `MAX_SHARE` is not considered a leak. See docs/decisions/0068-groups.md for the
+measurement.
 """
 
 import base64

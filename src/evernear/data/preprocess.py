@@ -1,4 +1,4 @@
-"""Decode and resize images: the same code for ingest and serving."""
+"""Decode and resize images. Ingest and serving use the same code."""
 
 import hashlib
 import struct
@@ -29,13 +29,13 @@ from evernear.data.reduction import (
 
 Pixels = NDArray[np.uint8]
 Resize = Literal["auto", "crop", "letterbox", "stretch"]
-"""How an image of another aspect ratio is resized: its center only, with gray bars, or
-distorted. ``auto`` is ``crop``, or ``letterbox`` if that would lose more than
-`MAX_CROPPED` of the image.
+"""How an image with a different aspect ratio is resized: ``crop`` uses only its center,
+``letterbox`` adds gray bars, and ``stretch`` distorts it. ``auto`` is ``crop``, or
+``letterbox`` if that would lose more than `MAX_CROPPED` of the image.
 """
 MAX_CROPPED = 0.5
 BAR_VALUE = 128
-"""The gray of a letterbox's bars."""
+"""The gray value of letterbox bars."""
 
 DECODE_BYTES_PER_PIXEL = 12
 """Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4
@@ -43,7 +43,7 @@ bytes of pixels at once (measured by ``benchmarks/decode_limits.py``).
 """
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
-"""Gray values of an image that is not faint, out of 256."""
+"""Minimum range of gray values, out of 256, in an image that is not faint."""
 
 # Exceptions that Pillow's decoders raise for broken files, from its source code.
 _BROKEN = (
@@ -71,8 +71,8 @@ _TRANSPOSITIONS = {
 
 
 class NetworkInput(Frozen):
-    """How a network itself fits images to its backbone: it resizes their center,
-    the crop, to another size.
+    """How a network fits images to its backbone. The network resizes a center crop of
+    each image to a different size.
     """
 
     crop_height_px: int
@@ -83,7 +83,7 @@ class NetworkInput(Frozen):
 
 
 class Preprocessing(Frozen):
-    """The preprocessing of images for a network; part of every release.
+    """The preprocessing of images for a network, which is part of every release.
 
     `to_array` applies size, ``resize`` and channels and returns uint8. The exported
     network itself applies ``mean`` and ``std`` per channel, on a scale of 0..1, and
@@ -99,7 +99,9 @@ class Preprocessing(Frozen):
     network_input: NetworkInput | None = None
     resize: Resize = "stretch"
     bit_depth: BitDepth = 16
-    """As in `evernear.data.manifest.Manifest`."""
+    """Bit depth of the values in 16-bit files, as in
+    `evernear.data.manifest.Manifest`.
+    """
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -112,10 +114,10 @@ class Flaw(IntFlag):
 
     NONE = 0
     CONSTANT = 1
-    """The file has one value in all pixels."""
+    """All pixels of the file have the same value."""
     FAINT = 2
-    """The file has more contrast, of which 8 bits keep fewer than `_MIN_SPAN`
-    values.
+    """The reduction to 8 bits left fewer than `_MIN_SPAN` values of the file's
+    contrast.
     """
     CLIPPED = 4
     """The file has values beyond the bit depth."""
@@ -124,8 +126,8 @@ class Flaw(IntFlag):
 class Picture(NamedTuple):
     """A decoded image: 8 bits, mode ``L`` (gray) or ``RGB``.
 
-    ``identity`` identifies what the file shows, and ``span`` is its contrast, if the
-    image in 8 bits lacks some of it.
+    ``identity`` identifies the content of the file. ``span`` is the contrast of the
+    file, if the 8-bit image lacks some of it.
     """
 
     image: Image.Image
@@ -134,8 +136,8 @@ class Picture(NamedTuple):
     clipped: bool = False
 
     def digest(self) -> bytes:
-        """The identity of what the file shows.
-        Images that differ only after the reduction to 8 bits differ.
+        """The identity of the file's content. Files that become equal only in 8 bits
+        have different identities.
         """
         return self.identity or image_digest(self.image)
 
@@ -160,11 +162,11 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
 
 
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
-    """Decode an inspected file to 8 bits; memory stays below `decode_size_bytes`.
+    """Decode an inspected file to 8 bits. Memory use stays below `decode_size_bytes`.
 
-    EXIF orientation is applied; palette and CMYK become RGB; transparency is laid over
-    a background (`evernear.data.reduction.flatten`). Values of 16-bit files are read
-    with ``bit_depth``.
+    EXIF orientation is applied. Palette and CMYK images become RGB. Transparent images
+    are laid over a background (`evernear.data.reduction.flatten`). Values of 16-bit
+    files are read with ``bit_depth``.
 
     Raises:
         DataError: the file is broken.
@@ -185,8 +187,8 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
 
 
 def is_gray(file: EncodedImage) -> bool:
-    """Whether `decode_inspected` makes a gray image of an inspected file.
-    Reads the header only.
+    """Whether `decode_inspected` returns a gray image for an inspected file. Only the
+    header is read.
 
     Raises:
         DataError: the header is broken.
@@ -196,8 +198,8 @@ def is_gray(file: EncodedImage) -> bool:
 
 
 def bit_depth_of(file: EncodedImage) -> BitDepth | None:
-    """The smallest bit depth that contains all values of a 16-bit file;
-    None for any other file.
+    """The smallest bit depth that contains all values of a 16-bit file, or None for any
+    other file.
 
     Raises:
         DataError: the file is broken.
@@ -215,8 +217,8 @@ def decode_size_bytes(max_pixels: int) -> int:
 
 
 def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:
-    """How an image of ``size`` (width, height) is resized;
-    None if it has the aspect ratio, to a pixel.
+    """Choose how an image of ``size`` (width, height) is resized, or return None if it
+    already has the aspect ratio, to a pixel.
     """
     width, height = _largest(size, height_px, width_px)
     if abs(width - size[0]) < 1 and abs(height - size[1]) < 1:
@@ -227,8 +229,8 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
-    """Convert an image of `decode` to uint8 (H, W, C).
-    One of another size is resized (bilinear, antialiased).
+    """Convert an image from `decode` to uint8 (H, W, C). An image of a different size
+    is resized (bilinear, antialiased).
     """
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
@@ -243,16 +245,16 @@ def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, r
 
 
 def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[float, float]:
-    """Width and height of the largest box within ``size`` (width,
-    height) of the aspect ratio of the others.
+    """Width and height of the largest box within ``size`` (width, height) that has the
+    aspect ratio of ``width_px`` to ``height_px``.
     """
     scale = max(width_px / size[0], height_px / size[1])
     return width_px / scale, height_px / scale
 
 
 def _crop(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest centered box (left, top, right,
-    bottom) of an image with the aspect ratio of ``target``.
+    """The largest centered box (left, top, right, bottom) in an image of ``size`` that
+    has the aspect ratio of ``target``.
     """
     width, height = _largest(size, target[1], target[0])
     left, top = (size[0] - width) / 2, (size[1] - height) / 2
@@ -276,7 +278,7 @@ def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> by
 
 
 def image_digest(image: Image.Image) -> bytes:
-    """`pixels_digest` of an image of `decode`."""
+    """Return the `pixels_digest` of an image from `decode`."""
     parts = (image.crop(band).tobytes() for band in bands(image, _BAND_PIXELS))
     return _digest(image.mode, image.width, image.height, parts)
 
@@ -298,7 +300,7 @@ def _pillow_errors(name: str) -> Generator[None]:
 
 
 def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
-    """Open a file; ``raw_mode`` replaces Pillow's interpretation of its pixels."""
+    """Open a file. ``raw_mode`` replaces Pillow's interpretation of its pixels."""
     image = Image.open(BytesIO(file.data), formats=(file.format,))
     if raw_mode:
         image.tile = [tile._replace(args=raw_mode) for tile in image.tile]
@@ -306,7 +308,7 @@ def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
 
 
 def _load(file: EncodedImage, raw_mode: str = "") -> Image.Image:
-    """Decode a file, upright."""
+    """Decode a file and apply its orientation."""
     image = _open(file, raw_mode)
     image.load()
     transposition = _TRANSPOSITIONS.get(file.orientation)
@@ -325,8 +327,8 @@ def _has_transparency(image: Image.Image) -> bool:
 
 
 def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
-    """Scale the transparent value of gray in 2 or 4 bits to 8,
-    as Pillow scales the pixels.
+    """Scale the transparent value of a 2-bit or 4-bit gray image to 8 bits, as Pillow
+    scales the pixels.
     """
     if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)

@@ -109,12 +109,12 @@ PROBLEMS = {
         "; look at",
     ),
 }
-"""Singular, plural, and the words before the names of the files;
-without them one problem is an example.
+"""Singular, plural, and the words before the names of the files. If these words are
+empty, the message names one problem as an example.
 """
 
 ADVICE = {
     "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
     " right, add --set validation.nested_folder=off.",
 }
-"""What to do, after the sentence."""
+"""Advice that follows the sentence."""

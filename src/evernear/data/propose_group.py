@@ -1,4 +1,4 @@
-"""Propose a ``data.group`` that fits the names of images that are nearly the same."""
+"""Propose a ``data.group`` that fits the names of near-duplicate images."""
 
 import shlex
 import tempfile
@@ -14,17 +14,17 @@ from evernear.data.snapshots import Snapshots
 CANDIDATES = (
     "stem",
     "folder",
-    r"([^/]*\d{8}.?\d{4})\d\d",  # the minute of a photograph named by its time
+    r"([^/]*\d{8}.?\d{4})\d\d",  # the minute in the name of a photograph that is named after its time
     r"([^/]*?)\d+\D+\d+\D*$",  # before the last two numbers
-    r"\d+\D+(\d[^/]*)\.\w+$",  # after the first of them
+    r"\d+\D+(\d[^/]*)\.\w+$",  # after the first of the last two numbers
 )
 _MIN_SHARE = 0.8
 _ELSEWHERE = "in another --workdir or store, because images of an existing dataset never change their splits"
 
 
 def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], current: str) -> str:
-    """Advice for a dataset with near-duplicates in different splits, by digest;
-    ``current`` is ``data.group``.
+    """Return advice for a dataset with near-duplicates in different splits. ``pairs``
+    are their digests, and ``current`` is ``data.group``.
 
     Raises:
         IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
@@ -60,8 +60,8 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
 
 
 def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current: str) -> tuple[str, int] | None:
-    """The setting that gives most pairs one group and makes the most groups,
-    and their number; None if none fits.
+    """The setting that puts the most pairs into one group each and makes the most
+    groups, and the number of groups. None if no setting fits.
     """
     files = ledger.files([digest for pair in pairs for digest in pair])
     fitting: dict[str, int] = {}
