@@ -1,15 +1,16 @@
-"""Independent queries among live ones, which come in blocks:
-the frames of one picture, or a burst of one camera.
+"""Select independent queries from live queries. Live queries come in blocks, such as
+the frames of one scene or a burst from one camera.
 
-Statistical tests assume independent queries, and ten frames of one picture would count
-as ten. From each block only its first query counts. A test of such a sample is valid
-whatever the size of the blocks (Hoffman, Sen and Weinberg 2001, "Within-cluster
-resampling").
+Statistical tests assume independent queries, but ten frames of one scene would count as
+ten queries. Therefore only the first query of each block counts. A test of such a
+sample is valid whatever the size of the blocks (Hoffman, Sen and Weinberg 2001,
+"Within-cluster resampling").
 
-The log does not say where a block ends. Queries that are at least a gap apart in time
-are taken, and the gap is twice the smallest at which queries are not more like those
-just before them than like others of their predicted class: a few pairs of one block
-would go unnoticed at half the gap. Of independent queries, all are taken.
+The log does not show where a block ends, so queries are selected that are at least a
+gap apart in time. The smallest sufficient gap is the one at which queries are no more
+similar to the queries just before them than to other queries of their predicted class.
+The selection uses twice this gap, because a few pairs from one block would go unnoticed
+at the smallest gap. If all queries are independent, all are selected.
 """
 
 import numpy as np
@@ -18,27 +19,29 @@ from numpy.typing import NDArray
 from evernear.data.drift import MIN_QUERIES, Floats, Queries
 
 GAPS_S = (0.0, *(float(2**power) for power in range(13)))
-"""The gaps in seconds that are tried: up to 68 minutes, doubled."""
+"""The candidate gaps in seconds, which double up to 68 minutes."""
 SAMPLE = 2000
-"""Queries that are looked at."""
+"""Maximum number of queries to compare."""
 _COMPARED = 8
-"""Queries before one, of which the nearest counts: cameras may take turns, and in the
-middle of the window the images may change.
+"""Number of queries before each query that are compared with it. Only the nearest one
+counts, because several cameras may take turns and the images may change within the
+window.
 """
 _ALIKE = 0.9
-"""Queries are alike if the distance to the nearest one before is at most this share of
-the distance to others ...
+"""Queries are alike if the distance to the nearest earlier query is at most this
+fraction of the distance to other queries ...
 """
 _ERRORS = 3.0
-"""... and differs from it by this number of standard errors."""
+"""... and the two distances differ by at least this number of standard errors."""
 _MIN_CLASS = 10
 
 
 def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
-    """The sample without dependent queries, and the gap between two queries in seconds.
+    """Return the sample without dependent queries, and the gap between queries in
+    seconds.
 
-    If even the largest gap leaves queries that are alike, or too few to say,
-    the sample of the last gap is returned.
+    If queries are still alike at the largest gap, or if too few remain to compare, the
+    sample for the last gap is returned.
     """
     rng = np.random.default_rng(seed)
     rows = np.arange(len(live)) if len(live) <= SAMPLE else rng.choice(len(live), SAMPLE, replace=False)
@@ -52,7 +55,7 @@ def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
 
 
 def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
-    """Rows, in the order of time, at least ``gap_s`` apart."""
+    """Rows in chronological order that are at least ``gap_s`` apart."""
     rows: list[int] = []
     last = -np.inf
     for row, time_s in enumerate(at_s.tolist()):
@@ -63,10 +66,10 @@ def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
 
 
 def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
-    """Whether the queries of a class, or of all classes together,
-    are like those just before them.
+    """Whether the queries of a class, or of all classes together, are similar to the
+    queries just before them.
 
-    Within classes, because the mix of classes changes with time.
+    Queries are compared within classes, because the class mix changes with time.
     """
     points = queries.coordinates if queries.coordinates.shape[1] else queries.distances[:, None]
     labels = queries.labels if queries.labels is not None else np.zeros(len(queries), "U1")
@@ -84,12 +87,13 @@ def _differ(before: Floats, others: Floats) -> bool:
 
 
 def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator) -> Floats:
-    """Distances of points, in the order of time,
-    to the nearest of up to `_COMPARED` others, (2, M).
+    """Distances (2, M) of points in chronological order to the nearest of up to
+    `_COMPARED` other points.
 
-    First of those just before a point, then of equally many that are drawn from other
-    times. The latter are drawn from points that are spread over time, so that a burst
-    is not mostly compared with itself.
+    The first row compares each point with the points just before it. The second row
+    compares it with equally many points from other times. The second set is drawn from
+    points that are spread over time, so that a burst is not mostly compared with
+    itself.
     """
     count = len(points)
     spacing_s = (at_s[-1] - at_s[0]) / (2 * count)

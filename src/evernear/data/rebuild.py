@@ -1,9 +1,9 @@
-"""Rebuild what a store has lost of a dataset from the images of its source.
+"""Rebuild the lost objects of a dataset in a store from the images of its source.
 
 A shard is named by the hash of its content, so it is rebuilt byte for byte or not at
-all. Its rows are in the order in which the images were ingested: each ingest's images
-in the order of decoding, after the images of earlier ingests. The ledgers of the
-snapshot and its ancestors have this order.
+all. Its rows are in ingest order: the images of each ingest, in decoding order, follow
+the images of earlier ingests. The ledgers of the snapshot and its ancestors record this
+order.
 """
 
 import tempfile
@@ -31,7 +31,7 @@ from evernear.settings import DataSettings
 
 _NAMED = 5
 Files = dict[bytes, list[tuple[str, FileEntry]]]
-"""The files of each image by its digest, with the URI of their source."""
+"""Maps image digests to the files of the image, each with the URI of its source."""
 
 
 def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settings: DataSettings, moved: bool) -> None:
@@ -40,7 +40,8 @@ def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settin
     ``moved`` reads ``settings.source`` instead of the sources that the ledger names.
 
     Raises:
-        IntegrityError: the source does not have its images any more, or the ledger is missing.
+        IntegrityError: the source no longer has the shard's images, or the ledger is
+            missing.
         DataError, StoreError: the source cannot be read.
     """  # noqa: W505
     with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
@@ -69,7 +70,7 @@ def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settin
 
 
 def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
-    """Publish a snapshot like the newest one without the shards ``lost``.
+    """Publish a copy of the newest snapshot without the shards ``lost``.
 
     The next ingest reads their images again, into the same splits.
 
@@ -94,8 +95,8 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
-    """Replace the ledger of the newest snapshot, from its shards,
-    by one that has only the splits of the images.
+    """Replace the newest snapshot's ledger with a ledger that has only the splits of
+    the images, from the snapshot's shards.
 
     The next ingest reads all images again, into the same splits.
 
@@ -121,8 +122,8 @@ def rebuild_ledger(snapshots: Snapshots) -> None:
 def _rows(
     snapshots: Snapshots, manifest: Manifest, shard: Shard, scratch: Path
 ) -> tuple[list[list[bytes]], dict[bytes, int], Files]:
-    """Possible orders of the rows of a shard, the label of each image,
-    and its files.
+    """Return the possible row orders of a shard, and the label and the files of each
+    image.
     """
     own = scratch / "own.sqlite"
     snapshots.fetch_ledger(manifest, own)
@@ -133,7 +134,7 @@ def _rows(
     decoded_by: list[tuple[str, str]] = []
     for path in snapshots.generations(manifest, scratch):
         present = read_slot(path, slot)
-        if (decoder := decoders(path)) != decoded_by:  # all images were decoded again
+        if (decoder := decoders(path)) != decoded_by:  # all images were decoded again, in a new order
             order, decoded_by = [], decoder
         order = [digest for digest in order if digest in present]
         order += [digest for digest in present if digest not in set(order)]
@@ -143,8 +144,8 @@ def _rows(
 
 
 def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[bytes, Pixels]:
-    """The pixels of those images that the sources still have,
-    in the order of the sources of decoded arrays.
+    """The pixels of the images that the sources still have. Sources of decoded arrays
+    determine the order.
     """
     found: dict[bytes, Pixels] = {}
     form = ImageForm(manifest.shape, manifest.resize, manifest.bit_depth)
@@ -153,7 +154,7 @@ def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[by
         if isinstance(source, FileSource):
             decoder = Decoder(source, form, settings.max_pixels)
             known = {entry.name for candidates in files.values() for _, entry in candidates}
-            # A file may have another name by now, so the others are tried last.
+            # A file may have been renamed, so files with unknown names are tried last.
             for is_known in (True, False):
                 entries = (entry for entry in source.entries() if (entry.name in known) == is_known)
                 for image in _decode(decoder, entries, settings):

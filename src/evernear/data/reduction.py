@@ -1,9 +1,9 @@
-"""Reduce what 8 opaque bits cannot hold:
-16-bit values to a range of the dataset, transparency to a background.
+"""Reduce images to 8 opaque bits. 16-bit values are scaled by the dataset's bit depth,
+and transparent images are laid over a background.
 
 Many 16-bit PNG files use only 8, 10, 12 or 14 of their bits (cameras, X-rays, depth
-maps), so their upper bytes alone are black. White drawings on transparency are
-invisible on white.
+maps), so the upper bytes alone would be almost black. White drawings on transparency
+are invisible on white.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _BAND_PIXELS = 2**16
 
 # Pillow's raw modes for a 16-bit PNG file of each color type. Color is decoded twice:
 # as big-endian values, of which Pillow keeps the upper bytes, and as little-endian
-# ones, of which it keeps the lower. Gray with alpha is four bytes.
+# values, of which Pillow keeps the lower bytes. Gray with alpha takes four bytes.
 _GRAY, _COLOR, _GRAY_ALPHA, _COLOR_ALPHA = 0, 2, 4, 6
 _RAW_MODES = {
     _GRAY: ("I;16B",),
@@ -35,7 +35,7 @@ _RAW_MODES = {
 
 _BACKGROUNDS = (255, 0, 128)
 _NEAR = 32
-"""Gray values closer than this to the background count as hidden."""
+"""Minimum difference from the background's gray value for a visible pixel."""
 _MAX_HIDDEN = 0.1
 _MIN_DRAWN_ALPHA = 32
 
@@ -43,9 +43,9 @@ _MIN_DRAWN_ALPHA = 32
 class Reduced(NamedTuple):
     """A 16-bit image in 8 bits, of mode ``L``, ``LA``, ``RGB`` or ``RGBA``.
 
-    ``digest`` is the sha256 of its 16-bit content, ``span`` about the largest
-    difference of values in a channel (0 only if it is constant), and ``clipped``
-    whether there are values beyond the bit depth.
+    ``digest`` is the sha256 of the 16-bit content. ``span`` is approximately the
+    largest difference of values in a channel, and 0 only if every channel is constant.
+    ``clipped`` says whether values exceed the bit depth.
     """
 
     image: Image.Image
@@ -55,10 +55,12 @@ class Reduced(NamedTuple):
 
 
 class DeepImage:
-    """A decoded 16-bit PNG file, with all bits: Pillow's images of color have 8."""
+    """A decoded 16-bit PNG file with all its bits. Pillow's color images have only 8
+    bits per channel.
+    """
 
     def __init__(self, color_type: int, load: Callable[[str], Image.Image]) -> None:
-        """``load`` decodes the file by a raw mode of Pillow."""
+        """Decode the file with ``load``, which takes a Pillow raw mode."""
         self._color_type = color_type
         self._parts = [load(raw_mode) for raw_mode in _RAW_MODES[color_type]]
         self._transparent_color = self._parts[0].info.get("transparency")
@@ -77,7 +79,7 @@ class DeepImage:
         return next(depth for depth in BIT_DEPTHS if most < 2 ** (depth - 8) or depth == BIT_DEPTHS[-1])
 
     def reduce(self, bit_depth: BitDepth) -> Reduced:
-        """Read the values with ``bit_depth``. Larger ones become the largest."""
+        """Reduce values of ``bit_depth`` to 8 bits. Larger values are clipped."""
         # The upper byte of a value within the range has bit_depth - 8 bits, which
         # become the upper bits of the result.
         from_upper = [min(255, byte << 16 - bit_depth) if byte < 2 ** (bit_depth - 8) else 255 for byte in range(256)]
@@ -85,7 +87,7 @@ class DeepImage:
         has_alpha = 0 if self._opaque else 1
         upper_table = from_upper * self._colors + [*range(256)] * has_alpha
         lower_table = from_lower * self._colors + [0] * 256 * has_alpha
-        # In place if possible, so that it takes no more memory than other images.
+        # Reduce in place if possible, to use no more memory than other images.
         target = self._parts[0] if self._colors == 3 else Image.new(self.mode, self._parts[0].size)
         digests = hashlib.sha256(), hashlib.sha256()
         extrema = [np.array([[255, 0]] * len(self.mode)), np.array([[255, 0]] * len(self.mode))]
@@ -111,8 +113,8 @@ class DeepImage:
         return 1 if self._color_type in (_GRAY, _GRAY_ALPHA) else 3
 
     def _bands(self) -> Iterator[tuple[Box, Image.Image, Image.Image]]:
-        """Boxes, and their upper and lower bytes as images of `mode`. Transparent
-        pixels are zero: their color is not shown.
+        """Yield boxes with their upper and lower bytes as images of `mode`. Transparent
+        pixels are zero because their color is not shown.
         """
         for box in bands(self._parts[0], _BAND_PIXELS):
             upper, lower = self._halves([part.crop(box) for part in self._parts])
@@ -138,12 +140,12 @@ class DeepImage:
 
 
 def _least_alpha(part: Image.Image) -> int:
-    """255 if all bytes of alpha are."""
+    """The smallest byte of the alpha channel, which is 255 if the image is opaque."""
     return int(_extrema(part)[-1, 0])
 
 
 def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int, ...]) -> Image.Image:
-    """The alpha of pixels: 0 where the color is ``transparent``."""
+    """The alpha channel, which is 0 where the color is ``transparent``."""
     values = np.asarray(upper).astype(np.uint16) << 8 | np.asarray(lower)
     drawn = values != np.asarray(transparent)
     return Image.fromarray((drawn if drawn.ndim == 2 else drawn.any(axis=2)).astype(np.uint8) * np.uint8(255))
@@ -155,13 +157,13 @@ def _extrema(image: Image.Image) -> NDArray[np.int64]:
 
 
 def deep_color_type(file: EncodedImage) -> int | None:
-    """The PNG color type of a 16-bit file; None for any other file."""
+    """The PNG color type of a 16-bit file, or None for any other file."""
     bits, color_type = file.data[24:26]  # IHDR is the first chunk
     return color_type if file.format == "PNG" and bits == 16 and color_type in _RAW_MODES else None
 
 
 def is_deep_gray(file: EncodedImage) -> bool:
-    """Whether a file is gray with 16 bits."""
+    """Whether a file is a 16-bit gray image."""
     return deep_color_type(file) in (_GRAY, _GRAY_ALPHA)
 
 
@@ -169,10 +171,10 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
     """Lay a transparent image over a plain background, as an image of ``mode``,
     ``L`` or ``RGB``.
 
-    The background is white, unless that hides more than a tenth of the drawing; then
-    black, then gray. It depends on nothing but the image, so ingest and servers agree.
-    The second value identifies the drawn pixels that have the color of the background,
-    in which images that become equal may differ. It is empty if there are none.
+    The background is the first of white, black and gray that hides at most a tenth of
+    the drawing. The choice depends only on the image, so ingest and servers agree. The
+    second value identifies the drawn pixels with the background's color, because images
+    that become equal may differ in these pixels. It is empty without such pixels.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):

@@ -1,14 +1,14 @@
-"""The images of a dataset that came by review, in its ledger.
+"""The images of a dataset that come from review, as its ledger records them.
 
-People label the queries that the recognizer was unsure about. Such a choice biases a
-measurement: after five rounds of review, the accuracy on the test images was 88.8%, and
-93.4% on a random sample. These images are in train and gallery only. Those that an
-earlier version placed in test or query move to train, where no release was trained on
-them before.
+People label the queries that the recognizer was unsure about. This selection biases a
+measurement. After five rounds of review, the accuracy was 88.8% on the test images and
+93.4% on a random sample. Images from review are therefore in train and gallery only.
+Images that an earlier version placed in test or query move to train. No earlier release
+was trained on these images.
 
-The name of a file shows that it came by review
+The file name shows that an image comes from review
 (`evernear.data.sources.names.is_reviewed`). The ledger remembers the image, so that it
-stays out of the measurement under any later name.
+stays out of the measurement even if the file is renamed.
 """
 
 import sqlite3
@@ -23,12 +23,12 @@ from evernear.data.sources.names import is_reviewed
 from evernear.data.sqlite import marks, sqlite_errors
 
 TRAINING: tuple[Split, ...] = ("train", "gallery")
-"""The splits of images that came by review.
-`evernear.evaluation` measures on the others.
+"""The splits of images that come from review. `evernear.evaluation` measures on the
+other splits.
 """
 SCHEMA = "CREATE TABLE IF NOT EXISTS reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
-"""``split`` is the measured split that the image was in,
-or that its folder names; empty if there was none.
+"""``split`` is the measured split that the image was in or that its folder names, or
+empty without such a split.
 """
 _PAGE = 500
 
@@ -51,30 +51,30 @@ INSERT OR IGNORE INTO reviewed SELECT ?1, COALESCE(
 
 
 class ReviewedImages:
-    """The images that came by review in the ledger of one dataset."""
+    """The images from review in the ledger of one dataset."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         _add_function(db)
 
     def refresh(self) -> None:
-        """Remember the images whose files came by review."""
+        """Record the images whose files come from review."""
         self.remember(row[0] for row in self._all(_BY_NAME))
 
     def remember(self, digests: Iterable[bytes]) -> None:
-        """Remember that images came by review,
-        and the measured split that each was in.
+        """Record images as coming from review, with the measured split that each was
+        in.
         """
         with sqlite_errors():
             self._db.executemany(_REMEMBER, [(digest,) for digest in digests])
 
     def among(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those of ``digests``, at most 500, that came by review."""
+        """The images from review among ``digests``, at most 500."""
         query = f"SELECT digest FROM reviewed WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         return {row[0] for row in self._all(query, *digests)}
 
     def measured(self) -> dict[int, list[bytes]]:
-        """The images that are in a measured split, by slot."""
+        """Maps slots to the images from review that are in a measured split."""
         slots: defaultdict[int, list[bytes]] = defaultdict(list)
         query = f"SELECT slot, digest FROM reviewed JOIN images USING (digest) JOIN ({_PLACED}) USING (digest)"  # noqa: S608 - our own words
         for slot, digest in self._all(f"{query} ORDER BY slot, digest"):
@@ -87,12 +87,12 @@ class ReviewedImages:
             self._db.executemany("UPDATE images SET slot = ?2 WHERE digest = ?1", slots)
 
     def count(self) -> int:
-        """The number of images in the snapshot that came by review."""
+        """The number of images from review in the snapshot."""
         return self._all("SELECT COUNT(*) FROM reviewed JOIN images USING (digest)")[0][0]
 
     def left_out(self) -> dict[Split, dict[str, int]]:
-        """The number of images that were in a measured split,
-        by that split and by label.
+        """The number of images from review that were in a measured split, by this split
+        and label.
         """
         counts: defaultdict[Split, Counter[str]] = defaultdict(Counter)
         query = (
@@ -109,8 +109,8 @@ class ReviewedImages:
 
 
 def reviewed_by_name(ledger: Path) -> set[bytes]:
-    """The digests of the images in a ledger, of any version,
-    whose files came by review.
+    """The digests of the images whose files come from review, in a ledger from any
+    version.
 
     Raises:
         StoreError: the file cannot be read.

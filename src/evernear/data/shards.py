@@ -1,4 +1,4 @@
-"""Read a dataset in blocks of images, in order or shuffled, in flat memory."""
+"""Read a dataset in blocks of images, in order or shuffled, in constant memory."""
 
 import hashlib
 import os
@@ -26,12 +26,13 @@ from evernear.errors import DataError, IntegrityError
 # and mixes them in a buffer.
 _CHUNK_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
-# Smaller rows are not read one by one.
+# Rows that are smaller than this are not read one by one.
 _PAGE_BYTES = 4096
 _GROUP_SHARDS = 16
-# Local copies of remote shards; the least recently used are evicted first.
+# Maximum size of the cache for remote shards. The least recently used shards are
+# evicted first.
 _CACHE_BYTES = 8 * 2**30
-# A connection to a bucket is often slower than the network.
+# A single connection to a bucket is often slower than the network.
 _FETCHES_IN_FLIGHT = 4
 
 
@@ -50,13 +51,13 @@ class Block:
 
 
 class Dataset:
-    """A snapshot opened for reading. The hash of each shard is checked before its first
-    use.
+    """A snapshot that is open for reading. The hash of each shard is checked before its
+    first use.
     """
 
     def __init__(self, manifest: Manifest, store: Store, cache: Path | None = None) -> None:
-        """Read the shards of ``manifest`` from ``store``;
-        remote ones are cached in ``cache``.
+        """Read the shards of ``manifest`` from ``store``. Remote shards are cached in
+        ``cache``.
         """
         self.manifest = manifest
         self.store = store
@@ -79,8 +80,8 @@ class Dataset:
 
     @staticmethod
     def find(store: Store, name: str, digest: str) -> "Dataset | None":
-        """An earlier snapshot of the dataset ``name``;
-        None if the store no longer has it.
+        """Find an earlier snapshot of the dataset ``name``, or return None if the store
+        no longer has the snapshot.
 
         Raises:
             IntegrityError: the stored manifest is invalid.
@@ -89,7 +90,7 @@ class Dataset:
         return Dataset(manifest, store) if manifest else None
 
     def count(self, split: Split) -> int:
-        """Images of a split."""
+        """The number of images in a split."""
         return self.manifest.count(split)
 
     def require_shape(self, shape: tuple[int, int, int], recognizer: str) -> None:
@@ -97,7 +98,7 @@ class Dataset:
         accepts images of this dataset's shape.
 
         Raises:
-            DataError: it takes images of another ``shape``.
+            DataError: ``recognizer`` takes images of a different ``shape``.
         """
         if shape != self.shape:
             raise DataError(
@@ -110,7 +111,7 @@ class Dataset:
         does.
 
         Raises:
-            DataError: their brightness would differ.
+            DataError: the brightness of the images would differ.
         """
         own = self.manifest.bit_depth
         if own != bit_depth:
@@ -120,8 +121,8 @@ class Dataset:
             )
 
     def blocks(self, split: Split, block_size: int = 4096, rank: int = 0, world_size: int = 1) -> Iterator[Block]:
-        """Yield a split in order, at most ``block_size`` images at a time. A rank gets
-        every ``world_size``-th block.
+        """Yield a split in order, at most ``block_size`` images at a time. Each rank
+        gets every ``world_size``-th block.
 
         Raises:
             IntegrityError: a shard is damaged.
@@ -138,7 +139,7 @@ class Dataset:
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
     def image(self, shard: Shard, row: int) -> Block:
-        """One image of a shard, as a block of one."""
+        """Read one image of a shard, as a block of one image."""
         with self._files.open(shard, row) as file:
             return _block(self._read(file, shard, 1))
 
@@ -149,23 +150,24 @@ class Dataset:
     def shuffled_batches(
         self, split: Split, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[Block]:
-        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``.
-        Every rank gets the same number.
+        """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank
+        gets the same number of batches.
 
-        The shards are shuffled and divided into groups of 16, or of as many as fit into
-        half of the cache, so that no shard is fetched twice in an epoch. Shards of a
-        group are fetched concurrently. Chunks of 256 KiB are shuffled within a group,
-        and the images in a buffer of 32 MiB or 8 batches, whichever is larger. Which
-        shards form a group differs from epoch to epoch. A batch therefore mixes about
-        128 chunks from all shards of its group, or fewer of larger images. A group of
-        one shard, in a cache below four shards, mixes only the images of that shard.
+        The shards are shuffled and divided into groups of 16 shards, or fewer if half
+        of the cache is smaller, so that no shard is fetched twice in an epoch. The
+        groups differ from epoch to epoch. Shards of a group are fetched concurrently.
+        Chunks of 256 KiB are shuffled within a group, and images are shuffled in a
+        buffer of 32 MiB or 8 batches, whichever is larger. A batch therefore mixes
+        about 128 chunks from all shards of its group, or fewer chunks if the images are
+        larger. If the cache is smaller than four shards, a group may be one shard, and
+        a batch mixes only the images of that shard.
 
-        An incomplete last batch is dropped.
-        A split smaller than one batch is one batch.
+        An incomplete last batch is dropped. A split that is smaller than one batch
+        becomes one batch.
 
-        The batches of all ranks, one after the other, are a batch of
-        ``world_size * batch_size`` images of one rank. A rank reads only its own
-        images, unless they are so small that reading whole chunks is faster.
+        The concatenated batches of all ranks equal a batch of ``world_size *
+        batch_size`` images on a single rank. A rank reads only its own images, unless
+        they are so small that reading whole chunks is faster.
         """
         total = self.count(split) // world_size
         if total == 0:
@@ -199,7 +201,7 @@ class Dataset:
             raise DataError(f"The split {split!r} is empty.")
         for block in self.blocks(split, max(1, 2**20 // self._dtype.itemsize)):
             values = block.images.reshape(-1, self.shape[2])
-            # A histogram is exact in integers and needs no wider copy of the images.
+            # An integer histogram is exact and needs no wider copy of the images.
             for channel in range(self.shape[2]):
                 counts = np.bincount(values[:, channel], minlength=256)
                 total[channel] += int(counts @ np.arange(256))
@@ -222,7 +224,7 @@ class Dataset:
             yield from (chunks[index] for index in rng.permutation(len(chunks)))
 
     def _fill(self, buffer: Rows, chunks: "_Window", wanted: NDArray[np.bool_]) -> None:
-        """Read the ``wanted`` of the next rows."""
+        """Read the ``wanted`` rows among the next rows."""
         position = filled = 0
         for chunk in chunks.take(len(wanted)):
             indices = np.flatnonzero(wanted[position : position + chunk.count])
@@ -249,11 +251,10 @@ class Dataset:
 
 
 def _groups(shards: list[Shard]) -> Iterator[list[Shard]]:
-    """Divide ``shards`` into groups that fit into half of the cache, so that the next
-    one does not evict shards in use.
+    """Divide ``shards`` into groups that fit into half of the cache, so that fetching
+    the next group does not evict shards in use.
 
-    The groups do not depend on the store,
-    so that the order of the images does not either.
+    The groups, and thus the order of the images, do not depend on the store.
     """
     group: list[Shard] = []
     for shard in shards:
@@ -301,8 +302,8 @@ def _block(rows: Rows) -> Block:
 
 
 class _ShardFiles:
-    """Opens shards: in place if the store is a directory,
-    otherwise from a bounded cache.
+    """Opens shards in place if the store is a directory, and otherwise from a bounded
+    cache.
     """
 
     def __init__(self, dataset: str, store: Store, dtype: np.dtype[np.void], cache: Path) -> None:
@@ -311,7 +312,7 @@ class _ShardFiles:
         self._intact: set[str] = set()
 
     def open(self, shard: Shard, row: int = 0) -> FileIO:
-        """The verified file of a shard, positioned at ``row``."""
+        """Open the verified file of a shard, positioned at ``row``."""
         key = shard_key(self._dataset, shard.sha256)
         if isinstance(self._store, FileStore):
             path = self._store.path(key)
@@ -333,8 +334,8 @@ class _ShardFiles:
         return file
 
     def prefetch(self, shards: Sequence[Shard]) -> None:
-        """Fetch the ``shards`` that are not in the cache,
-        `_FETCHES_IN_FLIGHT` at a time.
+        """Fetch the ``shards`` that are missing from the cache, `_FETCHES_IN_FLIGHT` at
+        a time.
         """
         if isinstance(self._store, FileStore):
             return
@@ -361,8 +362,8 @@ class _ShardFiles:
         return shard.sha256 in self._intact
 
     def _cached(self, path: Path, shard: Shard) -> FileIO | None:
-        """The file in the cache; None if it is missing or damaged,
-        for example by a power failure.
+        """Open the file in the cache, or return None if it is missing or damaged, for
+        example after a power failure.
         """
         file = _open_existing(path)
         if file is None or self._is_intact(file, shard):
@@ -381,7 +382,7 @@ class _ShardFiles:
         return self._cache / f"{shard.sha256}.npy"
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict the least recently used copies. A process that is reading one can
+        """Evict the least recently used copies. A process that is reading a copy can
         continue until it closes the file.
         """
         with disk_errors(self._cache):
@@ -400,8 +401,8 @@ class _ShardFiles:
 
 
 def _touch(path: Path) -> bool:
-    """Mark a copy as used; False if it does not exist.
-    Some file systems do not update access times.
+    """Mark a copy as used, or return False if it does not exist. Some file systems do
+    not update access times.
     """
     try:
         os.utime(path)
@@ -417,10 +418,10 @@ def _open_existing(path: Path) -> FileIO | None:
 
 
 def default_cache() -> Path:
-    """The directory of local copies of remote shards."""
+    """The directory for local copies of remote shards."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evernear" / "shards"
 
 
 def remove_cached(sha256: str) -> None:
-    """Remove this machine's copy of a remote shard, if there is one."""
+    """Remove this machine's copy of a remote shard, if it exists."""
     (default_cache() / f"{sha256}.npy").unlink(missing_ok=True)

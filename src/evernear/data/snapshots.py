@@ -12,8 +12,8 @@ from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_dig
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.errors import ConflictError, IntegrityError
 
-# A ledger is stored whole again after this many sets of changes, or if together they
-# exceed this fraction of its size.
+# A complete ledger is stored again after this many sets of changes, or when the total
+# size of the changes exceeds this fraction of the ledger's size.
 _MAX_CHANGES = 20
 _MAX_CHANGED_FRACTION = 0.25
 
@@ -28,7 +28,7 @@ class DatasetHead(Frozen):
 
     digest: str
     interrupts: int = 0
-    """Counts `Snapshots.interrupt_ingests`."""
+    """Number of calls of `Snapshots.interrupt_ingests`."""
 
 
 class Snapshots:
@@ -43,10 +43,11 @@ class Snapshots:
         self._changes_bytes = 0
 
     def head(self) -> Manifest | None:
-        """The newest snapshot; None before the first one.
+        """The newest snapshot, or None before the first snapshot.
 
         Raises:
-            IntegrityError: it is damaged, or the pointer to it is lost.
+            IntegrityError: the newest snapshot is damaged, or the pointer to it is
+                lost.
         """
         stored = self.store.find(self._head_key)
         if stored is None:
@@ -58,8 +59,8 @@ class Snapshots:
         return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``;
-        `publish` then stores only its changes.
+        """Copy the ledger of a snapshot to ``path``. `publish` then stores only the
+        changes to the ledger.
         """
         self._ledger, self._changes_bytes = _ledger_of(manifest), 0
         self._fetch(manifest.ledger_sha256, path)
@@ -71,11 +72,10 @@ class Snapshots:
             changes.unlink()
 
     def generations(self, manifest: Manifest, scratch: Path) -> Iterator[Path]:
-        """Yield the ledgers of a snapshot's ancestors, the oldest first, then its own,
-        one after the other in one file.
+        """Yield the ledgers of a snapshot's ancestors, oldest first, then the
+        snapshot's own ledger. All ledgers use the same file, one after the other.
 
-        Ledgers that the store no longer has are left out,
-        except for the snapshot's own.
+        Ancestors' ledgers that the store no longer has are left out.
         """
         chains = {manifest.ledger_sha256: manifest.ledger_changes}
         ancestors, ancestor = {manifest.digest}, manifest
@@ -102,11 +102,11 @@ class Snapshots:
                     raise
 
     def move_head(self, digest: str | None) -> None:
-        """Make the stored snapshot ``digest`` the newest one; None:
-        the dataset starts over.
+        """Make the stored snapshot ``digest`` the newest snapshot. With None, the
+        dataset starts over.
 
         Raises:
-            ConflictError: another process moved the head in the meantime.
+            ConflictError: a different process moved the head in the meantime.
         """
         stored = self.store.find(self._head_key)
         if digest is None:
@@ -115,16 +115,17 @@ class Snapshots:
             self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
     def parts_folder(self, parent: Manifest | None) -> str:
-        """Where the ingests that begin with the snapshot ``parent`` have their parts;
-        ends with a slash.
+        """The parts folder of ingests that start from the snapshot ``parent``. It ends
+        with a slash.
         """
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
-        """Delete those parts of ingests whose keys are obsolete.
+        """Delete the parts of ingests whose keys are obsolete.
 
         Raises:
-            StoreError: the store is unreachable, or its keys may not delete.
+            StoreError: the store is unreachable, or its credentials do not permit
+                deletion.
         """
         for info in self.store.list(parts_prefix(self.name)):
             if is_obsolete(info.key):
@@ -134,11 +135,11 @@ class Snapshots:
         """Make ``manifest`` the newest snapshot.
 
         The content of a snapshot never changes, but its ledger follows the source: a
-        file may get another name, or be read again because of its times. Otherwise each
-        later run and the watcher would take it for new.
+        file may be renamed, or be read again because its times changed. Without the
+        update, each later run and the watcher would treat such a file as new.
 
         Raises:
-            ConflictError: another ingest moved the head in the meantime.
+            ConflictError: a different ingest moved the head in the meantime.
         """
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
@@ -153,22 +154,22 @@ class Snapshots:
         manifest = self._with_ledger(manifest, ledger, scratch)
         try:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
-        except ConflictError:  # another ingest of the same images
+        except ConflictError:  # a different ingest of the same images
             manifest = self._manifest(manifest.digest)
-        # The same number of interrupts, so that the head does not return to a state
-        # before an interrupt.
+        # Keep the number of interrupts, so that the head does not return to a state
+        # from before an interrupt.
         self._move_head(DatasetHead(digest=manifest.digest, interrupts=self._interrupts))
         return manifest
 
     def images(self, manifest: Manifest) -> list[bytes]:
-        """The digests of all images of a snapshot."""
+        """The digests of all images in a snapshot."""
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path = Path(scratch) / "ledger.sqlite"
             self.fetch_ledger(manifest, path)
             return stored_digests(path)
 
     def interrupt_ingests(self) -> None:
-        """Make an ingest in progress fail, so that the next one starts over.
+        """Make an ingest in progress fail, so that the next ingest starts over.
 
         Raises:
             ConflictError: an ingest finished in the meantime.
@@ -181,8 +182,8 @@ class Snapshots:
         self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
-        """Store the ledgers of ``manifests`` without anything about removed images,
-        and delete all others.
+        """Store the ledgers of ``manifests`` without data about removed images, and
+        delete all other ledgers.
         """
         compact: set[str] = set()
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
@@ -201,8 +202,8 @@ class Snapshots:
                 self.store.delete(info.key)
 
     def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Store the ledger, or its changes if they are few,
-        and name it in the manifest.
+        """Store the ledger, or only its changes if they are small, and name the stored
+        files in the manifest.
         """
         path = scratch / "saved.sqlite"
         if 0 < len(self._ledger) <= _MAX_CHANGES:
@@ -227,7 +228,7 @@ class Snapshots:
         return stored is not None and DatasetHead.from_json(stored[0], self._head_key).digest == digest
 
     def manifests(self) -> Iterator[tuple[str, Manifest]]:
-        """The stored snapshots that can be read, with their digests."""
+        """Yield the digests and manifests of the stored snapshots that can be read."""
         for info in self.store.list(f"{DATASETS}{self.name}/manifests/"):
             digest = PurePosixPath(info.key).stem
             with suppress(IntegrityError):
@@ -235,7 +236,9 @@ class Snapshots:
                     yield digest, manifest
 
     def _require_no_later_snapshot(self) -> None:
-        """Only a first ingest that was killed leaves a snapshot without a head."""
+        """Require that a lost head is harmless: only a killed first ingest leaves a
+        snapshot without a head.
+        """
         if any(manifest.parent for _, manifest in self.manifests()):
             raise IntegrityError(
                 f"{self._head_key} does not exist in {self.store.uri}, although the dataset {self.name} has several "
@@ -260,17 +263,17 @@ class Snapshots:
 
 
 def parts_prefix(name: str) -> str:
-    """Where the ingests of the dataset ``name`` have their parts
-    (`evernear.data.plan`).
-    """
+    """The prefix of all ingest parts of the dataset ``name`` (`evernear.data.plan`)."""
     return f"{DATASETS}{name}/parts/"
 
 
 def parts_folder(name: str, parent: str | None) -> str:
-    """As `Snapshots.parts_folder`, by the digest of the parent."""
+    """The parts folder of `Snapshots.parts_folder`, by the digest of the parent."""
     return f"{parts_prefix(name)}{parent or 'first'}/"
 
 
 def _ledger_of(manifest: Manifest) -> tuple[str, ...]:
-    """The files of a snapshot's ledger: the whole one, and later changes."""
+    """The sha256 of the files of a snapshot's ledger, which are the complete ledger and
+    later changes.
+    """
     return manifest.ledger_sha256, *manifest.ledger_changes

@@ -1,18 +1,20 @@
-"""The difference between a source and snapshots of it, from listings:
-only a few touched files are read.
+"""Find the difference between a source and its snapshots from listings. Only a few
+touched files are read.
 
-A file is new if its name, label, size or modification time is (in a bucket: its ETag).
-Its change time and inode, which ingest compares as well, also differ after a ``chmod``
-or in a restored backup, which should not start a run.
+A file is new if its name, label, size or modification time is new (in a bucket, the
+ETag instead of the time). Ingest also compares change time and inode. They also differ
+after a ``chmod`` or in a restored backup, which should not start a run.
 
-The ledger of the newest snapshot shows what ingest has read since: a file that it has
-with that etag is new only if its image is. If only the etag differs, the file may have
-been touched, restored without its times, or uploaded again in other parts. A sample of
-such files is read, and the share of other images among them counts as new.
+The ledger of the newest snapshot shows the files that ingest has read since. A file
+that is in this ledger with the same etag is new only if its image is new. If only the
+etag differs, the file may have been touched, restored without its times, or uploaded
+again in parts of a different size. A sample of such files is read, and the share of
+changed images in the sample counts as new.
 
-A listing does not show the split that ingest will choose for an image (its count is an
-expectation), nor whether a new file is a copy, a renamed file or broken; nor, in
-sources of decoded arrays (digits, MNIST), whether an image was replaced.
+A listing does not show the split that ingest will choose for an image, so the number of
+new images in a split is an expectation. A listing also does not show whether a new file
+is a copy, renamed or broken. In sources of decoded arrays (digits, MNIST), it does not
+show whether an image was replaced.
 """
 
 import hashlib
@@ -52,25 +54,25 @@ class SourceDiff:
 
     listed: int = 0
     new: int = 0
-    """Files that are not in the snapshot, or have other content there."""
+    """Number of files that are not in the snapshot or have different content there."""
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
-    """Files with another etag than when they were last read, and the same size,
-    by explicit split.
+    """Number of files with a different etag but the same size as when they were last
+    read, by explicit split.
     """
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Classes of the snapshot without any file in the source,
-    and their numbers of files there.
+    """Classes of the snapshot that have no file in the source, with their numbers of
+    files in the snapshot.
     """
     listing: str = ""
-    """A digest of the listing, to see whether anything has changed."""
+    """A digest of the listing that shows whether anything has changed."""
     removed: int = 0
-    """Files of the snapshot that the source no longer lists."""
+    """Number of files in the snapshot that the source no longer lists."""
     explicit: Counter[Split] = field(default_factory=Counter[Split])
-    """New files with an explicit split."""
+    """Number of new files for each explicit split."""
     fractions: Mapping[Split, float] = field(default_factory=dict[Split, float])
-    """The expected share of each split in the other new files."""
+    """The expected share of each split among new files without an explicit split."""
     labels: Counter[str] = field(default_factory=Counter[str])
-    """New files by label."""
+    """Number of new files by label."""
 
     def expected(self, split: Split) -> float:
         """The expected number of new images in ``split``."""
@@ -87,8 +89,8 @@ class SourceDiff:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest snapshot of a dataset: its ledger shows what ingest has read since an
-    older one.
+    """The newest snapshot of a dataset. Its ledger shows what ingest has read since an
+    older snapshot.
     """
 
     ledger: Path
@@ -98,16 +100,16 @@ class Newest:
 def diff_source(
     settings: DataSettings, ledgers: Sequence[Path | None], newest: Newest | None = None
 ) -> list[SourceDiff]:
-    """Compare ``settings.source``, listed once, with each of ``ledgers`` (None:
-    an empty snapshot).
+    """Compare ``settings.source``, listed once, with each of ``ledgers``. None stands
+    for an empty snapshot.
 
     If there is a ``newest`` snapshot, at most 200 of the files that were only touched
     are read. Memory does not grow with the number of files.
 
     Raises:
         DataError, SettingsError: the source is unusable,
-        or empty although a snapshot has files of it.
-        StoreError: the source or a ledger cannot be read.
+        or is empty although a snapshot has files from it. StoreError: the source or a
+        ledger cannot be read.
     """
     source = open_source(settings.source, settings)
     entries = source.entries()
@@ -121,7 +123,7 @@ def diff_source(
         if isinstance(source, PackedFiles) and (ledger := latest or opened[0]):
             source.remembered = ledger.members
         while page := list(islice(entries, _PAGE)):
-            # Sums, because the order of a folder's listing may differ.
+            # Hashes are summed because the order of a folder's listing may vary.
             names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
             etags += sum(_hash(entry.name, entry.etag) for entry in page)
             classes.update(entry.label for entry in page)
@@ -140,15 +142,15 @@ def diff_source(
                 own = ledger.own_classes().items()
                 diff.gone_classes = {label: count for label, count in own if label not in classes}
             diff.add_changed(changed_share)
-            # Etags count only if images were replaced by others of the same size,
-            # because touching files is no change.
+            # Etags count only if images were replaced by images of the same size,
+            # because touching files is not a change.
             diff.listing = f"{(names + (etags if changed_share else 0)) % 2**64:016x}"
             diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
 
 
 def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
-    """The ledger of a snapshot, cached in ``directory``: a ledger never changes.
+    """Fetch the immutable ledger of a snapshot and cache it in ``directory``.
 
     Raises:
         StoreError, IntegrityError: the ledger is missing from the store, or damaged.
@@ -172,8 +174,8 @@ def _add(
     read: Mapping[str, ReadFile],
     touched: "_Touched",
 ) -> None:
-    """Compare a page of the listing with a ledger;
-    ``read`` has the files as last read.
+    """Compare a page of the listing with a ledger. ``read`` has the files as last
+    read.
     """
     known = ledger.listed([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
@@ -195,8 +197,8 @@ def _add(
 
 
 def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
-    """Whether a file has this etag and label.
-    In a folder another label is another name; in a table it is not.
+    """Whether a file has this etag and label. In a folder, a new label changes the
+    file's name. In a table, it does not.
     """
     return entry.label == label and _has_etag(entry, etag)
 
@@ -206,8 +208,8 @@ def _has_etag(entry: FileEntry, etag: str) -> bool:
 
 
 def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
-    """Whether a snapshot has the image of a file in its class,
-    as far as etag and size tell.
+    """Whether a snapshot has the image of a file in the same class, judging by etag and
+    size.
     """
     if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
         return False
@@ -215,23 +217,23 @@ def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> 
 
 
 class _Touched:
-    """A uniform sample of the files with other etags and the same sizes, to see how
-    many of them are other images.
+    """A uniform sample of the files whose etag changed but whose size did not. The
+    sample shows the share of changed images.
     """
 
     def __init__(self) -> None:
         self._sample: dict[int, tuple[FileEntry, bytes | None]] = {}
 
     def add(self, entry: FileEntry, digest: bytes | None) -> None:
-        """Sample the file, whose image had ``digest``:
-        those with the lowest hashes stay.
+        """Add a file whose image had ``digest``. The sample consists of the files with
+        the lowest hashes.
         """
         self._sample[_hash(entry.name, entry.etag)] = entry, digest
         if len(self._sample) > _MAX_TOUCHED:
             del self._sample[max(self._sample)]
 
     def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth) -> float:
-        """The share of other images; 0 without a sample.
+        """The share of changed images in the sample, or 0 without a sample.
 
         Raises:
             StoreError: the source is unavailable.
@@ -248,7 +250,7 @@ class _Touched:
 
 
 def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth) -> bytes | None:
-    """The digest of a file's image; None if it is broken or no image."""
+    """The digest of a file's image, or None if the file is broken or not an image."""
     try:
         return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()
     except DataError:

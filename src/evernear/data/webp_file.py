@@ -20,7 +20,7 @@ MAX_CODE_GROUPS = 2**16
 CODE_GROUP_BLOCK_PX = 4
 """Smallest side of the blocks that choose a group of prefix codes."""
 CODE_GROUP_MIN_BITS = 20
-"""Five codes of one symbol, 4 bits each."""
+"""Minimum size of a group, which is five codes of one symbol with 4 bits each."""
 _WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10  # flags of VP8X
 _VP8_KEY_FRAME = b"\x9d\x01\x2a"
 _VP8L_SIGNATURE = 0x2F
@@ -66,8 +66,8 @@ def inspect_webp(data: bytes, name: str) -> EncodedImage:
 
 
 def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield type, start and end of each chunk's data.
-    A truncated file ends in a truncated chunk.
+    """Yield the type of each chunk, and the start and end of its data. A truncated file
+    ends with a truncated chunk.
     """
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(max_segments(len(data))):
@@ -100,11 +100,11 @@ def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
 
 
 def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """Maximum number of groups of prefix codes in a lossless stream of
-    ``lossless_bytes``; 0 without one.
+    """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes``,
+    or 0 without such a stream.
 
-    The stream must be decoded to count them, so this assumes one for each block,
-    as far as its bits suffice.
+    Counting the groups requires decoding the stream. Instead, assume one group for each
+    block, limited by the number of bits in the stream.
     """
     blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
     return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))

@@ -1,7 +1,8 @@
 """Write images into shards of bounded size.
 
 The last shard of a split is filled before a new one is started, unless an earlier
-snapshot has it and it is large: to store it again would cost more than the new images.
+snapshot has the shard and it is large. Storing a large shard again would cost more than
+the new images.
 """
 
 from collections import Counter
@@ -23,13 +24,15 @@ from evernear.errors import DataError, IntegrityError
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
 _LARGE_FRACTION = 1 / 8
-"""A shard with at least this part of the images that fit is not filled by a later
-ingest.
+"""A later ingest does not fill a shard that has at least this fraction of the images
+that fit.
 """
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
-    """One image of a shard: pixels, label number, and the sha256 that identifies it."""
+    """The dtype of an image in a shard: pixels, label number, and identifying
+    sha256.
+    """
     return np.dtype([("image", "u1", shape), ("label", "<i4"), ("digest", "u1", (32,))])
 
 
@@ -57,8 +60,8 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
 
 
 class ShardWriter:
-    """Appends images to splits and updates the slots of the ledger,
-    with one block per split in memory.
+    """Appends images to splits and updates the slots of the ledger. One block per split
+    is in memory.
     """
 
     def __init__(
@@ -71,8 +74,8 @@ class ShardWriter:
         scratch: Path,
         published: Collection[str] = (),
     ) -> None:
-        """Continue at the shards of ``ledger``.
-        ``published`` are the sha256 of those in the parent snapshot.
+        """Continue with the shards of ``ledger``. ``published`` are the sha256 of the
+        shards in the parent snapshot.
         """
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
@@ -111,8 +114,8 @@ class ShardWriter:
                 self._finish(split)
 
     def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
-        """Relabel images of a slot or remove them (None);
-        call this only while no shard is open.
+        """Relabel the images of a slot, or remove them (None). Call this only while no
+        shard is open.
         """
         shard = self._shards[slot]
         rewritten = _OpenShard(self._scratch, slot, self._dtype)
@@ -124,10 +127,10 @@ class ShardWriter:
         self._publish(rewritten, shard.split)
 
     def move(self, slot: int, digests: Collection[bytes], split: Split) -> list[tuple[bytes, int]]:
-        """Move images of a slot to another split, and return the slot of each; call
-        this only while no shard is open.
+        """Move images of a slot to a different split, and return the new slot of each.
+        Call this only while no shard is open.
 
-        The moved images, at most one shard of them, are in memory.
+        The moved images, which are at most one shard, are in memory.
         """
         moved = [
             rows[[digest.tobytes() in digests for digest in rows["digest"]]]
@@ -189,7 +192,7 @@ class ShardWriter:
 
 
 def shard_content(rows: Rows) -> bytes:
-    """The file of a shard with ``rows``."""
+    """The file content of a shard with ``rows``."""
     return _header(rows.dtype, len(rows)) + rows.tobytes()
 
 
@@ -213,8 +216,8 @@ class _OpenShard:
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Complete the header; return the path of the file and its number of images per
-        label.
+        """Complete the header, and return the path of the file and the number of images
+        per label.
         """
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(_header(self._dtype, self.count))
@@ -222,7 +225,9 @@ class _OpenShard:
 
 
 def _header(dtype: np.dtype[np.void], count: int) -> bytes:
-    """The .npy header; numpy pads it to a length that does not depend on ``count``."""
+    """The .npy header, which numpy pads to a length that does not depend on
+    ``count``.
+    """
     buffer = BytesIO()
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(buffer, header)
