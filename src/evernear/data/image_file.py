@@ -216,7 +216,7 @@ def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryvi
 
 
 def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
-    """Keep the tables, the frame, the scans and the color space markers (JFIF, Adobe)."""
+    """Keep the tables, frame, scans and color space markers (JFIF, Adobe)."""
     parts: list[memoryview] = []
     color_space: dict[int, memoryview] = {}
     frame: tuple[int, int] | None = None

@@ -92,7 +92,7 @@ def _ingest(
     run: RunParts,
     adopt: bool,
 ) -> Manifest:
-    """Ingest as `ingest_source` does. ``adopt`` reuses the parts of an earlier attempt."""
+    """Run `ingest_source`. ``adopt`` reuses the parts of an earlier attempt."""
     source = open_source(settings.source, settings)
     snapshots = Snapshots(open_store(store_uri), dataset_name(settings, source))
     with (

@@ -71,7 +71,7 @@ def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
     db.execute("BEGIN")
     stored = {
         name for (name,) in db.execute("SELECT name FROM part.sqlite_master")
-    }  # files from earlier versions lack some tables
+    }  # earlier versions lack some tables
     for table, (keys, _) in _TABLES.items():
         if table in stored:
             columns = ", ".join(keys)

@@ -177,7 +177,7 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """The key of the ledger or ledger changes with ``sha256`` in the dataset ``name``."""
+    """The key of a ledger, or of ledger changes, in the dataset ``name``."""
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 

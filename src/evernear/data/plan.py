@@ -130,7 +130,7 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
 
 
 def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[FileEntry]]:
-    """Yield indivisible units, which are single files or all images in a packed file."""
+    """Yield indivisible units: single files, or all images in a packed file."""
     if isinstance(source, PackedFiles):
         return (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
     return ([entry] for entry in entries)

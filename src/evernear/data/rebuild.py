@@ -43,7 +43,7 @@ def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settin
         IntegrityError: the source no longer has the shard's images, or the ledger is
             missing.
         DataError, StoreError: the source cannot be read.
-    """  # noqa: W505
+    """
     with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
         orders, labels, files = _rows(snapshots, manifest, shard, Path(scratch))
     if moved:
@@ -144,8 +144,8 @@ def _rows(
 
 
 def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[bytes, Pixels]:
-    """The pixels of the images that the sources still have. Sources of decoded arrays
-    determine the order.
+    """The pixels of the images that the sources still have. Images from a source of
+    decoded arrays are in the order of that source.
     """
     found: dict[bytes, Pixels] = {}
     form = ImageForm(manifest.shape, manifest.resize, manifest.bit_depth)

@@ -172,9 +172,10 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
     ``L`` or ``RGB``.
 
     The background is the first of white, black and gray that hides at most a tenth of
-    the drawing. The choice depends only on the image, so ingest and servers agree. The
-    second value identifies the drawn pixels with the background's color, because images
-    that become equal may differ in these pixels. It is empty without such pixels.
+    the drawing, or else the one that hides the least. The choice depends only on the
+    image, so ingest and servers agree. The second value identifies the drawn pixels
+    with the background's color, because images that become equal may differ in these
+    pixels. It is empty without such pixels.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):

@@ -16,7 +16,7 @@ __all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample",
 
 
 def name_of(source: str) -> str:
-    """The name of the dataset of a source that may not exist any more."""
+    """The dataset name for a source that may no longer exist."""
     kind, _, location = source.partition(":")
     if kind == "table":
         return dataset_name(PurePosixPath(location).stem)
@@ -31,11 +31,11 @@ def name_of(source: str) -> str:
 
 
 def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:
-    """Open the source that ``data.source`` names;
-    ``settings`` say what its folders mean.
+    """Open the source that ``data.source`` names. ``settings`` define the meaning of
+    its folders.
 
     Raises:
-        SettingsError: the kind of source is unknown.
+        SettingsError: the source kind is unknown.
         DataError: the directory or its files are missing.
     """
     match source.partition(":"):

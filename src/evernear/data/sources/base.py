@@ -1,5 +1,5 @@
-"""The interface of an image source, which comes in two kinds:
-encoded files and decoded arrays.
+"""The interface of image sources. A source provides either encoded files or decoded
+arrays.
 """
 
 import os
@@ -28,30 +28,30 @@ class FileEntry(NamedTuple):
 
 
 def file_etag(stat: os.stat_result) -> str:
-    """The etag of a file on a disk: its size and modification time,
-    then its change time and inode.
+    """The etag of a file on disk, from its size, modification time, change time and
+    inode.
 
     ``cp -p``, ``mv`` and ``touch -r`` preserve the modification time, and two files of
-    one size may share it. The device is left out, because its number may differ after
-    each mount.
+    the same size may share a modification time. The device is left out, because its
+    number may change with each mount.
     """
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
 def without_change_time(etag: str) -> str:
-    """The part of an etag that stays when a file is copied or restored with its times,
-    or gets another mode or owner.
+    """The part of an etag that is unchanged when a file is copied or restored with its
+    times, or when its mode or owner changes.
 
-    It is the whole etag of an object in a bucket, which cannot contain a space (RFC
-    9110), and of a file in a ledger that predates `file_etag`.
+    For an object in a bucket, this part is the whole etag, which cannot contain a space
+    (RFC 9110). The same holds for a file in a ledger that predates `file_etag`.
     """
     return etag.partition(" ")[0]
 
 
 @dataclass
 class NameSample:
-    """A count of names, and the first of them in order,
-    so that memory does not grow with the listing.
+    """A count of names, and the first names in sort order, so that memory does not grow
+    with the listing.
     """
 
     count: int = 0
@@ -66,8 +66,8 @@ class NameSample:
 
 @dataclass(frozen=True)
 class ArrayBlock:
-    """A block of decoded grayscale images of one split: ``images`` is uint8 (N,
-    H, W).
+    """A block of decoded grayscale images of one split. ``images`` is uint8 (N, H,
+    W).
     """
 
     names: list[str]
@@ -77,7 +77,7 @@ class ArrayBlock:
 
 
 class Source(Protocol):
-    """Base of both kinds.
+    """Base class of both kinds of sources.
 
     ``name`` is the dataset's default name. Images without an explicit split are
     assigned to one of ``chosen_splits`` (`evernear.data.splits`).
@@ -91,20 +91,20 @@ class Source(Protocol):
         ...
 
     def group(self, name: str) -> str:
-        """After `entries`: the group that the source itself names for an image
-        (``data.group=column``), or empty.
+        """The group that the source itself names for an image (``data.group=column``),
+        or an empty string. Call this after `entries`.
         """
         return ""
 
 
 class ArraySource(Source, Protocol):
-    """A source of decoded images, for formats that pack many images into one file.
-    Their etags are empty.
+    """A source of decoded images, for formats that pack many images into one file. The
+    images have empty etags.
     """
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield the images in a stable order, held-out splits first.
-        All have one size; no block is empty.
+        """Yield the images in a stable order, held-out splits first. All images have
+        the same size, and no block is empty.
         """
         ...
 
@@ -114,19 +114,19 @@ class FileSource(Source, Protocol):
     """A source of encoded image files.
 
     Once `entries` is exhausted, ``chosen_splits`` is final, ``empty_folders`` lists the
-    class folders without an image, and ``hidden_folders`` those that are ignored
-    because their names begin with a dot. ``notes`` are files and folders to mention, by
-    the rule of `evernear.settings.ValidationSettings` that reports them.
+    class folders without an image, and ``hidden_folders`` lists the class folders that
+    are ignored because their names begin with a dot. ``notes`` maps rules of
+    `evernear.settings.ValidationSettings` to the files and folders that they report.
     """
 
     empty_folders: Sequence[str] = ()
     hidden_folders: Sequence[str] = ()
     notes: Mapping[str, NameSample] = MappingProxyType({})
     only_images: bool = False
-    """Whether every listed file is meant to be an image,
-    whatever its name and content.
+    """Whether every listed file is meant to be an image, regardless of name and
+    content.
     """
 
     def read(self, name: str) -> bytes:
-        """The content of a file; called from many threads."""
+        """Return the content of a file. This method is called from many threads."""
         ...

@@ -1,4 +1,4 @@
-"""scikit-learn's digits, as a source and as folders of files."""
+"""scikit-learn's digits, as a source and as image folders."""
 
 import shutil
 import tempfile
@@ -15,8 +15,8 @@ from evernear.errors import SettingsError
 
 
 class Digits(ArraySource):
-    """scikit-learn's 1,797 handwritten digits, 8 x 8.
-    Values 0..16 are scaled to 0..255.
+    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. Values 0..16 are scaled
+    to 0..255.
     """
 
     name = "digits"
@@ -38,17 +38,18 @@ class Digits(ArraySource):
 
 
 class DigitFolders(NamedTuple):
-    """Folders of digits: a source without one class, and the images of that class."""
+    """Folders of digits: a source that lacks one class, and a folder with the images of
+    that class.
+    """
 
     known: Path
-    """A folder for each class, with PNG files."""
+    """A folder with a subfolder of PNG files for each class."""
     unseen: Path
-    """PNG files of the class that ``known`` lacks."""
+    """A folder with PNG files of the class that ``known`` lacks."""
 
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:
-    """Write the digits as folders in ``directory``.
-    A folder that exists stays as it is.
+    """Write the digits as folders in ``directory``. An existing folder is not changed.
 
     Raises:
         SettingsError: ``without`` is not a class of the digits.

@@ -1,5 +1,5 @@
-"""Trees of image files, in a directory or a bucket:
-``<class>/<file>`` or ``<split>/<class>/<file>``.
+"""Trees of image files in a directory or a bucket, as ``<class>/<file>`` or
+``<split>/<class>/<file>``.
 """
 
 import os
@@ -24,15 +24,15 @@ from evernear.errors import DataError, StoreError
 from evernear.settings.data import DataSettings
 
 DEFAULTS = DataSettings()
-# The contents of a bucket's folders are read before its listing:
-# one page of each of these.
+# Maximum number of a bucket's folders whose contents are read before the listing, one
+# page each.
 _MAX_FOLDERS_READ = 20
 _PAGE_NAMES = 1000
 
 
 def dataset_name(location: str) -> str:
-    """The name of the dataset of a directory called ``location``,
-    or of a bucket with a prefix.
+    """The dataset name for ``location``, which is a directory, or a bucket with a
+    prefix.
     """
     return re.sub(r"[^a-z0-9]+", "-", location.lower()).strip("-")[:63].rstrip("-") or "dataset"
 
@@ -52,8 +52,8 @@ class _ClassFolders(FileSource):
         self.notes = self._notes
 
     def _read_contents(self, folders: Iterable[str], read: Callable[[str], Contents]) -> dict[str, Contents]:
-        """The contents of top-level folders;
-        of seg_train/seg_train if seg_train contains nothing else.
+        """Read the contents of top-level folders. If seg_train contains only
+        seg_train/seg_train, read the inner folder instead.
         """
         contents = {folder: read(folder) for folder in folders}
         repeated = [folder for folder, inner in contents.items() if inner == Contents(frozenset({folder}))]
@@ -64,8 +64,8 @@ class _ClassFolders(FileSource):
         self.chosen_splits = self.layout.chosen_splits
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
-        """The entry of an image by its path in the source;
-        None unless it is in a class folder.
+        """The entry of an image by its path in the source, or None if the image is not
+        in a class folder.
         """
         place = self.layout.place([part for part in path.split("/")[:-1] if part])
         if place is None:
@@ -77,8 +77,8 @@ class _ClassFolders(FileSource):
         return FileEntry(path, etag, label, None if place.split in self.chosen_splits else place.split, size_bytes)
 
     def _check_and_note_folders(self) -> None:
-        """Refuse split folders without an image in a class folder,
-        and note what was done with the other folders.
+        """Reject split folders without an image in a class folder, and note how the
+        other folders were treated.
         """
         self.layout.require_used(self.name, self._split_folders_used, self._settings)
         self._note_merged_folders()
@@ -110,8 +110,8 @@ class Folder(_ClassFolders):
             if not directory.is_dir():
                 raise DataError(f"The image directory {directory} does not exist.")
         self._directory = directory
-        # Paths are text: pathlib would take most of the time of listing a million
-        # files.
+        # Paths are strings because pathlib would take most of the time for listing a
+        # million files.
         self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 
     def entries(self) -> Iterator[FileEntry]:
@@ -146,8 +146,8 @@ class Folder(_ClassFolders):
         return path.removeprefix(self._root)
 
     def _group(self, folder: str) -> tuple[str, Split | None] | None:
-        """The class and the split of images directly in a folder;
-        None if they are left out.
+        """The class and the split of images directly in a folder, or None if such
+        images are left out.
         """
         place = self.layout.place(self._name(folder).split("/"))
         return place and (place.class_folder, place.split)
@@ -214,7 +214,7 @@ class Bucket(_ClassFolders):
                     litter.update({skipped} if is_folder else ())
                     self._notes["litter"].add(skipped)
             elif not info.key or info.key.endswith("/") or self.layout.leaves_out(info.key.split("/")[:-1]):
-                continue  # it marks a folder, or the settings leave it out
+                continue  # the object marks a folder, or the settings leave it out
             elif not _may_be_image(info.key, info.size_bytes):
                 self._notes["not_an_image"].add(info.key)
             elif entry := self._entry(info.key, info.etag, info.size_bytes):
@@ -237,7 +237,7 @@ class Bucket(_ClassFolders):
         return self._store.reader()
 
     def _contents(self, folder: str) -> Contents:
-        """The contents of a folder, as far as one request shows them."""
+        """The contents of a folder that one request shows."""
         names = [name for name in islice(self._store.children(folder), _PAGE_NAMES) if not is_skipped(name.rstrip("/"))]
         folders = frozenset(name.removesuffix("/") for name in names if name.endswith("/"))
         return Contents(folders, any(map(has_image_suffix, names)))
@@ -264,14 +264,14 @@ def _is_image(path: str) -> bool:
 
 
 def _may_be_image(key: str, size_bytes: int) -> bool:
-    """Whether an object has to be read to know: a suffix of another kind,
-    or its size, saves the request.
+    """Whether an object may be an image. The suffix of a different file type, or a size
+    that is too small, saves a request.
     """
     return has_image_suffix(key) or (size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(key))
 
 
 def _printable_name(path: str | Path) -> str:
-    """``path`` with escapes for bytes that are not UTF-8."""
+    """Return ``path`` with escapes for bytes that are not UTF-8."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

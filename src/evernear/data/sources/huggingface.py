@@ -25,12 +25,12 @@ class _Columns(NamedTuple):
     image: str
     label: str
     names: Sequence[str] | None
-    """The classes, if the labels are their numbers."""
+    """The class names, if the labels are class numbers."""
 
 
 class HuggingFace(PackedFiles):
-    """Rows with an image and a label. The files of a dataset have their split in their
-    names or folders.
+    """A source of rows with an image and a label. The names or folders of the files
+    indicate the split.
     """
 
     suffixes = (".parquet", ".arrow")
@@ -63,7 +63,7 @@ class _TableFile(NamedTuple):
 
     schema: Any
     batches: Callable[[list[str], int], Iterator[Any]]
-    """Batches of these columns with at most this number of rows."""
+    """Yields batches of the given columns, with at most the given number of rows."""
 
 
 @contextmanager
@@ -104,8 +104,8 @@ def _arrow(path: Path) -> Generator[_TableFile]:
 
 
 def _columns(schema: Any, file: str) -> _Columns:
-    """The columns of images and labels, by the features that `datasets` writes,
-    or else by name and type.
+    """Find the image and label columns by the features that `datasets` writes, or else
+    by name and type.
     """
     metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features: dict[str, Any] = metadata.get("info", {}).get("features", {})
@@ -129,7 +129,7 @@ def _is_image(kind: Any) -> bool:
 
 
 def _label(value: object, columns: _Columns, file: str, row: int) -> str:
-    """The class of a row; -1 is the number of a missing label."""
+    """The class of a row. The number -1 means a missing label."""
     if columns.names is None or not isinstance(value, int):
         return cell_text(value)
     if not -1 <= value < len(columns.names):

@@ -1,8 +1,8 @@
 """A bucket whose objects are listed by a report of S3 Inventory instead of by requests.
 
 S3 writes a report every day or week, as CSV or Parquet files and a manifest that names
-them, to ``<prefix>/<source bucket>/<configuration>/<time>/manifest.json``. See
-"Locating your inventory list" in the user guide of Amazon S3.
+these files, to ``<prefix>/<source bucket>/<configuration>/<time>/manifest.json``. See
+"Locating your inventory list" in the Amazon S3 user guide.
 """
 
 import csv
@@ -29,15 +29,17 @@ from evernear.errors import DataError, MissingObjectError, SettingsError
 from evernear.settings.data import DataSettings
 
 _REPORT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\dZ/")
-"""The folder of a report, named after the time at which S3 began to list the bucket."""
+"""Matches the folder of a report, which is named after the time when S3 began to list
+the bucket.
+"""
 _MANIFEST = "manifest.json"
 _COLUMNS = {
     "CSV": ("Key", "Size", "ETag", "IsLatest", "IsDeleteMarker"),
     "Parquet": ("key", "size", "e_tag", "is_latest", "is_delete_marker"),
 }
 _REQUIRED = 3
-"""Number of columns that a report must have;
-the others are only in reports of all versions.
+"""Number of required columns. The other columns are only in reports that include all
+versions.
 """
 _PAGE = 4096
 
@@ -98,8 +100,8 @@ class Inventory(Bucket):
             raise DataError(f"{name} was deleted after the inventory of {self._report} was written.") from None
 
     def _objects(self) -> Iterator[ObjectInfo]:
-        """The rows of the report, sorted by key through a temporary file,
-        because S3 does not sort them.
+        """Yield the rows of the report. A temporary file sorts the rows by key because
+        S3 does not.
         """
         with closing(sqlite3.connect("")) as db, sqlite_errors():
             db.execute("CREATE TABLE objects (key TEXT PRIMARY KEY, etag TEXT, size_bytes INTEGER) WITHOUT ROWID")
@@ -126,7 +128,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 def inventory_name(location: str) -> str:
-    """The name of the dataset of the reports at ``location``."""
+    """The dataset name for the reports at ``location``."""
     return dataset_name(location.removeprefix("s3://"))
 
 
@@ -166,8 +168,8 @@ def _parse_manifest(data: bytes, where: str) -> _Manifest:
 
 
 def _csv_rows(path: Path, name: str, manifest: _Manifest, columns: Sequence[str]) -> Iterator[list[str]]:
-    """The cells of ``columns`` in a gzipped CSV file without a header,
-    whose keys are URL-encoded.
+    """Yield the cells of ``columns`` in a gzipped CSV file that has no header and
+    URL-encoded keys.
     """
     names = [column.strip() for column in manifest.columns.split(",")]
     places = [names.index(column) if column in names else None for column in columns]
@@ -211,7 +213,7 @@ def _broken(name: str, kind: str, error: Exception) -> DataError:
 
 
 def _text(value: object) -> str:
-    """A cell as in CSV."""
+    """The text of a cell, as in CSV."""
     if isinstance(value, bytes):
         return value.decode()
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,10 +1,11 @@
-"""The layout of a tree of images: which folders are splits,
-and which folder is the class of an image.
+"""The layout of an image tree, which defines the split folders and the class folder of
+each image.
 
-Folders are splits if their names say so, above the class folders (``train/cat/0.jpg``)
-or in them (``cat/train/0.jpg``). Where names and contents leave it open,
-`choose_layout` refuses: with ``train`` and ``eval`` as classes, the network would learn
-to tell the two apart. The settings ``data.layout`` and ``data.split_folders`` answer.
+Folders are splits if their names indicate splits, above the class folders
+(``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If names and contents are
+ambiguous, `choose_layout` raises an error. With ``train`` and ``eval`` as classes, the
+network would learn to distinguish the splits. The settings ``data.layout`` and
+``data.split_folders`` resolve the ambiguity.
 """
 
 import json
@@ -30,17 +31,17 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Words in the names of split folders, and their splits.
-Training is validated on the gallery.
+"""Maps words in the names of split folders to splits. Validation images become the
+gallery.
 """
-# The beginning of a name such as trainset, tests or Validate.
+# Matches the beginning of a name such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
 _MAX_NAMES = 5
 
 
 class Contents(NamedTuple):
-    """A top-level folder: the names of its folders,
-    and whether it contains images directly.
+    """The contents of a top-level folder: the names of its subfolders, and whether it
+    contains images directly.
     """
 
     folders: frozenset[str] = frozenset()
@@ -48,7 +49,7 @@ class Contents(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What the folders of an image mean."""
+    """The meaning of the folders in an image's path."""
 
     class_folder: str
     """The folder that names the class."""
@@ -60,41 +61,46 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """``splits`` are the split folders by name: at the top,
-    or in the class folders if ``class_first``.
+    """The meaning of the folders in a source. ``splits`` maps names of split folders to
+    splits. The split folders are at the top level, or inside the class folders if
+    ``class_first``.
     """
 
     splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     left_out: frozenset[str] = frozenset()
     """Top-level folders to ignore."""
     left_out_inside: frozenset[str] = frozenset()
-    """Folders in top-level folders to ignore."""
+    """Folders to ignore inside top-level folders."""
     class_first: bool = False
     innermost: bool = False
-    """The class is the innermost folder instead of the outermost one."""
+    """Whether the innermost folder is the class, instead of the outermost folder."""
 
     @property
     def train_folder(self) -> str:
-        """The split folder of the training images; empty without split folders."""
+        """The split folder of the training images, or an empty string without split
+        folders.
+        """
         return next((folder for folder, split in self.splits.items() if split == "train"), "")
 
     @property
     def top_splits(self) -> Mapping[str, Split]:
-        """The split folders at the top."""
+        """The split folders at the top level."""
         return {} if self.class_first else self.splits
 
     @property
     def chosen_splits(self) -> tuple[Split, ...]:
-        """The splits that ingest assigns: train, and those without a folder."""
+        """The splits that ingest assigns, which are train and the splits without a
+        folder.
+        """
         return ("train", *(split for split in SPLITS[1:] if split not in self.splits.values()))
 
     def leaves_out(self, folders: list[str]) -> bool:
-        """Whether the settings leave out the images in ``folders``."""
+        """Whether the settings exclude the images in ``folders``."""
         return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
 
     def place(self, folders: list[str]) -> Place | None:
-        """What the ``folders`` of an image mean; None if it is left out,
-        or not in a class folder.
+        """The meaning of an image's ``folders``, or None if the image is excluded or
+        not in a class folder.
         """
         if self.leaves_out(folders):
             return None
@@ -114,10 +120,10 @@ class Layout:
         return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
 
     def class_folder(self, label: str, file: str = "") -> str:
-        """The folder for an image of class ``label``: a new one, or a ``file`` of the
-        source that changes its class.
+        """The folder for an image of class ``label``. The image is new, or a ``file``
+        of the source whose class changes.
 
-        A file stays in its split folder. A new image belongs to the training images.
+        A file stays in its split folder. A new image becomes a training image.
         """
         split_folder = self.train_folder
         if file:
@@ -127,11 +133,11 @@ class Layout:
         return "/".join(filter(None, parts))
 
     def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
-        """Require that each split folder contains images in class folders;
-        ``used`` are those that do.
+        """Require that each split folder contains images in class folders. ``used`` are
+        the split folders that do.
 
         Raises:
-            DataError: a split folder does not.
+            DataError: a split folder contains no image in a class folder.
         """
         for folder in sorted(self.splits.keys() - used):
             if folder in settings.split_folders:
@@ -153,8 +159,8 @@ class Layout:
 
 
 class NestedFolders:
-    """The folders in class folders, by class.
-    Memory does not grow with their number.
+    """The folders inside class folders, by class. Memory does not grow with the number
+    of folders.
     """
 
     def __init__(self) -> None:
@@ -173,8 +179,8 @@ class NestedFolders:
             folders.add(place.class_folders[1])
 
     def names(self) -> Iterator[str]:
-        """The class folders whose folders may be classes or splits.
-        A single folder in one class is neither.
+        """The class folders whose subfolders may be classes or splits. A single
+        subfolder in one class is neither.
         """
         single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
         for label, folders in self._folders.items():
@@ -183,11 +189,10 @@ class NestedFolders:
 
 
 def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSettings) -> Layout:
-    """The layout of a source with these top-level folders.
+    """Choose the layout of a source with the given top-level folders.
 
     Raises:
-        DataError: it is not clear which folders are splits,
-            or none of them is for training.
+        DataError: the folders are ambiguous, or no split folder is for training.
     """
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
@@ -206,7 +211,7 @@ def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSett
 
 
 def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split] | None:
-    """The splits of the top-level folders; None if these are classes."""
+    """The splits of the top-level folders, or None if these folders are classes."""
     named = folders.keys() & given.keys()
     words = _split_words(folders.keys() - given.keys())
     known, unknown = _known_splits(words, folders.keys(), given)
@@ -227,7 +232,9 @@ def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, 
 
 
 def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split]:
-    """The splits of folders in class folders; empty if they are not splits."""
+    """The splits of folders inside class folders, or an empty mapping if these folders
+    are not splits.
+    """
     inner = [contents.folders for contents in folders.values()]
     plain = {folder: re.sub("[^a-z]", "", folder.lower()) for names in inner for folder in names - given.keys()}
     words = {folder: word for folder, word in plain.items() if word in SPLIT_WORDS}
@@ -245,15 +252,15 @@ def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mappin
 
 
 def named_like_splits(folders: Collection[str]) -> set[str]:
-    """Folders with names like a split's, so that their contents decide."""
+    """Folders whose names resemble split names, so that their contents decide."""
     return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
 
 
 def _known_splits(
     words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
 ) -> tuple[dict[str, Split], set[str]]:
-    """The splits of folders with ``words``,
-    and the names of folders without a split or with another folder's split.
+    """The splits of folders with ``words``, and the names of folders without a split or
+    with the same split as a different folder.
     """
     splits = _splits_of(words, given)
     uses = Counter(splits.values())
@@ -262,8 +269,8 @@ def _known_splits(
 
 
 def _split_words(folders: Collection[str]) -> dict[str, str]:
-    """The word of `SPLIT_WORDS` in each of ``folders`` that contains exactly one,
-    ignoring case.
+    """Maps each of ``folders`` that contains exactly one word of `SPLIT_WORDS`,
+    ignoring case, to that word.
     """
     words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
     return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
@@ -273,7 +280,7 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
     """The splits of folders with ``words``. A validation folder is the gallery,
     or else the test split.
 
-    A dataset with nothing but train and validation reports its results on the latter.
+    A dataset with only train and validation folders reports its results on validation.
     """
     has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
     return {
@@ -283,8 +290,8 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
 
 
 def _alike(words: Mapping[str, str]) -> set[str]:
-    """Folders whose names differ only in the split,
-    such as ``seg_train`` and ``seg_test``.
+    """Folders whose names differ only in the split word, such as ``seg_train`` and
+    ``seg_test``.
     """
     patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
     counts = Counter(patterns.values())
@@ -292,11 +299,11 @@ def _alike(words: Mapping[str, str]) -> set[str]:
 
 
 def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
-    """Folders with the names and contents of splits.
+    """Folders that look like splits by name and content.
 
     A folder with one of the ``words`` contains class folders and no image, or shares
-    class folders with others. A name that only begins like one has to share class
-    folders.
+    class folders with other folders. A folder whose name only begins like a split's
+    must share class folders.
     """
     sharing = _sharing(folders)
     with_word = {
@@ -306,7 +313,9 @@ def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -
 
 
 def _sharing(folders: Mapping[str, Contents]) -> set[str]:
-    """Folders that contain a folder of the same name as another one does."""
+    """Folders that contain a subfolder with the same name as a subfolder of a different
+    folder.
+    """
     counts = Counter(inner for contents in folders.values() for inner in contents.folders)
     return {folder for folder, contents in folders.items() if any(counts[inner] > 1 for inner in contents.folders)}
 
@@ -314,8 +323,8 @@ def _sharing(folders: Mapping[str, Contents]) -> set[str]:
 def _question(
     subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
 ) -> DataError:
-    """The error that asks which of the ``unknown`` folders are splits,
-    with settings that answer.
+    """The error that asks which of the ``unknown`` folders are splits, and suggests
+    settings that answer the question.
     """
     sharing = _sharing(folders)
     used: set[str] = {SPLIT_WORDS[word] for word in _split_words(known).values()}
@@ -336,7 +345,7 @@ def _question(
 
 
 def _assignment(folder: str, split: str) -> str:
-    """The option that says the split of a folder."""
+    """The command-line option that assigns a split to a folder."""
     if re.search(r"[.=\s]|__", folder):
         return f"--set {shlex.quote(f'data.split_folders={json.dumps({folder: split}, ensure_ascii=False)}')}"
     return f"--set {shlex.quote(f'data.split_folders.{folder}={split}')}"

@@ -1,4 +1,4 @@
-"""MNIST, and data sets in its format (IDX, http://yann.lecun.com/exdb/mnist)."""
+"""MNIST, and data sets in the MNIST format (IDX, http://yann.lecun.com/exdb/mnist)."""
 
 import gzip
 import math
@@ -26,8 +26,8 @@ _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None
 
 
 class Mnist(ArraySource):
-    """The four IDX files of MNIST, plain or gzip.
-    The 10,000 official test images are the test split.
+    """The four IDX files of MNIST, uncompressed or gzipped. The 10,000 official test
+    images are the test split.
     """
 
     name = "mnist"
@@ -73,7 +73,7 @@ class Mnist(ArraySource):
 
 
 class _IdxReader:
-    """Reads an IDX file of unsigned bytes from front to back, in flat memory."""
+    """Reads an IDX file of unsigned bytes sequentially, in constant memory."""
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, path: Path) -> None:
         self._file, self._path = file, path
@@ -84,7 +84,7 @@ class _IdxReader:
         self._left = self.shape[0]
 
     def read(self, count: int) -> Pixels:
-        """The next ``count`` items, or the remaining ones."""
+        """Read the next ``count`` items, or all remaining items if there are fewer."""
         count = min(count, self._left)
         self._left -= count
         shape = (count, *self.shape[1:])
@@ -109,7 +109,8 @@ def _open_idx(path: Path) -> Generator[_IdxReader]:
 
 
 def download_mnist() -> Path:
-    """The directory of MNIST's files, which torchvision downloads once and checks.
+    """Return the directory of MNIST's files, which torchvision downloads once and
+    verifies.
 
     Raises:
         DataError: the download failed.

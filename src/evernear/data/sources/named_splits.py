@@ -1,5 +1,5 @@
-"""The splits that a table or another file with many images names in words: train,
-test, validation ...
+"""The splits that a table or a packed file names with words such as train, test and
+validation.
 """
 
 from typing import Literal
@@ -13,10 +13,10 @@ NamedSplit = Split | Literal["", "none", "validation"]
 
 
 class NamedSplits:
-    """Collects the words of a source, and then says the split of each image.
+    """Collects the split words of a source, then determines the split of each image.
 
     As for the folders of a source, validation images are the gallery, or the test split
-    if no image is in it. Ingest chooses the splits that no image names from those in
+    if no image is in it. Ingest fills the splits that no image names from the images in
     train.
     """
 
@@ -26,11 +26,11 @@ class NamedSplits:
         self.chosen_splits: tuple[Split, ...] = SPLITS
 
     def add(self, word: str, where: str) -> NamedSplit:
-        """The split that ``word`` names, for `explicit`; ``none`` if
-        ``data.split_folders`` leaves it out.
+        """Return the split that ``word`` names, for `explicit`, or ``none`` if
+        ``data.split_folders`` excludes it.
 
         Raises:
-            DataError: the word is unknown; ``where`` says where it stands.
+            DataError: the word is unknown. The message names its place, ``where``.
         """
         plain = word.strip().casefold()
         split: NamedSplit | None = self._given.get(word.strip())
@@ -46,10 +46,10 @@ class NamedSplits:
         return split
 
     def finish(self) -> None:
-        """Decide which splits are chosen by ingest; call it after the last `add`.
+        """Determine the splits that ingest chooses. Call this after the last `add`.
 
         Raises:
-            DataError: images have splits, but none is for training.
+            DataError: images have explicit splits, but no split is for training.
         """
         used = {self._split(split) for split in self._used} - {None}
         if used and not self._used & {"train", ""}:
@@ -60,7 +60,9 @@ class NamedSplits:
         self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in used)) if used else SPLITS
 
     def explicit(self, split: NamedSplit) -> Split | None:
-        """After `finish`: the explicit split of an image; None if ingest chooses it."""
+        """The explicit split of an image, or None if ingest chooses the split. Call
+        this after `finish`.
+        """
         chosen = self._split(split)
         return None if chosen in self.chosen_splits else chosen
 

@@ -1,10 +1,10 @@
-"""Files that contain many encoded images, such as tars and Parquet files:
-the second form of a source of files.
+"""Packed files, which contain many encoded images, such as tar and Parquet files. They
+are the second form of a file source.
 
-They are listed and read one file at a time, from front to back. Memory holds the names
-in one file, and one image. A file in a bucket is first copied to the temporary
-directory. An image is called ``<file>/<member>``. Its etag is that of the file, so a
-file that has not changed is neither listed nor read again.
+Packed files are listed and read sequentially, one file at a time. Memory holds the
+names in one file, and one image. A file in a bucket is first copied to the temporary
+directory. An image is called ``<file>/<member>``. Its etag is the etag of the file, so
+an unchanged file is neither listed nor read again.
 """
 
 import os
@@ -33,12 +33,12 @@ from evernear.settings.data import DataSettings
 _MAX_NAMES = 5
 _WITH_NOTES = " notes"
 _OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
-"""The plan of an export, and where its files were staged."""
+"""Folders for the plan and the staged files of an export."""
 
 
 class Member(NamedTuple):
-    """An image in a file, in the file's order;
-    ``size_bytes`` is 0 if only a look at the image would show it.
+    """An image in a packed file, in the order of the file. ``size_bytes`` is 0 if the
+    size is unknown without reading the image.
     """
 
     name: str
@@ -53,17 +53,17 @@ class _File(NamedTuple):
 
 
 class PackedFiles(FileSource):
-    """Files with many images below a directory or a prefix of a bucket.
-    A subclass knows their format.
+    """Packed files below a directory or a bucket prefix. A subclass implements the file
+    format.
 
-    The name of a file, or of a folder above it, may say the split of its images,
+    The name of a file, or of a folder above it, may indicate the split of its images,
     as in ``train-00000.tar``.
     """
 
     only_images = True
     suffixes: tuple[str, ...]
     kind: str
-    """What messages call the files."""
+    """The name of the file type in messages."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
         """Open the files at ``location``, a directory or ``s3://bucket/prefix``.
@@ -103,18 +103,18 @@ class PackedFiles(FileSource):
             raise DataError(f"{self._location} contains no image with a label in {self.kind}.")
 
     def read(self, name: str) -> bytes:
-        """The content of one image. For many,
-        `read_in_order` reads each file only once.
+        """Read the content of one image. For many images, use `read_in_order`, which
+        reads each file only once.
         """
         entry = FileEntry(name, "", "", None, 0)
         return next(self.read_in_order([entry]))[1]
 
     def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
-        """The contents of ``entries``, of which those of a file are in a row;
-        each file is read once, in its order.
+        """Yield the contents of ``entries``, in which images of the same file must be
+        consecutive. Each file is read once, in its own order.
 
         Raises:
-            DataError: a file is broken, or no longer has one of its images.
+            DataError: a file is broken, or no longer contains one of its images.
         """
         for file, group in groupby(entries, key=lambda entry: self.file_of(entry.name)):
             wanted = {entry.name.removeprefix(f"{file}/"): entry for entry in group}
@@ -126,14 +126,16 @@ class PackedFiles(FileSource):
 
     @abstractmethod
     def _members(self, path: Path, file: str) -> Iterator[Member]:
-        """The images in a file, which is called ``file`` in messages."""
+        """Yield the images in a file, which is named ``file`` in messages."""
 
     @abstractmethod
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
-        """Name and content of the ``wanted`` members, in the order of the file."""
+        """Yield the name and content of the ``wanted`` members, in the order of the
+        file.
+        """
 
     def _listed(self, file: _File, explicit: Split | None) -> list[FileEntry]:
-        """The images of a file, from the file itself."""
+        """Read the list of images in a file from the file itself."""
         names: set[str] = set()
         entries: list[FileEntry] = []
         noted = sum(note.count for note in self._notes.values())
@@ -148,12 +150,13 @@ class PackedFiles(FileSource):
                 else:
                     self._notes["no_label"].add(name)
         if noted != sum(note.count for note in self._notes.values()):
-            # Listed again each time, because only the file shows what was left out.
+            # Such a file is listed again each time, because only the file shows the
+            # left-out images.
             entries = [entry._replace(etag=file.etag + _WITH_NOTES) for entry in entries]
         return entries
 
     def _files(self) -> tuple[list[_File], NamedSplits]:
-        """The files by name, with their splits."""
+        """The files, sorted by name, and their splits."""
         splits = NamedSplits(self._location, self._settings)
         files: list[_File] = []
         for name, etag in self._all_files():
@@ -196,7 +199,7 @@ class PackedFiles(FileSource):
 
     @contextmanager
     def _opened(self, file: str) -> Generator[Path]:
-        """A local copy of a file, or the file itself."""
+        """Provide a local copy of a file, or the file itself."""
         if self._store is None:
             path = Path(self._location, file)
             with disk_errors(path):
@@ -207,8 +210,8 @@ class PackedFiles(FileSource):
             yield self._store.fetch(file, Path(scratch, "file"))
 
     def file_of(self, name: str) -> str:
-        """The file of an image, by its name:
-        the shortest part of its name that ends with one of the suffixes.
+        """The file that contains the image ``name``: the shortest prefix of the name
+        that ends with one of the suffixes.
         """
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
@@ -218,8 +221,8 @@ class PackedFiles(FileSource):
 
 
 def split_word(name: str) -> str:
-    """The word for a split in the name of a file, or else of a folder above it;
-    empty without one, or with several.
+    """The split word in the name of a file, or else in the name of a folder above it.
+    Empty if a name has no split word or several.
     """
     for part in reversed(name.split("/")):
         words = SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())

@@ -1,5 +1,5 @@
-"""A table of image files and their labels: CSV or Parquet with the columns path, label,
-and optionally split and group.
+"""A table of image files and their labels, in CSV or Parquet with the columns path and
+label, and optionally split and group.
 
 The rows are read into a temporary SQLite file, which shows repeated paths and joins the
 rows with the listing of a bucket, so that memory does not grow with the table.
@@ -44,7 +44,7 @@ class Table(FileSource):
         """Open the table at ``location``, a path or ``s3://bucket/key``.
 
         Raises:
-            SettingsError: its suffix is another file's.
+            SettingsError: the suffix is not a table's.
             DataError: it does not exist.
         """
         if not is_table(location):
@@ -62,11 +62,11 @@ class Table(FileSource):
         self._db: sqlite3.Connection | None = None
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the files of the rows by name.
+        """List the files of the rows, sorted by name.
 
         Raises:
-            DataError: the table is invalid, or a file does not exist;
-                the message names rows or files.
+            DataError: the table is invalid, or a file does not exist. The message names
+                rows or files.
         """
         self._notes.clear()
         self._db = sqlite3.connect("")  # a private temporary file
@@ -102,14 +102,14 @@ class Table(FileSource):
             return path.read_bytes()
 
     def group(self, name: str) -> str:
-        """The group of a file; empty if the table names none."""
+        """The group of a file, or an empty string if the table names none."""
         assert self._db is not None  # noqa: S101 - `entries` comes first
         with sqlite_errors():
             row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
         return row[0] if row else ""
 
     def _load(self, db: sqlite3.Connection) -> NamedSplits:
-        """Read the table into the table ``rows``."""
+        """Load the table into the SQLite table ``rows``."""
         splits = NamedSplits(self._file_name, self._settings)
         labels: defaultdict[str, set[str]] = defaultdict(set)
         conflicts = NameSample()
@@ -144,14 +144,14 @@ class Table(FileSource):
         return splits
 
     def _fetched(self, scratch: Path) -> Path:
-        """The file of the table."""
+        """Return the table file, fetched to ``scratch`` if necessary."""
         if not self._in_bucket:
             return Path(self._location)
         return open_store(self._root).fetch(self._file_name, scratch / "table")
 
     def _place(self, row: Row) -> tuple[str, str, str]:
-        """The name of a row's file in the source,
-        and for an object the bucket and the key.
+        """The name of a row's file in the source, and the bucket and key of an
+        object.
         """
         text, refused = row.path, f"The path {row.path!r} in {row.where} of {self._file_name}"
         try:
@@ -182,7 +182,7 @@ class Table(FileSource):
         return name, bucket, f"{prefix}/{name}" if prefix else name
 
     def _is_used(self, name: str, label: str) -> bool:
-        """Whether a row is one of the images; notes why not."""
+        """Whether a row is used as an image. If not, note the reason."""
         if skipped := skipped_path(name.removeprefix(_S3)):
             self._notes["litter"].add(skipped)
         elif names_other_kind(name):
@@ -194,7 +194,9 @@ class Table(FileSource):
         return False
 
     def _stat(self, name: str) -> tuple[str | None, int]:
-        """The etag and the size of a file; no etag if it does not exist."""
+        """The etag and the size of a file. The etag is None if the file does not
+        exist.
+        """
         path = os.path.join(self._root, name)  # noqa: PTH118 - pathlib would take most of the time
         try:
             stat = os.stat(path)  # noqa: PTH116
@@ -208,7 +210,7 @@ class Table(FileSource):
         return file_etag(stat), stat.st_size
 
     def _note_link(self, folder: str) -> None:
-        """Note the link through which a folder is outside of the table's."""
+        """Note the link that leads from the table's folder to a folder outside it."""
         root = os.path.realpath(self._root)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, folder))]) == root:  # noqa: PTH118
             return
@@ -220,8 +222,8 @@ class Table(FileSource):
             self._notes["outside_link"].add(name)
 
     def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
-        """Record etag and size of the objects in a bucket,
-        from a listing of the folder that contains all of them.
+        """Record the etag and size of the objects in a bucket, from a listing of their
+        common parent folder.
         """
         with sqlite_errors():
             ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()
@@ -250,7 +252,7 @@ def _reader(bucket: str) -> Callable[[str], bytes]:
 
 
 def _sample(names: NameSample) -> str:
-    """Some of the names, and the number of the others."""
+    """Some of the names, and the number of other names."""
     shown = names.names[:_MAX_NAMES]
     rest = names.count - len(shown)
     return ", ".join(shown) + (f" and {rest:,} more" if rest else "")

@@ -1,4 +1,4 @@
-"""The rows of a table of names and labels: CSV or Parquet, a block at a time."""
+"""Read the rows of a CSV or Parquet table of names and labels, a block at a time."""
 
 import csv
 import os
@@ -19,7 +19,7 @@ _MAX_NAMES = 5
 
 
 class Row(NamedTuple):
-    """A row: its place in the file, for messages, and the text of its cells.
+    """A table row with its place in the file, for messages, and the text of its cells.
     Absent cells are empty.
     """
 
@@ -31,11 +31,11 @@ class Row(NamedTuple):
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """The rows of a CSV or Parquet file that is called ``name`` in messages;
-    memory does not grow with the table.
+    """Yield the rows of a CSV or Parquet file that is named ``name`` in messages.
+    Memory does not grow with the table.
 
     Raises:
-        DataError: the file is neither, is broken, or lacks a column.
+        DataError: the file is neither CSV nor Parquet, is broken, or lacks a column.
     """
     if name.lower().endswith(PARQUET_SUFFIXES):
         yield from _parquet_rows(file, name)
@@ -44,11 +44,11 @@ def read_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def column_positions(columns: Sequence[str], name: str) -> Mapping[str, int]:
-    """The position of each known column;
-    letter case and spaces around a name are ignored.
+    """The position of each known column. Letter case and spaces around a name are
+    ignored.
 
     Raises:
-        DataError: a required column is missing, or a known one occurs twice.
+        DataError: a required column is missing, or a known column occurs twice.
     """
     plain = [column.strip().casefold() for column in columns]
     known = [*REQUIRED, *OPTIONAL]
@@ -74,8 +74,8 @@ def _csv_rows(file: Path, name: str) -> Iterator[Row]:
             try:
                 header = text.readline()
                 text.seek(0)
-                # Excel separates columns by semicolons where the comma is the decimal
-                # point.
+                # Excel separates columns with semicolons in locales whose decimal
+                # separator is a comma.
                 reader = csv.reader(text, delimiter=max(",;\t", key=header.count), strict=True)
                 columns = next(reader, [])
                 at = column_positions(columns, name)
@@ -123,8 +123,8 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
-    """Accept text, and for labels whole numbers;
-    pandas turns whole numbers with gaps into floating-point ones.
+    """Accept text, and numbers for labels. Floating-point numbers are accepted because
+    pandas converts whole numbers with gaps to them.
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -134,12 +134,12 @@ def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
 
 
 def cell_text(value: object) -> str:
-    """The text of a cell; a missing value (null or NaN) is empty, and 3.0 is 3."""
+    """The text of a cell. A missing value (null or NaN) is empty, and 3.0 becomes 3."""
     if value is None or value != value:
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def is_table(location: str) -> bool:
-    """Whether the suffix of a file says that it is a table."""
+    """Whether a file has the suffix of a table."""
     return os.path.splitext(location)[1].lower() in CSV_SUFFIXES + PARQUET_SUFFIXES  # noqa: PTH122 - may be a URI

@@ -1,5 +1,5 @@
-"""A directory tree in which links to folders are followed.
-pathlib would take most of the time of a listing.
+"""A directory tree in which links to folders are followed. The code avoids pathlib,
+which would take most of the listing time.
 """
 # ruff: noqa: PTH115, PTH116, PTH120
 
@@ -22,7 +22,7 @@ class Tree:
     """The folders and files below a directory.
 
     A link to a folder is followed, unless that folder contains the link. Paths begin
-    with the directory, and lead through links.
+    with the directory, and may pass through links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -44,18 +44,18 @@ class Tree:
         return sorted(entry.path for entry in entries if self._enters(entry, above))
 
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
-        """All files below a folder, unsorted:
-        sorting would hold the listing of a whole folder in memory.
+        """Yield all files below a folder, unsorted, because sorting would require the
+        listing of a whole folder in memory.
 
-        A folder that `is_skipped` is yielded instead of the files in it. One without a
-        ``group`` of its path is left out. Links among folders would multiply their
-        files, so a link to a folder that was listed for this group is skipped.
+        A folder that `is_skipped` is yielded instead of its files. A folder whose path
+        has no ``group`` is left out. Links among folders would multiply files, so a
+        link to a folder that was already listed for the same group is skipped.
         """
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
-        """The folders, the regular files and whatever `is_skipped` in a folder.
-        Notes the links that lead nowhere.
+        """Yield the folders, the regular files and the skipped entries in a folder.
+        Broken links are recorded.
         """
         with disk_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
@@ -75,8 +75,8 @@ class Tree:
                     yield entry, "file"
 
     def require_no_broken_link(self) -> None:
-        """Require that no link seen so far leads nowhere: images must not leave the
-        dataset because a disk is not mounted.
+        """Require that no link seen so far is broken, because images must not leave the
+        dataset when a disk is not mounted.
 
         Raises:
             StoreError: the message names some of the links.
@@ -107,8 +107,8 @@ class Tree:
             yield from self._files(entry.path, above | {inode}, group)
 
     def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
-        """Whether to list a folder: not if it is one of those ``above``.
-        Notes a link that leads out of the tree.
+        """Whether to list a folder, which must not be one of the folders ``above``. A
+        link that leads out of the tree is noted.
         """
         if _inode(entry.path) in above:
             return False
@@ -119,8 +119,8 @@ class Tree:
         return True
 
     def _containing(self, folder: str) -> frozenset[_Inode]:
-        """A folder of the tree, the folders that lead to it,
-        and those that contain the tree.
+        """The inodes of a folder in the tree, of the folders that lead to it, and of
+        the folders that contain the tree.
         """
         paths = [self._real_root, *map(str, Path(self._real_root).parents)]
         while len(folder) > len(self._root):

@@ -1,8 +1,8 @@
-"""WebDataset: tars in which the members of a sample are neighbors and share a name,
+"""WebDataset: tar files in which the members of a sample are adjacent and share a name,
 as in ``7.jpg`` and ``7.cls``.
 
 The format is described at https://github.com/webdataset/webdataset. The label is the
-field ``label`` of ``.json``, or else the text of ``.cls``.
+``label`` field of ``.json``, or else the text of ``.cls``.
 """
 
 import json
@@ -27,7 +27,7 @@ _MAX_LABEL_BYTES = 2**20
 
 
 class WebDataset(PackedFiles):
-    """Tars of images and their labels."""
+    """Tar files with images and their labels."""
 
     suffixes = (".tar", ".tar.gz", ".tgz")
     kind = "tars"
@@ -44,8 +44,8 @@ class WebDataset(PackedFiles):
                         labels[kind] = self._label(tar, info, kind, file)
                     elif has_image_suffix(f"image.{kind}"):
                         images.append(info)
-                # Beside a name in .json, .cls has the number that the loader of
-                # webdataset expects.
+                # If .json has the class name, .cls has the class number that the
+                # webdataset loader expects.
                 label = labels.get("json") or labels.get("cls")
                 if images and label is None:
                     unlabeled = unlabeled or key
@@ -61,13 +61,15 @@ class WebDataset(PackedFiles):
         with _opened(path, file) as tar:
             for info in _each(tar):
                 if info.name in wanted and info.isreg():
-                    # `evernear.data.decoding` refuses what is larger than uncompressed
-                    # pixels.
+                    # `evernear.data.decoding` rejects files that are larger than
+                    # uncompressed pixels.
                     is_too_large = info.size > 8 * self._settings.max_pixels
                     yield info.name, b"" if is_too_large else _content(tar, info)
 
     def _used(self, tar: tarfile.TarFile, file: str) -> Iterator[tarfile.TarInfo]:
-        """The regular members that no operating system left behind."""
+        """Yield the regular members, without files that operating systems left
+        behind.
+        """
         for info in _each(tar):
             try:
                 info.name.encode()
@@ -95,15 +97,15 @@ class WebDataset(PackedFiles):
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members in their order. `tarfile` would remember them all."""
+    """Yield the members in order, without `tarfile`'s list of all members in memory."""
     while info := tar.next():
         yield info
         tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - absent from the type stubs
 
 
 def _sample(name: str) -> tuple[str, str]:
-    """The name of a member's sample, and the rest of its own name:
-    all after the first dot of the file's name.
+    """Split a member's name into the sample name and the rest, which follows the first
+    dot of the file name.
     """
     folder, base = posixpath.split(name)
     stem, _, rest = base.partition(".")
@@ -126,8 +128,8 @@ def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
 
 
 def _require_end(tar: tarfile.TarFile, file: str) -> None:
-    """`tarfile` takes a broken header, or the end of a truncated file,
-    for the end of the tar.
+    """Require a complete tar file, because `tarfile` treats a broken header or a
+    truncated file as the end.
     """
     assert tar.fileobj is not None  # noqa: S101 - it is open
     tar.fileobj.seek(tar.offset)
