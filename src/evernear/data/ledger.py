@@ -218,9 +218,7 @@ class Ledger:
     # Files
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images of a file of many that is unchanged,
-        see `evernear.data.members`.
-        """
+        """The images in an unchanged packed file, see `evernear.data.members`."""
         return members(self._db, self._source, file, etag)
 
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
@@ -761,9 +759,7 @@ class PublishedLedger:
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images of a file of many that is unchanged,
-        see `evernear.data.members`.
-        """
+        """The images in an unchanged packed file, see `evernear.data.members`."""
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -1,12 +1,14 @@
-"""Live accuracy: intervals from labeled live queries, and a test for a loss.
+"""Estimate live accuracy from labeled live queries, with confidence intervals, and test
+for a loss.
 
-The labels of a release count in blocks, in the order of their arrival. A block is a
-sample of fixed size, and the test asks whether more of its labels are wrong than the
-accuracy on the test split explains. Wrong labels never decrease, so the answer is known
-with the label that exceeds the limit: one may look at every label, and the test is as
-powerful as a single look at the whole block (curtailed inspection; Girshick, Mosteller
-and Savage 1946, Ann. Math. Stat. 17:13). A sequential test that may continue forever,
-such as a likelihood ratio, needs more labels for the same loss.
+The labels of a release are tested in blocks, in order of arrival. A block is a sample
+of fixed size, and the test asks whether more of its labels are wrong than the accuracy
+on the test split explains. The number of wrong labels never decreases, so the result is
+known as soon as a label exceeds the limit. Therefore every label may be checked on
+arrival, and the test is as powerful as a single check of the whole block (curtailed
+inspection; Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17:13). A sequential
+test that may continue forever, such as a likelihood ratio, needs more labels to detect
+the same loss.
 
 The limit is a quantile of the beta-binomial distribution. It predicts the number of
 wrong labels from the test split, and so allows for the size of the test split.
@@ -31,19 +33,23 @@ from evernear.evaluation.statistics import Proportion, deviations, exact_proport
 LEVEL = 0.02
 """Probability that a release without a loss is called worse in a month."""
 BLOCK = 150
-"""Labels of the first block of a month.
-Each further one has twice the size of the one before ...
+"""Number of labels in the first block of a month. Each later block has twice the size
+of the previous block ...
 """
 _LATER = 1 / 8
-"""... and this share of its level, so that all blocks of a month spend `LEVEL`."""
+"""... and this fraction of its level, so that all blocks of a month together use up
+`LEVEL`.
+"""
 _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
-"""Shares of a block with limits of their own, which find a severe loss early,
-and their shares of its level.
+"""Fractions of a block with separate limits, which detect a severe loss early, and
+their shares of the block's level.
 """
 
 
 class LabeledQuery(Frozen):
-    """A live query with the answer of the release ``version``, and its true label."""
+    """A live query with the prediction of the release ``version``, and the true
+    label.
+    """
 
     id: str
     at: AwareDatetime
@@ -55,14 +61,14 @@ class LabeledQuery(Frozen):
 
     @property
     def correct(self) -> bool:
-        """Whether the prediction is correct, whether called unknown or not,
-        as on the test split.
+        """Whether the predicted class is correct, even if the prediction is unknown, as
+        on the test split.
         """
         return self.pred == self.label
 
 
 class LiveAccuracy(Frozen):
-    """The accuracy of a release on its labeled live queries of one week."""
+    """The accuracy of a release on the labeled live queries of one week."""
 
     version: str
     week: str
@@ -79,27 +85,29 @@ class ExpectedAccuracy:
 
     value: float
     images: float
-    """Number of independent images that say as much as those of the test split."""
+    """Effective number of independent images in the test split."""
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """The accuracy of one release on its live queries that were labeled in this month
-    and the one before.
+    """The accuracy of one release on the live queries that were labeled in this month
+    or the previous month.
     """
 
     accuracy: Proportion
     expected: float | None
-    """The accuracy on the test split; None if the release was archived without it."""
+    """The accuracy on the test split, or None if the release was archived without this
+    accuracy.
+    """
     lost_at: datetime | None
-    """The arrival of the label with which the loss was significant;
-    None if it was not.
+    """The arrival time of the label that made the loss significant, or None if the loss
+    is not significant.
     """
 
     @property
     def loss(self) -> float:
-        """The difference from the expected accuracy;
-        0 if nothing is lost or expected.
+        """The decrease from the expected accuracy, or 0 without a decrease or an
+        expected accuracy.
         """
         return max(0.0, (self.expected or 0.0) - self.accuracy.value)
 
@@ -116,8 +124,8 @@ class Assessment:
 def assess(
     queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime, confidence: float = 0.95
 ) -> Assessment | None:
-    """Compare the labels of one release, in the order of their arrival;
-    None without recent ones.
+    """Compare the labels of one release, in order of arrival, with the expected
+    accuracy. Return None without recent labels.
     """
     months = np.array([_month(query.labeled_at) for query in queries])
     recent = months >= _month(now) - 1
@@ -133,12 +141,13 @@ def assess(
 
 
 def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) -> ExpectedAccuracy | None:
-    """The accuracy on the test split from a release's metrics;
-    None without its interval of ``confidence``.
+    """The accuracy on the test split from a release's metrics, or None if the metrics
+    lack its confidence interval.
 
     The number of independent images follows from the interval, because images of a
-    group count as fewer (Wilson's formula, solved for the number). The level of an
-    earlier interval is unknown, so it is at most the number of images.
+    group count as fewer images (Wilson's formula, solved for the number). The
+    confidence level of an earlier interval is unknown, so the result is limited to the
+    number of images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
@@ -148,7 +157,7 @@ def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) ->
 
 
 def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) -> list[LiveAccuracy]:
-    """The accuracy of each release in each week, newest week first."""
+    """The accuracy of each release in each week, with the newest week first."""
     outcomes: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
     for query in queries:
         outcomes[_week(query.at), query.version].append(query.correct)
@@ -159,7 +168,7 @@ def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) 
 
 
 def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:
-    """With which labels a loss is significant (N,).
+    """Whether a loss is significant after each label, (N,).
 
     ``correct`` (N,) and ``months`` (N,), in ascending order,
     are in the order in which the labels arrived.
@@ -175,10 +184,10 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 
 
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
-    """Start and end of each block, its full size and its level.
+    """Yield the start and end of each block, its full size and its level.
 
-    A block ends with its size, or with a month if it has at least `BLOCK` labels by
-    then. With few labels it lasts several months.
+    A block ends when it reaches its full size, or at the end of a month if it has at
+    least `BLOCK` labels. With few labels, a block lasts several months.
     """
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
     while start < len(months):
@@ -192,8 +201,8 @@ def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
 
 @lru_cache
 def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
-    """The most wrong labels of ``labels`` that the test split explains with a
-    probability of more than ``level``.
+    """The largest number of wrong labels among ``labels`` that the test split explains
+    with a probability of more than ``level``.
     """
     from scipy.stats import betabinom
 
@@ -206,7 +215,7 @@ def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
 
 
 def _month(at: datetime) -> int:
-    """The number of the month, in UTC."""
+    """The number of the month, counted in UTC."""
     at = at.astimezone(UTC)
     return 12 * at.year + at.month
 

@@ -31,7 +31,7 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Maps words in the names of split folders to splits. Validation images become the
+"""Maps words in the names of split folders to splits. Training is validated on the
 gallery.
 """
 # Matches the beginning of a name such as trainset, tests or Validate.
@@ -277,8 +277,8 @@ def _split_words(folders: Collection[str]) -> dict[str, str]:
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with ``words``. A validation folder is the gallery,
-    or else the test split.
+    """The splits of folders with ``words``. A validation folder is the gallery, or the
+    test split if the source has no test folder.
 
     A dataset with only train and validation folders reports its results on validation.
     """

@@ -221,8 +221,8 @@ class PackedFiles(FileSource):
 
 
 def split_word(name: str) -> str:
-    """The split word in the name of a file, or else in the name of a folder above it.
-    Empty if a name has no split word or several.
+    """The split word in the name of a file, or else in the name of a folder above it. A
+    name with several split words is ignored. Empty if no name has a split word.
     """
     for part in reversed(name.split("/")):
         words = SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())

@@ -45,7 +45,7 @@ class Table(FileSource):
 
         Raises:
             SettingsError: the suffix is not a table's.
-            DataError: it does not exist.
+            DataError: the table does not exist.
         """
         if not is_table(location):
             raise SettingsError(f"{location} is not a table; name a file that ends with .csv, .tsv or .parquet.")

@@ -123,8 +123,8 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
-    """Accept text, and numbers for labels. Floating-point numbers are accepted because
-    pandas converts whole numbers with gaps to them.
+    """Accept text, and numbers except for paths. Floating-point numbers are accepted
+    because pandas converts whole numbers with gaps to floating-point numbers.
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

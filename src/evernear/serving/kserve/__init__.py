@@ -1,1 +1,3 @@
-"""KServe servers: a predictor, and a transformer that prepares images for it."""
+"""KServe servers: a predictor, and a transformer that prepares images for the
+predictor.
+"""

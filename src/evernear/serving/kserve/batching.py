@@ -1,9 +1,10 @@
-"""Batches across requests: a batch of images takes hardly longer than one.
+"""Batch images across requests, because a batch of images takes hardly longer than one
+image.
 
-BentoML and MLServer wait for more requests by a timer, which BentoML adapts to the
-recent load and MLServer does not. Here the window needs no timer: it is the time during
-which the threads are busy with earlier batches. So a lone request starts at once, and
-the batches grow with the load.
+BentoML and MLServer use a timer to wait for more requests. BentoML adapts the timer to
+the recent load, and MLServer does not. Here the batching window needs no timer, because
+it is the time during which the threads are busy with earlier batches. A lone request
+therefore starts at once, and batches grow with the load.
 """
 
 import asyncio
@@ -30,9 +31,9 @@ class Batcher(Generic[Request, Result]):
     """Passes concurrent requests to ``function`` together, in ``threads`` threads.
 
     ``function`` returns a result for each request of a batch, or an exception, which
-    fails that request alone. The sizes of a batch add up to at most ``batch_size``, or
-    it is one request. Those of waiting requests add up to at most ``max_waiting``, or
-    only one waits.
+    fails that request alone. The sizes of the requests in a batch add up to at most
+    ``batch_size``, unless the batch is a single request. The sizes of waiting requests
+    add up to at most ``max_waiting``, unless only one request waits.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Batcher(Generic[Request, Result]):
         """The total size of the queue."""
 
     async def run(self, request: Request, size: int) -> Result:
-        """Await the result for ``request``.
-        A caller that is cancelled leaves the queue.
+        """Await the result for ``request``. If the caller is cancelled, ``request``
+        leaves the queue.
 
         Raises:
             OverloadedError: too many requests are waiting.
@@ -64,7 +65,7 @@ class Batcher(Generic[Request, Result]):
         loop = asyncio.get_running_loop()
         waiting = _Waiting[Request, Result](request, size, loop.create_future())
         if not self._queue and self._idle:
-            loop.call_soon(self._start)  # with all requests that this iteration of the event loop brings
+            loop.call_soon(self._start)  # with all requests that arrive in this iteration of the event loop
         self._queue.append(waiting)
         self._waiting += size
         try:

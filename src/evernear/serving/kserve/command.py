@@ -1,4 +1,4 @@
-"""Command line of the predictor and the transformer."""
+"""The command line of the predictor and the transformer."""
 
 import argparse
 import sys
@@ -15,11 +15,15 @@ from evernear.serving.release_source import ReleaseSource
 from evernear.settings import PrepSettings, ServingSettings
 
 MAX_IMAGES = 1024
-"""Images of one request: a tiny file may become a large array."""
+"""Maximum number of images in one request, because a tiny file may decode to a large
+array.
+"""
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """KServe's own arguments, and those for the release and the limits."""
+    """Build a parser with KServe's own arguments, and with arguments for the release
+    and the limits.
+    """
     parser = argparse.ArgumentParser(
         parents=[model_server.parser],
         description=description,
@@ -27,7 +31,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     )
     serving, prep = ServingSettings(), PrepSettings()
     parser.set_defaults(
-        enable_latency_logging=False,  # the metrics have the same figures, and logging them delays each answer
+        enable_latency_logging=False,  # the metrics have the same figures, and logging them delays each response
         model_name=serving.model_name,
         predictor_request_timeout_seconds=serving.response_timeout_s,
         grpc_max_receive_message_length=serving.max_request_size_bytes,
@@ -50,8 +54,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a program. An `EvernearError` becomes one sentence on stderr and its exit
-    code.
+    """Run a program. An `EvernearError` becomes one sentence on stderr, and the program
+    exits with the error's exit code.
     """
     mask_streams()
     try:
@@ -67,7 +71,7 @@ def release_source(args: argparse.Namespace) -> ReleaseSource:
 
 
 def predictor_config(args: argparse.Namespace) -> PredictorConfig:
-    """The predictor of a transformer."""
+    """The predictor that a transformer calls."""
     return PredictorConfig(
         predictor_host=args.predictor_host,
         predictor_protocol=args.predictor_protocol,

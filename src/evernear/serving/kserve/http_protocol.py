@@ -1,7 +1,8 @@
-"""HTTP for KServe's servers: uvicorn's httptools protocol, with limits.
+"""The HTTP protocol of KServe's servers, which is uvicorn's httptools protocol with
+limits.
 
-h11, uvicorn's other protocol, limits heads and discards trailers, but its parser in
-Python takes more CPU time for a request than all that this server does for it.
+h11, uvicorn's other protocol, limits heads and discards trailers, but its Python parser
+takes more CPU time per request than the rest of this server.
 """
 
 from typing import Any
@@ -12,14 +13,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from evernear.serving.http_limits import HeadTimeoutProtocol, HeadTimer
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Bytes that may arrive without any of a body: of a head, of trailers,
-or of extensions of chunks. h11 has the same.
+"""Maximum number of consecutive bytes without body data, such as a head, trailers or
+chunk extensions. h11 has the same limit.
 """
 MAX_PIPELINED = 16
-"""Requests of a connection that may wait for the response to an earlier one."""
+"""Maximum number of requests on a connection that may wait for the response to an
+earlier request.
+"""
 ON_DISCONNECT = "evernear.on_disconnect"
-"""An entry of the ASGI scope: a function to call when the client disconnects before it
-has the response.
+"""Key in the ASGI scope for a function to call if the client disconnects before it
+receives the response.
 """
 
 
@@ -40,8 +43,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the timer when the head is complete;
-        start it with the first byte of the next one.
+        """Stop the timer when the head is complete, and start it with the first byte of
+        the next head.
         """
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
@@ -60,8 +63,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._head_timer.start(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and tell the application if it is still making the
-        response.
+        """Stop the timer, and notify the application if its response is not
+        complete.
         """
         self._head_timer.stop()
         super().connection_lost(exc)
@@ -73,17 +76,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Start to parse a head."""
         self._in_head = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a field to the head; fields after the body are dropped."""
+        """Add a field to the head. Fields after the body are dropped."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request, unless it has to wait for an earlier one."""
+        """Start the request, unless it must wait for an earlier request."""
         self._in_head = False
         self._bodiless_bytes = 0
         super().on_headers_complete()
@@ -91,17 +94,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("too many pipelined requests")
 
     def on_body(self, body: bytes) -> None:
-        """Add to the body, which the application limits."""
+        """Append to the body. The application limits its size."""
         self._bodiless_bytes = 0
         super().on_body(body)
 
     def _should_upgrade(self) -> bool:
-        """Leave every request for an upgrade to `_continue_with_h11`."""
+        """Leave every upgrade request to `_continue_with_h11`."""
         return True
 
     def _continue_with_h11(self, rest: bytes) -> None:
-        """Parse the last head and ``rest`` again:
-        httptools drops the body of a request for an upgrade.
+        """Parse the last head and ``rest`` again, because httptools drops the body of
+        an upgrade request.
 
         Java's HttpClient sends such requests by default. h11 ignores the upgrade.
         """

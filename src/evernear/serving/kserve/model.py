@@ -29,9 +29,11 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
-"""Limit on the pixels of one request, in images of the largest size."""
+"""Maximum number of pixels in one request, as a multiple of the largest allowed
+image.
+"""
 SMALL_BATCH_BYTES = 256 * 1024
-"""Size of the image files that one thread decodes together."""
+"""Maximum total size of the image files that one thread decodes together."""
 _IMAGES = Counter("evernear_images", "Images answered, by outcome.", ["model_name", "outcome"])
 _RELEASE = Gauge("evernear_release_info", "1 for the loaded release.", ["model_name", "version"])
 Decoded = tuple[list[EncodedImage | Rejection], list[Pixels | Rejection]]
@@ -42,10 +44,11 @@ Result = TypeVar("Result")
 
 
 class ReleaseModel(Model):
-    """The steps that KServe calls and measures for each request:
-    `preprocess`, `predict`, `postprocess`.
+    """A model with the steps that KServe calls and measures for each request:
+    `preprocess`, `predict` and `postprocess`.
 
-    Errors are `grpc_interceptor` exceptions, which become a status in both protocols.
+    Errors are `grpc_interceptor` exceptions, which become a status code in both
+    protocols.
     """
 
     service: str
@@ -59,10 +62,10 @@ class ReleaseModel(Model):
         self.manifest = manifest
         self.shape = manifest.preprocessing
         self._max_images: int = args.max_images
-        # The release has a limit, and the memory of this server sets another one.
+        # The release has a pixel limit, and this server's memory sets a second limit.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
-        # Bodies in flight are limited, and so is what waits here.
+        # Request bodies in flight are limited, which also limits the queue here.
         self._small = Batcher(
             self._decode_those_small,
             batch_size=SMALL_BATCH_BYTES,
@@ -81,7 +84,7 @@ class ReleaseModel(Model):
 
     @abstractmethod
     async def recognize(self, prepared: Any, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize prepared images. ``headers`` are the request's."""
+        """Recognize prepared images. ``headers`` are the request headers."""
 
     async def can_predict(self) -> bool:
         """Whether a request would succeed now, for readiness probes."""
@@ -91,8 +94,8 @@ class ReleaseModel(Model):
         """Decode images to uint8 (H, W, C).
 
         Raises:
-            ResourceExhausted: they have too many pixels together.
-            Unavailable: too many images of other requests are waiting.
+            ResourceExhausted: the images together have too many pixels.
+            Unavailable: too many images from other requests are waiting.
         """
         size_bytes = sum(len(image) for image in images if isinstance(image, bytes))
         try:
@@ -105,8 +108,8 @@ class ReleaseModel(Model):
         return decoded
 
     def _decode_those_small(self, requests: list[list[bytes | Rejection]]) -> list[Decoded | Exception]:
-        """Call `_decode_if_small` for each request;
-        its exception fails that request alone.
+        """Call `_decode_if_small` for each request. An exception fails only its own
+        request.
         """
 
         def decode(images: list[bytes | Rejection]) -> Decoded | Exception:
@@ -118,8 +121,8 @@ class ReleaseModel(Model):
         return [decode(images) for images in requests]
 
     def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
-        """Inspect images. Decode them in this thread if they are small together; else
-        return them as inspected files.
+        """Inspect images. If their total size is small, decode them in this thread.
+        Otherwise return the inspected files.
 
         Passing a request to another thread takes longer than decoding a small image.
         """
@@ -132,12 +135,13 @@ class ReleaseModel(Model):
     async def __call__(
         self, body: Any, headers: dict[str, str] | None = None, verb: InferenceVerb = InferenceVerb.PREDICT
     ) -> Any:
-        """Answer a request in a child span of the client's."""
+        """Answer a request in a child span of the client's span."""
         parent, attributes = (headers or {}).get(TRACE_FIELD, ""), {"evernear.release": self.manifest.version}
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             if verb != InferenceVerb.PREDICT or self.enable_latency_logging:
                 return await super().__call__(body, headers, verb)
-            # The same, without the inspection of these methods for each request.
+            # The same steps as in KServe, which also inspects these methods for each
+            # request.
             preprocess_s, predict_s, postprocess_s = self._stages_s
             with preprocess_s.time():
                 prepared = await self.preprocess(body, headers)
@@ -171,23 +175,23 @@ class ReleaseModel(Model):
         return build_response(request, results, self.name)
 
     def validate(self, payload: Any) -> Any:
-        """Do nothing: `preprocess` validates."""
+        """Do nothing, because `preprocess` validates."""
         return payload
 
     def get_input_types(self) -> Tensors:
-        """Inputs, for the protocol's model metadata."""
+        """The inputs, for the protocol's model metadata."""
         return input_types(self.shape)
 
     def get_output_types(self) -> Tensors:
-        """Outputs, for the protocol's model metadata."""
+        """The outputs, for the protocol's model metadata."""
         return output_types()
 
 
 def _each(
     function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
 ) -> list[Result | Rejection]:
-    """Apply ``function`` to each source. A `DataError` becomes a `Rejection`,
-    and a `Rejection` stays one.
+    """Apply ``function`` to each source. A `DataError` becomes a `Rejection`, and a
+    `Rejection` stays unchanged.
     """
 
     def apply(source: Source | Rejection) -> Result | Rejection:
@@ -206,8 +210,8 @@ def _pixel_count(file: EncodedImage | Rejection) -> int:
 
 
 def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
-    """Group files in their order: small ones together,
-    up to the pixels of a small image; large ones alone.
+    """Group files in order. Small files are grouped up to `SMALL_PIXELS` in total, and
+    each large file is a group by itself.
     """
     group: list[EncodedImage | Rejection] = []
     pixels = 0

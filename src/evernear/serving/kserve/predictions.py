@@ -27,12 +27,12 @@ _BINARY_HEADER = "inference-header-content-length"
 
 
 class Predictions:
-    """ASGI application that answers predictions,
-    and passes every other request to KServe's application.
+    """An ASGI application that answers prediction requests and passes every other
+    request to KServe's application.
 
     The middleware, the routing and the parameters of KServe's application take more CPU
     time than a prediction, and its v2 endpoint needs 3 GB for a request with 6 MB of
-    errors. Errors have the responses that it defines.
+    errors. Error responses are the same as in KServe's application.
     """
 
     def __init__(self, app: Starlette, dataplane: DataPlane, repository: ModelRepositoryExtension) -> None:
@@ -41,8 +41,8 @@ class Predictions:
         self._v1 = V1Endpoints(dataplane, repository)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. It is cancelled when its client disconnects,
-        as grpc.aio cancels a call.
+        """Answer a request. The request is cancelled when its client disconnects, as
+        grpc.aio cancels a call.
         """
         path = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if path is None:

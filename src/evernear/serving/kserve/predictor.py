@@ -1,5 +1,5 @@
-"""The predictor of an InferenceService:
-one release over KServe's v1 and v2 protocols, REST and gRPC.
+"""The predictor of an InferenceService, which serves one release over KServe's v1 and
+v2 protocols, with REST and gRPC.
 
 ::
 
@@ -42,18 +42,18 @@ class PredictorModel(ReleaseModel):
     def __init__(self, predictor: Predictor, args: argparse.Namespace) -> None:
         super().__init__(predictor.manifest, args)
         self._predictor = predictor
-        # One batch at a time has the cores to itself,
-        # and the event loop stays free for probes.
+        # Only one batch runs at a time, with all cores, and the event loop stays free
+        # for probes.
         self._recognizer = Batcher(self._recognize, batch_size=args.batch_size, max_waiting=args.queue_size)
         self._batch_images = _BATCH_IMAGES.labels(self.name)
 
     async def prepare(self, images: Images) -> Prepared:
-        """Decode image files; pixels that a transformer prepared stay as they are."""
+        """Decode image files. Pixels that a transformer prepared are unchanged."""
         return await self.decode(images) if isinstance(images, list) else images
 
     async def recognize(self, prepared: Prepared, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize the images that could be decoded,
-        in a batch with those of concurrent requests.
+        """Recognize the images that could be decoded, batched with images of concurrent
+        requests.
         """
         try:
             return await self._recognizer.run(prepared, len(prepared))
@@ -66,7 +66,7 @@ class PredictorModel(ReleaseModel):
         self._batch_images.observe(len(pixels))
         try:
             predictions = iter(self._predictor.predict_pixels(np.stack(pixels)) if pixels else [])
-        except StoreError as error:  # the vectors are on a server
+        except StoreError as error:  # the vectors are on a server that may fail
             _log.error("%s", error)
             raise Unavailable("The gallery cannot be searched at the moment; send the image again.") from None
         return [

@@ -1,13 +1,12 @@
 """KServe's two protocols: requests and responses.
 
-v1 carries base64 in JSON. Each prediction has a place for an error,
-so a bad image fails alone::
+v1 carries base64 in JSON. Each prediction can be an error, so a bad image fails alone::
 
     {"instances": [{"data": "<base64>"}, ...]}  ->  {"predictions": [<Prediction or Rejection>, ...]}
 
-v2, the Open Inference Protocol, carries one tensor, by REST or gRPC: ``images``, BYTES
+v2, the Open Inference Protocol, carries one tensor over REST or gRPC: ``images``, BYTES
 (N,), or ``pixels``, UINT8 (N, H, W, C), in the shape of the release's preprocessing.
-Its response is a set of tensors, which have no place for an error, so a bad image fails
+The v2 response is a set of tensors, which cannot hold an error, so a bad image fails
 the whole request.
 """  # noqa: W505
 
@@ -31,8 +30,8 @@ from evernear.serving.request_parsing import compression, decode_base64
 from evernear.serving.responses import NO_ROW, Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
-"""Image files, with a `Rejection` in place of an unreadable one; or pixels (N, H, W,
-C) of uint8.
+"""Image files, with a `Rejection` in place of each unreadable file, or uint8 pixels (N,
+H, W, C).
 """
 Tensors = list[dict[str, Any]]
 IMAGES, PIXELS = "images", "pixels"
@@ -45,16 +44,16 @@ OUTPUTS = (
     ("version", "BYTES", 1),
     ("neighbor_rows", "INT64", 2),
 )
-"""Name, datatype and rank of the output tensors. New ones come last,
-for clients that read them by position.
+"""Name, datatype and rank of the output tensors. New tensors are appended, because some
+clients read the tensors by position.
 """
 MAX_TENSORS = 64
-"""Inputs or outputs that a v2 request may name;
-it needs one input and seven outputs.
+"""Maximum number of inputs, and of outputs, that a v2 request may name. A request needs
+one input and seven outputs.
 """
 _PADDING = Neighbor(label="", dist=-1.0)
-"""Fills the rows of ``neighbor_labels``,
-``_dists`` and ``_rows`` if an approximate index finds fewer neighbors.
+"""Padding for the rows of ``neighbor_labels``, ``_dists`` and ``_rows`` if an
+approximate index returns fewer neighbors.
 """
 
 
@@ -72,8 +71,8 @@ class _Output(msgspec.Struct):
 
 
 class _Infer(msgspec.Struct):
-    """A v2 request over REST. Decoding stops at the first error, where KServe's
-    pydantic model collects them all.
+    """A v2 request over REST. Decoding stops at the first error, whereas KServe's
+    pydantic model collects all errors.
     """
 
     inputs: list[_Input]
@@ -87,7 +86,7 @@ _INFER = msgspec.json.Decoder(_Infer)
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """A parsed request; ``infer`` is the v2 request, None in v1."""
+    """A parsed request. ``infer`` is the v2 request, or None in v1."""
 
     images: Images
     infer: InferRequest | None
@@ -98,7 +97,7 @@ def parse_request(payload: Any, shape: Preprocessing, max_images: int) -> Predic
 
     Raises:
         InvalidArgument: the request conforms to neither protocol.
-        ResourceExhausted: it has more than ``max_images``.
+        ResourceExhausted: the request has more than ``max_images`` images.
     """
     if isinstance(payload, InferRequest):
         return PredictRequest(_tensor_images(payload, shape, max_images), payload)
@@ -111,7 +110,7 @@ def parse_infer_request(body: bytes, model_name: str) -> InferRequest:
     """Parse the JSON of a v2 request.
 
     Raises:
-        InvalidArgument: it does not conform to the protocol.
+        InvalidArgument: the JSON does not conform to the protocol.
     """
     require_uncompressed(body)
     try:
@@ -136,7 +135,7 @@ def require_uncompressed(body: bytes) -> None:
     """Check that a body is not compressed.
 
     Raises:
-        InvalidArgument: it is.
+        InvalidArgument: the body is compressed.
     """
     if compressed := compression(body):
         raise InvalidArgument(compressed)
@@ -182,11 +181,11 @@ def parse_response(response: InferResponse) -> list[Prediction]:
     """Parse the v2 response of `build_response`.
 
     Raises:
-        ValueError: another model sent it.
+        ValueError: a different model sent the response.
     """
     columns = {name: _column(response, name) for name in ("pred", "dist", "unknown", "version")}
     near = [_column(response, name) for name in ("neighbor_labels", "neighbor_dists")]
-    if response.get_output_by_name("neighbor_rows") is None:  # a predictor of an earlier version
+    if response.get_output_by_name("neighbor_rows") is None:  # from a predictor of an earlier version
         near.append([[NO_ROW] * len(labels) for labels in near[0]])
     else:
         near.append(_column(response, "neighbor_rows"))
@@ -214,8 +213,8 @@ def v1_request(images: Sequence[bytes]) -> dict[str, Any]:
 def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
     """Build a v2 request for pixels (N, H, W, C).
 
-    ``binary`` is for gRPC. Over REST,
-    KServe's client contradicts itself about the content type of binary data.
+    ``binary`` is for gRPC. Over REST, KServe's client sends contradictory content types
+    for binary data.
     """
     tensor = InferInput(PIXELS, list(pixels.shape), "UINT8")
     tensor.set_data_from_numpy(pixels, binary_data=binary)
@@ -237,7 +236,7 @@ def output_types() -> Tensors:
 
 
 def _instances(payload: Any) -> list[Any]:
-    if isinstance(payload, bytes):  # KServe parses only some content types
+    if isinstance(payload, bytes):  # KServe parses the body only for some content types
         try:
             payload = json.loads(payload)
         except (ValueError, RecursionError):
@@ -279,8 +278,8 @@ def _tensor_images(request: InferRequest, shape: Preprocessing, max_images: int)
 
 
 def _pixels(tensor: InferInput) -> Pixels:
-    """The tensor's data. JSON may contain values that a cast to uint8 would wrap or
-    truncate.
+    """Return the tensor's data. JSON may contain values that a cast to uint8 would wrap
+    or truncate.
     """
     if not tensor.data:
         return tensor.as_numpy()
@@ -291,7 +290,9 @@ def _pixels(tensor: InferInput) -> Pixels:
 
 
 def _file(image: Any) -> bytes | Rejection:
-    """An image file: text from JSON is base64, bytes from gRPC are the file itself."""
+    """Return an image file. Text from JSON is base64, and bytes from gRPC are the file
+    itself.
+    """
     if isinstance(image, str):
         return _from_base64(image)
     if not isinstance(image, bytes):

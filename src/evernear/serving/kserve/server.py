@@ -1,8 +1,8 @@
 """A hardened KServe model server.
 
 By default, KServe 0.21 listens on all addresses, accepts bodies of any size, lets
-anyone unload the model through ``/v2/repository``, and answers malformed requests with
-500 and a traceback in the log.
+anyone unload the model through ``/v2/repository``, and responds to malformed requests
+with status 500 and a traceback in the log.
 """
 
 import argparse
@@ -41,7 +41,9 @@ from evernear.serving.kserve.predictions import Predictions
 from evernear.serving.kserve.protocols import require_few_tensors, require_uncompressed
 
 MAX_RPCS = 64
-"""Concurrent gRPC calls; each may have a message of the largest size."""
+"""Maximum number of concurrent gRPC calls, each of which may have a message of the
+maximum size.
+"""
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.PERMISSION_DENIED: 403,
@@ -52,7 +54,7 @@ _HTTP_STATUS = {
 
 
 def serve_kserve(model: ReleaseModel, args: argparse.Namespace) -> None:
-    """Serve a loaded model until SIGTERM or SIGINT, then finish the requests in flight.
+    """Serve a loaded model until SIGTERM or SIGINT, then finish in-flight requests.
 
     Raises:
         PortInUseError: a port is in use.
@@ -83,7 +85,7 @@ class _Server(ModelServer):
         self.model_repository_extension = _SealedRepository(self.registered_models)
 
     def start(self, models: list[Any]) -> None:
-        """Start as `ModelServer.start`, which has no parameter for the address."""
+        """Start like `ModelServer.start`, which has no parameter for the address."""
         self._register_and_check_atleast_one_model_is_ready(models)
         app = model_server.app
         app.add_exception_handler(GrpcException, _grpc_error_response)
@@ -132,7 +134,7 @@ class _RestServer(RESTServer):
     timed = False
 
     def _add_middlewares(self, app: FastAPI) -> None:
-        if self.timed:  # it logs at level INFO and costs as much as a small prediction
+        if self.timed:  # timing logs at level INFO and costs as much as a small prediction
             super()._add_middlewares(app)
 
     async def start(self) -> None:
@@ -171,8 +173,8 @@ class _Servicer(InferenceServicer):
 
 
 class _DataPlane(DataPlane):
-    """`DataPlane` that rejects requests which it cannot decode,
-    and is ready if its model can predict.
+    """`DataPlane` that rejects requests that it cannot decode, and is ready if its
+    model can predict.
     """
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -193,13 +195,15 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this before each request,
-        # but the request itself shows whether the model works.
+        # KServe also calls this method before each request, but the request itself
+        # shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 
 class _SealedRepository(ModelRepositoryExtension):
-    """Requests can neither load nor unload a model: a new release is deployed."""
+    """A repository in which requests can neither load nor unload a model. To change the
+    model, deploy a new release.
+    """
 
     async def load(self, model_name: str) -> None:
         raise PermissionDenied("Models cannot be loaded by request; deploy another release.")

@@ -1,14 +1,14 @@
-"""The transformer of an InferenceService:
-decodes and resizes images as the release prescribes, without torch.
+"""The transformer of an InferenceService, which decodes and resizes images as the
+release specifies, without torch.
 
 ::
 
     python -m evernear.serving.kserve.transformer --model_dir DIRECTORY --http_port 8180 --grpc_port 8181 \\
         --predictor_host 127.0.0.1:8081 --predictor_protocol grpc-v2
 
-Unreadable images are rejected here, so the predictor receives only prepared ones.
-Predictions name their release; those of another release than the transformer's are
-never returned.
+The transformer rejects unreadable images, so the predictor receives only prepared
+images. Predictions name their release. The transformer never returns predictions from a
+different release.
 """  # noqa: W505
 
 import argparse
@@ -42,8 +42,8 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
 CONNECT_TIMEOUT_S = 1.0
-"""Time to connect over REST, which is tried again if it fails."""
-# KServe 0.21 forwards no header of a trace to the predictor.
+"""Timeout of each attempt to connect over REST. A failed attempt is retried."""
+# KServe 0.21 forwards no trace header to the predictor.
 kserve_model._FORWARDABLE_HEADERS |= {TRACE_FIELD}  # pyright: ignore[reportPrivateUsage]
 _PREDICTIONS = TypeAdapter(list[Prediction])
 _log = logging.getLogger("kserve")
@@ -65,7 +65,7 @@ class TransformerModel(ReleaseModel):
         self._rest_client: InferenceRESTClient | None = None
 
     async def can_predict(self) -> bool:
-        """Whether the predictor recognizes a blank image, with this release."""
+        """Whether the predictor recognizes a blank image with this release."""
         blank = np.zeros((1, self.shape.height_px, self.shape.width_px, self.shape.channels), np.uint8)
         try:
             await self._request_predictions(blank, None)
@@ -89,13 +89,13 @@ class TransformerModel(ReleaseModel):
         return [image if isinstance(image, Rejection) else next(predictions) for image in prepared]
 
     def get_input_types(self) -> Tensors:
-        """Image files only."""
+        """The inputs, which are image files only."""
         return super().get_input_types()[:1]
 
     @property
     def _http_client(self) -> InferenceRESTClient:
-        """KServe's client without the proxy of the environment,
-        which leads out of the cluster.
+        """KServe's client without the environment's proxy, which leads out of the
+        cluster.
         """
         if self._rest_client is None:
             authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
@@ -103,7 +103,7 @@ class TransformerModel(ReleaseModel):
             retries = self._predictor.predictor_request_retries
             self._rest_client = InferenceRESTClient(
                 RESTConfig(
-                    # httpx uses proxies only without a transport.
+                    # httpx ignores proxies if a transport is set.
                     transport=httpx.AsyncHTTPTransport(verify=verify, retries=retries),
                     protocol=self._predictor.predictor_protocol,
                     timeout=httpx.Timeout(self._predictor.predictor_request_timeout_seconds, connect=CONNECT_TIMEOUT_S),
@@ -115,7 +115,8 @@ class TransformerModel(ReleaseModel):
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
         """KServe's client, on a channel to the predictor's current addresses. An
-        earlier one closes after its last call, which has the only reference to it.
+        earlier client closes after its last call, which has the only reference to that
+        client.
         """
         address, client = self._client
         if client is None or address != self._addresses.target:
@@ -134,10 +135,10 @@ class TransformerModel(ReleaseModel):
         return client
 
     async def _request_predictions(self, pixels: Pixels, headers: dict[str, str] | None) -> list[Prediction]:
-        """Request the predictor's predictions for pixels (N, H, W, C).
+        """Request predictions for pixels (N, H, W, C) from the predictor.
 
         Raises:
-            Unavailable: the predictor is unreachable, or serves another release.
+            Unavailable: the predictor is unreachable, or serves a different release.
             DeadlineExceeded: the predictor takes too long.
             ResourceExhausted: the request is too large for the predictor.
         """
@@ -195,16 +196,16 @@ def _trace_headers() -> dict[str, str]:
 
 
 def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
-    """The host and the port of ``--predictor_host``,
-    which has no port if that is the protocol's.
+    """The host and the port of ``--predictor_host``. If it has no port, use the
+    protocol's default port.
     """
     url = urlsplit(f"//{predictor.predictor_host}")
     return url.hostname or "", url.port or (443 if predictor.predictor_use_ssl else 80)
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:
-    """A rejection by the predictor. The client's images are not at fault,
-    since they were prepared here.
+    """A rejection by the predictor. The client's images are not at fault, because they
+    were prepared here.
     """
     if too_large:
         return ResourceExhausted("The prepared images are too large for the predictor; send fewer per request.")
