@@ -1,1 +1,1 @@
-"""Images in any source become a validated, hashed, sharded dataset."""
+"""Convert images from any source to a validated, hashed and sharded dataset."""

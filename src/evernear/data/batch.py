@@ -1,4 +1,4 @@
-"""Images on their way from a source into a shard."""
+"""Batches of images between a source and a shard."""
 
 import math
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ def images_at_once(form: ImageForm) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """Images ready for a shard: ``pixels`` is uint8 (N, H, W,
-    C) in the shape of the dataset.
+    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C), in the shape of the
+    dataset.
     """
 
     names: list[str]

@@ -74,7 +74,7 @@ def combine(
         ConflictError: a file is missing from the batches because a different ingest
             planned the parts.
     """
-    _rewrite_changed(ledger, writer)  # without the images that were decoded again
+    _rewrite_changed(ledger, writer)  # excludes the images that were decoded again
     _refresh_groups(settings, group, ledger)
     placer = Placer(settings, candidates, ledger, group)
     numbers = {label: number for number, label in enumerate(ledger.labels())}

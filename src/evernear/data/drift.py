@@ -1,18 +1,18 @@
 """Measure the drift of live queries from the champion's reference with three two-sample
 tests, each of which has an effect size.
 
-A p-value shows that two samples differ, not that the difference matters: with enough
-queries any difference is significant. Drift is therefore reported if the effect is at
-least a bound *and* the p-value is at most its share of the false alarm rate
+A p-value shows that two samples differ, not that the difference matters. With enough
+queries, any difference is significant. Drift is therefore reported only if the effect
+reaches a bound *and* the p-value is at most its share of the false alarm rate
 (Bonferroni).
 
-The class mix of live queries changes with the hour and the weekday, and is not drift.
-Each test therefore compares the queries with a reference of the same mix of predicted
-classes: reference queries are weighted, and the permutations that give the p-values
-exchange queries of one class only (a stratified permutation test). If the live queries
-of a class are independent draws from the reference's distribution of this class, the
-p-values are exact for any mix, and a measurement raises a false alarm at most at the
-stated rate. `evernear.data.query_blocks` removes dependent queries first.
+The class mix of live queries changes with the hour and the weekday. Such changes are
+not drift. Each test therefore compares the queries with a reference that has the same
+mix of predicted classes. Reference queries are weighted, and the permutations behind
+the p-values exchange queries only within a class (a stratified permutation test). If
+the live queries of a class are independent draws from the reference's distribution of
+this class, the p-values are exact for any mix, and the rate of false alarms is at most
+the stated rate. `evernear.data.query_blocks` removes dependent queries first.
 """
 
 import math
@@ -104,7 +104,7 @@ class Shift:
 
     @property
     def detected(self) -> bool:
-        """Whether the effect is large enough and significant."""
+        """Whether the effect reaches the bound and is significant."""
         return self.effect >= self.bound and self.p <= self.level
 
 

@@ -45,7 +45,7 @@ class ShardImages:
         return self.shard.count if self.taken is None else self.taken.total()
 
     def blocks(self, dataset: Dataset, batch_size: int) -> Iterator[Block]:
-        """The images in order, at most ``batch_size`` at a time."""
+        """Yield the images in order, at most ``batch_size`` at a time."""
         if self.taken is None:
             return dataset.shard_blocks(self.shard, batch_size)
         return _first(dataset, self.shard, self.taken, batch_size)
@@ -99,7 +99,7 @@ def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> Gall
 
 
 def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
-    """The image at a place, as a block of one.
+    """Read the image at ``place``, as a block of one image.
 
     Raises:
         IntegrityError: the shard is missing or damaged.

@@ -65,12 +65,14 @@ def below_class(name: str, label: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """The folders below the class."""
+    """The folders below the class folder."""
     return path.rpartition("/")[0]
 
 
 def _stem(path: str) -> str:
-    """The name before its last number, with the folders below the class."""
+    """The part of the name before its last number, with the folders below the class
+    folder.
+    """
     stem = posixpath.splitext(path)[0]
     found = _RUNNING_NUMBER.search(stem)
     return stem[: found.start()].rstrip("/") if found else ""
@@ -97,8 +99,8 @@ class GroupNumbers:
         return np.fromiter(numbers, np.int32, len(images))
 
     def independent(self, digests: NDArray[np.uint8]) -> float:
-        """The number of independent images among N >= 1 images,
-        with the estimate of Kish (1965, section 8.2).
+        """Estimate the number of independent images among N >= 1 images (Kish 1965,
+        section 8.2).
 
         See `evernear.evaluation.grouped.effective_totals`.
         """

@@ -1,5 +1,4 @@
-"""Inspect the structure of PNG, JPEG and WebP files,
-to bound the cost of decoding them.
+"""Inspect the structure of PNG, JPEG and WebP files to bound the decoding cost.
 
 A file of a few kilobytes can claim gigabytes of pixels, thousands of passes over the
 pixels, or metadata that takes longer to read than the image. `inspect` walks the chunks
@@ -37,8 +36,8 @@ MAX_SIDE_PX = 2**15 - 1
 each column.
 """
 MAX_SCANS = 32
-"""Maximum number of scans in a JPEG file. libjpeg writes 10 for color and 18 for CMYK,
-MozJPEG up to about 20.
+"""Maximum number of scans in a JPEG file. libjpeg writes 10 scans for color and 18 for
+CMYK, and MozJPEG writes up to about 20.
 """
 MAX_TABLES_SIZE_BYTES = 2**16
 """Maximum size of the quantization and Huffman tables in a JPEG file. The usual four
@@ -70,9 +69,7 @@ IMAGE_SUFFIXES = frozenset(
     | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
     | {".pbm", ".pgm", ".pnm", ".ppm"}
 )
-"""Suffixes of files that are meant to be images,
-whether or not their format is supported.
-"""
+"""Suffixes of image files in supported and unsupported formats."""
 # A JPEG marker. Stuffed zeros and restart markers belong to the surrounding scan.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1

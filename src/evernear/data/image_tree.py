@@ -15,7 +15,9 @@ from evernear.errors import DataError, MissingObjectError, SettingsError, StoreE
 
 
 class ImageFile(NamedTuple):
-    """A file to recognize: its name in the tree, and its listed size in bytes."""
+    """An image file to recognize, with its name in the tree and its listed size in
+    bytes.
+    """
 
     name: str
     size_bytes: int

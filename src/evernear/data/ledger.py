@@ -409,7 +409,7 @@ class Ledger:
                 self._all("UPDATE files SET label = ? WHERE label = ?", class_name(label), label)
 
     def labels(self) -> list[str]:
-        """The labels in the order of their numbers."""
+        """The labels, sorted by number."""
         return [row[0] for row in self._all("SELECT name FROM labels ORDER BY id")]
 
     def add_labels(self, names: Sequence[str]) -> None:
@@ -443,7 +443,7 @@ class Ledger:
     # Shards
 
     def shards(self) -> dict[int, Shard]:
-        """The shards by slot. A later ingest may replace the shard in a slot."""
+        """The shards for each slot. A later ingest may replace the shard in a slot."""
         rows = self._all("SELECT slot, shard FROM shards ORDER BY slot")
         return {slot: Shard.from_json(text, "The dataset's ledger") for slot, text in rows}
 

@@ -16,7 +16,7 @@ Split = Literal["train", "test", "gallery", "query"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 FILE_NAME = "manifest.json"
 REPAIR = "run `evernear store check --repair`"
-"""The remedy for an object of a dataset that is missing or damaged in a store."""
+"""The remedy for a dataset object that is missing or damaged in a store."""
 _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"}
 
 
@@ -31,7 +31,7 @@ class Shard(Frozen):
 
 
 class Problem(Frozen):
-    """A problem that ingest found; ``kind`` is a rule of
+    """A problem that ingest found. ``kind`` is a rule of
     `evernear.settings.ValidationSettings`.
 
     ``names`` are some of the affected files in the source.
@@ -121,8 +121,8 @@ class Manifest(Frozen):
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """The number of images per label in a split,
-        in the order of ``labels``, including zeros.
+        """The number of images for each label in a split, in the order of ``labels``,
+        including zeros.
         """
         counts = dict.fromkeys(self.labels, 0)
         for shard in self.shards:
@@ -132,7 +132,9 @@ class Manifest(Frozen):
         return counts
 
     def summary(self) -> str:
-        """The images per split, the classes and the image size, on one line."""
+        """One line with the number of images per split, the number of classes and the
+        image size.
+        """
         counts = ", ".join(f"{self.count(split):,} {split}" for split in SPLITS)
         per_split = [self.label_counts(split) for split in SPLITS]
         classes = sum(any(count[label] for count in per_split) for label in self.labels)

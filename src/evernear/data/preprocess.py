@@ -120,7 +120,7 @@ class Flaw(IntFlag):
     contrast.
     """
     CLIPPED = 4
-    """The file has values beyond the bit depth."""
+    """The file has values that exceed the bit depth."""
 
 
 class Picture(NamedTuple):
@@ -271,8 +271,8 @@ def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:
-    """The identity of an image: sha256 of mode,
-    size and raw 8-bit pixels as decoded, before any resize.
+    """The identity of an image, which is the sha256 of its mode, size and raw 8-bit
+    pixels before any resize.
     """
     return _digest(mode, width_px, height_px, [pixels])
 

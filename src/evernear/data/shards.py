@@ -22,8 +22,8 @@ from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.errors import DataError, IntegrityError
 
-# A shuffle reads chunks of this size from a whole group of shards,
-# and mixes them in a buffer.
+# A shuffle reads chunks of this size from a group of shards and mixes the chunks in a
+# buffer.
 _CHUNK_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
 # Rows that are smaller than this are not read one by one.
@@ -38,8 +38,8 @@ _FETCHES_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images: uint8 (N, H, W, C), their label indices (N,),
-    and their sha256 as uint8 (N, 32).
+    """A block of images as uint8 (N, H, W, C), with their label indices (N,) and their
+    sha256 as uint8 (N, 32).
     """
 
     images: Pixels
@@ -144,7 +144,7 @@ class Dataset:
             return _block(self._read(file, shard, 1))
 
     def shards(self, split: Split) -> list[Shard]:
-        """The shards of a split in order."""
+        """The shards of a split, in order."""
         return [shard for shard in self.manifest.shards if shard.split == split]
 
     def shuffled_batches(
@@ -348,7 +348,9 @@ class _ShardFiles:
                 pass
 
     def _start(self, file: FileIO, shard: Shard, path: Path) -> int:
-        """The offset of the first row. The first call verifies the content."""
+        """Return the offset of the first row. The first call for a shard verifies its
+        content.
+        """
         if not self._is_intact(file, shard):
             raise IntegrityError(f"The shard {path} is damaged: its content does not have its sha256; {REPAIR}.")
         if shard.sha256 not in self._first_row:

@@ -2,7 +2,7 @@
 for a loss.
 
 The labels of a release are tested in blocks, in order of arrival. A block is a sample
-of fixed size, and the test asks whether more of its labels are wrong than the accuracy
+of fixed size. The test checks whether the block has more wrong labels than the accuracy
 on the test split explains. The number of wrong labels never decreases, so the result is
 known as soon as a label exceeds the limit. Therefore every label may be checked on
 arrival, and the test is as powerful as a single check of the whole block (curtailed
@@ -10,8 +10,9 @@ inspection; Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17:13). A sequ
 test that may continue forever, such as a likelihood ratio, needs more labels to detect
 the same loss.
 
-The limit is a quantile of the beta-binomial distribution. It predicts the number of
-wrong labels from the test split, and so allows for the size of the test split.
+The limit is a quantile of the beta-binomial distribution. This distribution predicts
+the number of wrong labels from the test split, and thus accounts for the size of the
+test split.
 
 ``benchmarks/live_accuracy.py`` measures coverage, power and false alarms.
 """
@@ -31,7 +32,7 @@ from evernear.common.output import quantity
 from evernear.evaluation.statistics import Proportion, deviations, exact_proportion
 
 LEVEL = 0.02
-"""Probability that a release without a loss is called worse in a month."""
+"""Probability that the test reports a loss in a month for a release without a loss."""
 BLOCK = 150
 """Number of labels in the first block of a month. Each later block has twice the size
 of the previous block ...

@@ -1,5 +1,5 @@
-"""Hugging Face datasets: Parquet files, or the Arrow files of ``save_to_disk``,
-with the images in a column.
+"""Hugging Face datasets, as Parquet files or as Arrow files from ``save_to_disk``, with
+the images in a column.
 """
 
 import json

@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def top_splits(self) -> Mapping[str, Split]:
-        """The split folders at the top level."""
+        """The split folders at the top level, with their splits."""
         return {} if self.class_first else self.splits
 
     @property

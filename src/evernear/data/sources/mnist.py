@@ -121,8 +121,8 @@ def download_mnist() -> Path:
 
         with disk_errors(directory.parent):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # Moved into place when complete,
-            # so that an interrupted download is not mistaken for a finished one.
+            # The download is moved into place when complete, so that an interrupted
+            # download does not look complete.
             with tempfile.TemporaryDirectory(prefix=".mnist-", dir=directory.parent) as partial:
                 try:
                     MNIST(partial, download=True)

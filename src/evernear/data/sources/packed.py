@@ -3,7 +3,7 @@ are the second form of a file source.
 
 Packed files are listed and read sequentially, one file at a time. Memory holds the
 names in one file, and one image. A file in a bucket is first copied to the temporary
-directory. An image is called ``<file>/<member>``. Its etag is the etag of the file, so
+directory. An image is named ``<file>/<member>``. Its etag is the etag of the file, so
 an unchanged file is neither listed nor read again.
 """
 

@@ -1,8 +1,8 @@
 """A table of image files and their labels, in CSV or Parquet with the columns path and
 label, and optionally split and group.
 
-The rows are read into a temporary SQLite file, which shows repeated paths and joins the
-rows with the listing of a bucket, so that memory does not grow with the table.
+The rows are loaded into a temporary SQLite file, so that memory does not grow with the
+table. SQLite finds repeated paths and joins the rows with a bucket listing.
 """
 
 import os

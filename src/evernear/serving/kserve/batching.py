@@ -31,7 +31,7 @@ class Batcher(Generic[Request, Result]):
     """Passes concurrent requests to ``function`` together, in ``threads`` threads.
 
     ``function`` returns a result for each request of a batch, or an exception, which
-    fails that request alone. The sizes of the requests in a batch add up to at most
+    fails only that request. The sizes of the requests in a batch add up to at most
     ``batch_size``, unless the batch is a single request. The sizes of waiting requests
     add up to at most ``max_waiting``, unless only one request waits.
     """
@@ -77,7 +77,7 @@ class Batcher(Generic[Request, Result]):
             raise
 
     def _start(self) -> None:
-        """Start batches while requests wait and threads are idle."""
+        """Start batches as long as requests are waiting and threads are idle."""
         while self._queue and self._idle:
             batch = self._next_batch()
             self._idle -= 1

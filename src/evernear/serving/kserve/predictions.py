@@ -1,5 +1,5 @@
-"""The prediction endpoints of KServe's protocols over REST,
-in front of KServe's application.
+"""The REST prediction endpoints of KServe's protocols, in front of KServe's
+application.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""KServe's two protocols: requests and responses.
+"""Requests and responses in KServe's two protocols.
 
 v1 carries base64 in JSON. Each prediction can be an error, so a bad image fails alone::
 
@@ -142,7 +142,7 @@ def require_uncompressed(body: bytes) -> None:
 
 
 def require_few_tensors(inputs: int, outputs: int) -> None:
-    """Check the number of tensors in a v2 request, before objects are created for them.
+    """Check the number of tensors in a v2 request before tensor objects are created.
 
     Raises:
         InvalidArgument: the request names more than `MAX_TENSORS`.
@@ -157,7 +157,7 @@ def build_response(
     """Build the response in the protocol of the request.
 
     Raises:
-        InvalidArgument: all images were rejected in v1, or one in v2.
+        InvalidArgument: all images were rejected (v1), or any image was rejected (v2).
     """
     rejected = [(number, result) for number, result in enumerate(results) if isinstance(result, Rejection)]
     if request.infer is None:
@@ -322,7 +322,7 @@ def _column(response: InferResponse, name: str) -> list[Any]:
 
 
 def _decoded(values: NDArray[Any]) -> NDArray[Any]:
-    """Decode text, which is bytes over gRPC."""
+    """Decode text values, which are bytes over gRPC."""
     if values.dtype != np.object_:
         return values
     texts = [value.decode() if isinstance(value, bytes) else value for value in values.ravel().tolist()]

@@ -164,7 +164,9 @@ class _GrpcServer(GRPCServer):
 
 
 class _Servicer(InferenceServicer):
-    """`InferenceServicer` that counts tensors before it creates objects for them."""
+    """`InferenceServicer` that limits the number of tensors before it creates tensor
+    objects.
+    """
 
     @classmethod
     def validate_grpc_request(cls, request: ModelInferRequest) -> None:

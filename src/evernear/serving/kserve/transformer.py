@@ -83,7 +83,7 @@ class TransformerModel(ReleaseModel):
     async def recognize(
         self, prepared: list[Pixels | Rejection], headers: dict[str, str] | None
     ) -> list[Prediction | Rejection]:
-        """Request predictions for the images that could be decoded."""
+        """Request predictions for the images that were decoded successfully."""
         pixels = [image for image in prepared if not isinstance(image, Rejection)]
         predictions = iter(await self._request_predictions(np.stack(pixels), headers) if pixels else [])
         return [image if isinstance(image, Rejection) else next(predictions) for image in prepared]
