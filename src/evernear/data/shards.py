@@ -165,9 +165,9 @@ class Dataset:
         An incomplete last batch is dropped. A split that is smaller than one batch
         becomes one batch.
 
-        The concatenated batches of all ranks equal a batch of ``world_size *
-        batch_size`` images on a single rank. A rank reads only its own images, unless
-        they are so small that reading whole chunks is faster.
+        The concatenated batches of all ranks equal a batch of
+        ``world_size * batch_size`` images on a single rank. A rank reads only its own
+        images, unless the images are so small that reading whole chunks is faster.
         """
         total = self.count(split) // world_size
         if total == 0:

@@ -2,8 +2,8 @@
 touched files are read.
 
 A file is new if its name, label, size or modification time is new (in a bucket, the
-ETag instead of the time). Ingest also compares change time and inode. They also differ
-after a ``chmod`` or in a restored backup, which should not start a run.
+ETag instead of the time). Ingest also compares change time and inode. These values
+also differ after a ``chmod`` or in a restored backup, which should not start a run.
 
 The ledger of the newest snapshot shows the files that ingest has read since. A file
 that is in this ledger with the same etag is new only if its image is new. If only the
@@ -107,9 +107,9 @@ def diff_source(
     are read. Memory does not grow with the number of files.
 
     Raises:
-        DataError, SettingsError: the source is unusable,
-        or is empty although a snapshot has files from it. StoreError: the source or a
-        ledger cannot be read.
+        DataError, SettingsError: the source is unusable, or is empty although a
+            snapshot has files from it.
+        StoreError: the source or a ledger cannot be read.
     """
     source = open_source(settings.source, settings)
     entries = source.entries()
