@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from evernear.common.store import Store, open_store
-from evernear.data.ingest import ingest_source
+from evernear.data import ingest
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Dataset
+from evernear.data.writer import ShardWriter
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import IntegrityError
@@ -53,16 +55,14 @@ def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> Built:
     root = tmp_path_factory.mktemp("rows")
     for number, (label, count) in enumerate(COUNTS.items()):
         write_images(root / "images" / label, number, count)
-    # Shards of about 17 images, so that rows are spread over many.
     settings = DataSettings(source=f"folder:{root / 'images'}", gallery_fraction=0.2, query_fraction=0.1)
-    settings = settings.model_copy(update={"shard_size_bytes": 2048})
     store = open_store((root / "store").as_uri())
-    before = ingest_source(settings, store.uri)
+    before = ingest_into_small_shards(settings, store.uri)
     first = release(system, root / "first", before, frozenset())
     for path in sorted((root / "images").glob("a/*.png"))[::3] + list((root / "images").glob("c/*.png")):
         path.unlink()
     write_images(root / "images/d", 3, 20)
-    after = ingest_source(settings, store.uri)
+    after = ingest_into_small_shards(settings, store.uri)
     second = release(system, root / "second", after, frozenset({"d"}))
     versions = (first, second)
     places = dict(zip(versions, (root / "first", root / "second"), strict=True))
@@ -73,6 +73,19 @@ def built(system: System, tmp_path_factory: pytest.TempPathFactory) -> Built:
         {version: directory / "index" for version, directory in places.items()},
         dict(zip(versions, (before, after), strict=True)),
     )
+
+
+def ingest_into_small_shards(settings: DataSettings, store_uri: str) -> Manifest:
+    """Shards of about 17 images, less than a setting may choose, so that rows are
+    spread over many.
+    """
+
+    def small(store: Store, name: str, shape: tuple[int, int, int], _: int, *others: Any) -> ShardWriter:
+        return ShardWriter(store, name, shape, 2048, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ingest, "ShardWriter", small)
+        return ingest.ingest_source(settings, store_uri)
 
 
 def write_images(folder: Path, digit: int, count: int) -> None:

@@ -144,7 +144,7 @@ def calibration_gaps(dataset: Dataset, known_labels: Sequence[str], seen_queries
     images are of a group that is in train or gallery as well.
     """
     counts = dataset.manifest.label_counts("query")
-    unqueried = sum(not counts[label] for label in known_labels)
+    unqueried = sum(not counts.get(label) for label in known_labels)
     gaps = f"; calibrated without query images of {quantity(unqueried, 'class', 'classes')}" if unqueried else ""
     if seen_queries == 0:
         return gaps
