@@ -3,7 +3,7 @@
 
 A store of 1,000 runs with 18 objects each, 600 releases and promotions, 100,000 logged
 queries of which 10,000 have an image, 40 photographs that people sent, 2,000 answers,
-and a source of 1,000 classes. The console runs as a process of its own. Each request of
+and a source of 1,000 classes. The console runs as a separate process. Each request of
 its store takes 20 ms, and so does each page of 1,000 keys in a listing.
 
 Times are those of the whole HTML on loopback: of the first request after the start,

@@ -19,7 +19,7 @@ def predict(
     images: str = "",
     out: str = "",
     release: str = "",
-    nodes: str = "auto",
+    nodes: str = "1",
     settings: dict[str, Any] = {},
     store: str = "s3://evernear",
     task_cpu: str = "2",
@@ -32,7 +32,7 @@ def predict(
         images: Images to recognize, at any depth and without classes: s3://bucket/prefix; required.
         out: Folder of the Parquet files: s3://bucket/prefix; required.
         release: Version of the release; empty: the champion.
-        nodes: Pods that share the work: a number, or auto.
+        nodes: Pods that share the work: a number, or auto; above 1 with deploy/components/many-machines.
         settings: Other settings to change, such as {"parts_job": {"max_nodes": 20}}.
         store: Object store of the releases: s3://bucket/prefix or file:///path.
         task_cpu: CPU limit of each step.

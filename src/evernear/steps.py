@@ -468,7 +468,9 @@ def predict(run: str, store: str, settings: Tree, images: str, out: str, release
         shared = Shared(source=images, store_uri=store, version=version, part_images=PART_IMAGES)
         output = open_store(out)
         parts = plan_predictions(shared, output)
-        ran = StepNodes(pods, chosen, running.report).run(parts, open_worker, inputs={})
+        on_images = image_countdown(running, parts.plan.units)
+        open_here = partial(open_worker, on_images=on_images)
+        ran = StepNodes(pods, chosen, running.report).run(parts, open_here, inputs={})
         summary = summarize(parts)
         summary.require_predictions(images)
         headline = f"{summary.predicted()} by release {version} in {output.uri}"

@@ -236,3 +236,8 @@ def test_steps_that_read_images_mount_the_scratch_volume(compiled: Compiled) -> 
 
 def reference(parameter: str) -> str:
     return f"{{{{$.inputs.parameters['pipelinechannel--{parameter}']}}}}"
+
+
+def test_predictions_need_no_other_nodes_unless_they_are_requested() -> None:
+    """A cluster without deploy/components/many-machines has no PodTemplate for them."""
+    assert Compiled("predict").parameters["nodes"]["defaultValue"] == "1"

@@ -3,6 +3,7 @@ in parts that are written once.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -200,6 +201,13 @@ def test_step_of_the_pipeline_predicts_with_the_champion_and_its_run_ends_as_pre
     (record,) = [each for each in RunRecord(open_store(shared.store_uri), "run-1").steps() if each.step == "predict"]
     assert record.message.endswith("; 1 image has no prediction; see the column error: a/broken.png")
     assert "Predicted" in (tmp_path / "page.html").read_text()
+
+
+def test_progress_counts_every_image(shared: Shared, tmp_path: Path) -> None:
+    counts: list[int] = []
+    parts = plan_predictions(shared, FileStore(tmp_path / "out"))
+    run_parts(parts, Processes(1, partial(open_worker, on_images=counts.append)), lambda done, total: None)
+    assert sum(counts) == IMAGES + 1
 
 
 def test_step_continues_where_another_run_stopped(shared: Shared, photos: Path, tmp_path: Path) -> None:

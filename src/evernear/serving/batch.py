@@ -163,9 +163,9 @@ def summarize(parts: Parts) -> BatchSummary:
     return BatchSummary(images=images, errors=errors, failed=tuple(failed))
 
 
-def open_worker(parts: Parts) -> Worker:
+def open_worker(parts: Parts, on_images: Callable[[int], None] = lambda _: None) -> Worker:
     """Load the release, and return a function that predicts a part and writes its
-    Parquet file.
+    Parquet file. ``on_images`` receives the number of images after each batch.
     """
     shared = Shared.model_validate(parts.plan.shared)
     tree = open_tree(shared.source)
@@ -180,6 +180,7 @@ def open_worker(parts: Parts) -> Worker:
             with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
                 for rows in _predict(predictor, tree, part):
                     writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+                    on_images(len(rows))
                     for row in rows:
                         if row["error"]:
                             failed.add(row["path"])
