@@ -10,8 +10,8 @@ The settings come from these sources. Each source overrides the sources before i
 6. ``--set train.epochs=3``
 
 An unknown key is an error that names the nearest known key. Secrets are not settings.
-S3 keys come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``. The token of a
-remote server comes from ``EVERNEAR_TOKEN`` or from the file that
+S3 credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``. The token
+of a remote server comes from ``EVERNEAR_TOKEN`` or from the file that
 ``EVERNEAR_TOKEN_FILE`` names.
 """
 
@@ -50,8 +50,8 @@ PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "tar
 
 
 class RunSettings(Section):
-    """The settings of a pipeline run and its release. Kubeflow Pipelines passes them as
-    JSON."""
+    """The settings of a pipeline run and its release. Kubeflow Pipelines passes these
+    settings as JSON."""
 
     workdir: LocalPath = Field(
         default=DEFAULT_WORKDIR,
@@ -79,8 +79,8 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _plannable(self) -> Self:
-        """Plans set the epochs and also limit the time, so `TrainSettings` allows
-        both."""
+        """Check that training within ``train.minutes`` can be planned. `TrainSettings`
+        does not check this, because a plan sets both the minutes and the epochs."""
         train, given = self.train, f"train.minutes is {self.train.minutes:g}"
         if not train.minutes:
             return self
@@ -139,7 +139,7 @@ def load(
 
     ``overrides`` are ``section.key=value`` strings.
 
-    Without ``remembered``, the working directory's ``evernear.toml`` is ignored.
+    If ``remembered`` is false, the working directory's ``evernear.toml`` is ignored.
 
     Raises:
         SettingsError: a key is unknown, a value is invalid, or a file cannot be read.
@@ -157,7 +157,7 @@ def load_layers(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Layers[Settings]:
-    """Like `load`, but return the settings separately for each source.
+    """Like `load`, but return the settings of each source separately.
 
     Raises:
         SettingsError: a file cannot be read, or a string of ``overrides`` has no ``=``.
@@ -172,10 +172,10 @@ def of_run(overrides: Mapping[str, Any], *, preset: str = "", **parameters: str)
     ``overrides``, then ``parameters``.
 
     ``overrides`` is a tree such as ``{"train": {"epochs": 3}}``. ``parameters`` are
-    keyed by `PARAMETERS`. An empty preset or parameter changes nothing.
+    keyed by `PARAMETERS`. An empty preset or parameter is ignored.
 
     Raises:
-        SettingsError: as for `load`, or a parameter and ``overrides`` disagree.
+        SettingsError: as for `load`, or a parameter contradicts ``overrides``.
     """
     tree = sources.preset(RunSettings, preset) if preset else {}
     merge(tree, overrides)

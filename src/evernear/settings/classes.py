@@ -23,7 +23,7 @@ class ClassSettings(Section):
     @field_validator("renamed")
     @classmethod
     def _without_spellings(cls, renamed: dict[str, str]) -> dict[str, str]:
-        """Merge the spellings of a name, which all name one class
+        """Drop entries whose old and new names are spellings of one class name
         (`evernear.common.class_names`)."""
         return {old: new for old, new in renamed.items() if old != new}
 
@@ -48,5 +48,5 @@ class ClassSettings(Section):
 
     @property
     def former_names(self) -> tuple[str, ...]:
-        """Names that images may no longer use."""
+        """Class names that images may no longer have."""
         return (*self.retired, *self.renamed)

@@ -14,12 +14,14 @@ def _network(text: str) -> str:
 
 
 class ConsoleSettings(Section):
-    """The console, a web page on which users view, try, name and decide.
+    """The console, a web page on which users view releases, try and label images, and
+    decide about runs and promotions.
 
     Without ``identity_header``, anyone with the token that `evernear console` prints
     may do everything. With ``identity_header``, a trusted proxy sends each user's name.
-    The lists then set each user's permissions: they contain names, or * for everyone.
-    An empty list permits no one, so the console is then read-only.
+    The lists then set each user's permissions. A list contains the names of users, or *
+    for everyone. An empty list permits no one. If all lists are empty, the console is
+    read-only.
     """
 
     host: Host = Field(default="127.0.0.1", description="Address to bind. Others than loopback need TLS or a proxy.")

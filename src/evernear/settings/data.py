@@ -11,16 +11,16 @@ from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Fraction, PixelLimit, Section, absolute
 
 BUILT_IN_SOURCES = ("digits", "mnist")
-"""Sources that are names and not locations."""
+"""Sources that are specified by a name instead of a location."""
 PATH_KINDS = ("folder", "huggingface", "mnist", "table", "webdataset")
 """Source kinds whose location is a path. Some of these kinds also accept the URI of an
 object."""
 TABLE_PATH = re.compile(r"(?:(?!\w+:)|s3://).+\.(?:csv|tsv|parquet|pq)", re.IGNORECASE)
-"""The location of a table that needs no ``table:`` prefix."""
+"""Matches the location of a table that needs no ``table:`` prefix."""
 
 
 class DataSettings(Section):
-    """The image source, and how images are divided into splits and shards."""
+    """The image source, and the division of images into splits and shards."""
 
     source: str = Field(
         default="digits",
@@ -107,8 +107,8 @@ class DataSettings(Section):
     @field_validator("source", "moved_from")
     @classmethod
     def _absolute(cls, source: str) -> str:
-        """Make a directory absolute, including a path that begins with ``~``, because
-        the steps of a run have a different working directory."""
+        """Make the path of a directory absolute and expand ``~``, because the steps of
+        a run have a different working directory."""
         if source and source not in BUILT_IN_SOURCES and Path(source).is_dir():
             raise ValueError(f"{source!r} is a directory; use folder:{source} for the images in it")
         if TABLE_PATH.fullmatch(source):
@@ -117,8 +117,8 @@ class DataSettings(Section):
         return f"{kind}:{absolute(path)}" if kind in PATH_KINDS and path and not path.startswith("s3://") else source
 
     def location(self) -> str:
-        """The path or URI of the source, without its kind;
-        a name for those that are built in.
+        """The path or URI of the source without its kind, or the name of a built-in
+        source.
         """
         kind, _, path = self.source.partition(":")
         return path if path.startswith("s3://") or (kind in PATH_KINDS and path) else self.source

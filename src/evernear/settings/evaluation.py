@@ -7,7 +7,7 @@ from evernear.settings.section import Section
 
 
 class EvaluationSettings(Section):
-    """How the candidate and the champion are measured."""
+    """The measurement of the candidate and the champion."""
 
     confidence: float = Field(default=0.95, gt=0.5, lt=1.0, description="Confidence level of every interval.")
     held_out_classes: int = Field(

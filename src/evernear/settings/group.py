@@ -1,4 +1,4 @@
-"""The check of ``data.group``: matching must be fast even on names that a third party
+"""Check ``data.group``. Matching must be fast even on file names that a third party
 chose."""
 
 import re
@@ -6,14 +6,14 @@ import re
 COLUMN = "column"
 """The grouping that a table provides in its ``group`` column."""
 GROUP_FORMS = ("folder", "stem", COLUMN)
-"""Groupings that are names and not regular expressions."""
+"""Values of ``data.group`` that are not regular expressions."""
 _MAX_REPEATS = 5
 _TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?[:#=!<>-]?[=!a-zA-Z-]*:?|[*+{(|)]", re.DOTALL)
 
 
 def check_group(setting: str) -> str:
-    """Check that ``setting`` is empty, a form, or a regular expression with a group in
-    parentheses.
+    """Check that ``setting`` is empty, one of `GROUP_FORMS`, or a regular expression
+    with a group in parentheses.
 
     Raises:
         ValueError: ``setting`` is none of these, or the time to match it may grow
@@ -37,13 +37,14 @@ def check_group(setting: str) -> str:
 
 
 def _slow(pattern: str) -> str:
-    """Explain why backtracking may take long. Return an empty string if it does not.
+    """Explain why matching ``pattern`` may take long, or return an empty string if
+    matching is fast.
 
-    A repeat or a choice inside a repeat may take exponential time. A series of repeats
-    takes polynomial time (Davis et al. 2018, ESEC/FSE, "The impact of regular
-    expression denial of service").
+    Matching a repeat or an alternation inside a repeat may take exponential time.
+    Matching consecutive repeats takes polynomial time (Davis et al. 2018, ESEC/FSE,
+    "The impact of regular expression denial of service").
     """
-    # For each open parenthesis: whether it contains a repeat or a choice.
+    # For each open parenthesis, whether its content has a repeat or an alternation.
     varies, repeats, closed = [False], 0, False
     for token in _TOKENS.finditer(pattern):
         text, adjacent = token.group(), closed and pattern[token.start() - 1] == ")"

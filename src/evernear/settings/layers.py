@@ -1,9 +1,9 @@
-"""The settings of one command by source, and the file that remembers a working
-directory's settings.
+"""The settings of one command by source, and the file that stores a working directory's
+settings.
 
 The first run in a working directory writes the settings on its command line
 (``--source``, ``--preset``, ``--config``, ``--set``) to ``WORKDIR/evernear.toml``. All
-later commands read this file. A record in ``docs/decisions`` states the reasons.
+later commands read this file. Decision 25 in ``docs/decisions`` states the reasons.
 """
 
 import json
@@ -52,14 +52,15 @@ class Layers(Generic[Model]):
     config: Tree
     environment: Tree
     assigned: Tree
-    """``--preset``, ``--set`` and the options that are short for a setting."""
+    """The values of ``--preset``, ``--set`` and the options that set a single
+    setting."""
 
     def settings(self) -> Model:
         """The combined settings of all sources.
 
         Raises:
-            SettingsError: a key is unknown or a value is invalid. The message names the
-                file that contains it, if any.
+            SettingsError: a key is unknown or a value is invalid. If the error is in a
+                file, the message names this file.
         """
         try:
             return self._parsed(self.remembered or {}, self.config, self.environment, self.assigned)
@@ -76,7 +77,7 @@ class Layers(Generic[Model]):
 
     def changes(self) -> Iterator[str]:
         """Yield a line for each command-line setting that differs from the remembered
-        setting.
+        value.
 
         Raises:
             SettingsError: the remembered settings are invalid without the settings of
@@ -95,8 +96,8 @@ class Layers(Generic[Model]):
     def later_words(self, *, keep: bool) -> list[str]:
         """The options that give a later command the settings of this command.
 
-        The options name the directory and each value that the directory does not
-        remember. With ``keep``, only the values that are never saved remain.
+        The options specify the working directory and each value that its settings file
+        does not contain. With ``keep``, only values that are never saved are included.
         """
         words = _workdir_words(self.workdir, _workdir_of(self.environment))
         before = self._before()
@@ -107,11 +108,11 @@ class Layers(Generic[Model]):
         return words
 
     def keep(self, *, replace: bool) -> list[str]:
-        """Write the command-line settings to the directory's file, and return lines
-        that report it.
+        """Write the command-line settings to the working directory's settings file, and
+        return lines that list the saved settings.
 
-        An existing file stays unchanged unless ``replace`` is set. ``replace``
-        preserves the file's other settings and its comments.
+        An existing file is changed only if ``replace`` is set. Other settings and
+        comments in the file are preserved.
         """
         if self.file.exists() and not replace:
             return []
@@ -131,14 +132,14 @@ class Layers(Generic[Model]):
 
     def _explicit(self) -> dict[str, Any]:
         """The command-line values, keyed by names such as ``train.epochs``. The values
-        are complete and have their settings' types."""
+        are validated and combined with the remembered values."""
         command_line = _merged(*(_anchored(tree, Path.cwd()) for tree in (self.config, self.assigned)))
         names = _leaves(self.model, command_line).keys() - {"workdir"}
         values = self._values(self.remembered or {}, command_line)
         return {name: value for name, value in values.items() if name in names}
 
     def _before(self) -> dict[str, Any]:
-        """The values without the command line."""
+        """The values of all settings without the command line."""
         try:
             return self._values(self.remembered or {})
         except SettingsError as error:
@@ -148,8 +149,8 @@ class Layers(Generic[Model]):
         return self.assigned.get(PRESET, self.config.get(PRESET))
 
     def _values(self, *trees: Tree) -> dict[str, Any]:
-        """All settings by name, and the name of the preset. The environment only adds
-        values and overrides nothing."""
+        """The values of all settings, keyed by name, and the name of the preset. Values
+        from the environment have the lowest priority."""
         trees = (self.environment, *trees)
         values = self._parsed(*trees).model_dump(mode="json")
         return {PRESET: _merged(*trees).get(PRESET, "")} | _leaves(self.model, values)
@@ -162,7 +163,8 @@ class Layers(Generic[Model]):
         return parse(self.model, tree | {"workdir": self.workdir})
 
     def _fault(self, tree: Tree) -> str:
-        """The error in a single source, or an empty string."""
+        """The error message for a single source, or an empty string if the source is
+        valid."""
         try:
             self._parsed(tree)
         except SettingsError as error:
@@ -173,10 +175,12 @@ class Layers(Generic[Model]):
 def read_layers(
     model: type[Model], config: Path | None, environment: Mapping[str, str], assigned: Tree, *, remembered: bool = True
 ) -> Layers[Model]:
-    """Read all sources. Without ``remembered``, ignore the directory's file.
+    """Read all sources. If ``remembered`` is false, ignore the working directory's
+    settings file.
 
     Raises:
-        SettingsError: a file cannot be read or is not TOML, or a variable is invalid.
+        SettingsError: a file cannot be read or is not TOML, or an environment variable
+            is invalid.
     """
     file = {} if config is None else sources.toml_file(model, config)
     variables = sources.environment(model, environment)
@@ -186,8 +190,8 @@ def read_layers(
 
 
 def read_file(model: type[BaseModel], workdir: Path) -> Tree | None:
-    """The content of ``WORKDIR/evernear.toml`` with its relative paths resolved against
-    ``WORKDIR``. Return None if the file does not exist.
+    """The content of ``WORKDIR/evernear.toml`` with relative paths resolved against
+    ``WORKDIR``, or None if the file does not exist.
 
     Raises:
         SettingsError: the file cannot be read, is not TOML,
@@ -215,7 +219,7 @@ def default_workdir() -> Path:
 
 
 def command_for(workdir: Path, *words: str) -> str:
-    """``evernear WORDS`` for a working directory, for display to a user."""
+    """The command ``evernear WORDS`` with the option for ``workdir``, for messages."""
     return shlex.join(["evernear", *words, *_workdir_words(workdir, default_workdir())])
 
 
@@ -262,14 +266,14 @@ def _expanded(path: str) -> Path:
 
 
 def _workdir_words(workdir: Path, bare: Path) -> list[str]:
-    """The option for ``workdir``. Without options, commands use ``bare``, so the list
-    is empty if both are equal."""
+    """The option for ``workdir``. The list is empty if ``workdir`` equals ``bare``,
+    which commands use without the option."""
     return [] if workdir == bare else ["--workdir", str(workdir)]
 
 
 def _leaves(model: type[BaseModel], tree: Tree) -> dict[str, Any]:
-    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``. A value that is
-    a table stays nested."""
+    """Flatten ``{"train": {"epochs": 3}}`` to ``{"train.epochs": 3}``. A setting whose
+    value is a table is not flattened."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if _is_section(model, name):
@@ -294,7 +298,7 @@ def _is_section(model: type[BaseModel], name: str) -> bool:
 
 
 def _anchored(tree: Tree, directory: Path) -> Tree:
-    """A copy of ``tree`` in which relative paths start at ``directory``."""
+    """A copy of ``tree`` with relative paths resolved against ``directory``."""
     anchored = _merged(tree)
     for name, pattern in (
         (
@@ -314,7 +318,8 @@ def _anchored(tree: Tree, directory: Path) -> Tree:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    """Set ``values`` in the settings file ``path``, and preserve its other content.
+    """Set ``values`` in the settings file ``path``, and preserve the file's other
+    content.
 
     Raises:
         StoreError: the file is not writable.

@@ -9,8 +9,8 @@ class PipelineSettings(Section):
     """The Kubeflow Pipelines server.
 
     Credentials come from the environment: KFP_TOKEN (a bearer token) or KFP_COOKIES
-    (``name=value; ...``, a session of Dex or IAP). With neither, a pod uses its service
-    account's token for KFP.
+    (``name=value; ...``, the cookies of a Dex or IAP session). If neither is set, a pod
+    uses its service account's token for KFP.
     """
 
     endpoint: str = Field(

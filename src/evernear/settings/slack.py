@@ -11,9 +11,10 @@ class SlackSettings(Section):
     """The Slack bot. Tokens come from the environment: SLACK_BOT_TOKEN,
     SLACK_APP_TOKEN, SLACK_SIGNING_SECRET.
 
-    Permissions are lists of IDs, as Slack's "Copy member ID" and "Copy link" show them:
-    users (U..., W...), user groups (S...) and channels (C..., G...), whose members are
-    all permitted. An empty list permits no one. Reading needs no permission.
+    Permissions are lists of the IDs of users (U..., W...), user groups (S...) and
+    channels (C..., G...). In Slack, "Copy member ID" and "Copy link" show these IDs.
+    All members of a listed user group or channel are permitted. An empty list permits
+    no one. Commands that only read need no permission.
     """
 
     channel: str = Field(default="", description="Id of the channel for proposals and for outcomes of other runs.")

@@ -20,8 +20,8 @@ from evernear.errors import SettingsError
 
 ENV_PREFIX = "EVERNEAR_"
 TESTS_PREFIX = "EVERNEAR_TEST_"
-"""Prefix of the variables that opt in to tests. Every process of a test inherits
-them."""
+"""Prefix of the environment variables that enable optional tests. Every process of a
+test inherits these variables."""
 TOKEN_VARIABLE = "EVERNEAR_TOKEN"  # noqa: S105 - a name, not a token
 TOKEN_FILE_VARIABLE = "EVERNEAR_TOKEN_FILE"  # noqa: S105
 MILVUS_URI_VARIABLE = "EVERNEAR_MILVUS_URI"
@@ -47,12 +47,13 @@ _FORMS = {
     "dict_type": 'it is a table, as in {"key": "value"}',
     "model_type": "it is a section; write its settings as section.key=value",
 }
-"""How to write a value of each type. pydantic's message names only the type."""
+"""Messages that show how to write a value. pydantic's own messages name only the
+type."""
 
 
 class _TextSource(EnvSettingsSource):
-    """Settings as text with names such as ``train__epochs``, from environment variables
-    or ``--set``."""
+    """A source for settings whose values are text, from environment variables or
+    ``--set``. Names have the form ``train__epochs``."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, str]) -> None:
         self._values = values
@@ -62,8 +63,8 @@ class _TextSource(EnvSettingsSource):
         return dict(self._values)
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        """Parse ``value`` as JSON if possible. Validation reports other text with the
-        setting's full name."""
+        """Parse ``value`` as JSON, or return it unchanged if it is not JSON. Validation
+        then reports the value with the setting's full name."""
         try:
             return super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -110,8 +111,8 @@ def toml_file(model: type[BaseModel], path: Path) -> Tree:
 
 
 def text_of(data: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark. Editors on Windows write a byte
-    order mark, and PowerShell writes UTF-16."""
+    """Decode text in UTF-8, or in UTF-16 with a byte order mark. Editors on Windows
+    write a byte order mark, and PowerShell writes UTF-16."""
     return data.decode("utf-16" if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig")
 
 
@@ -128,8 +129,9 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable. ``EVERNEAR_PREP_PORT=8090`` is a typo.
-    Kubernetes sets values such as ``tcp://...``."""
+    """Whether Kubernetes set a variable. If the name resembles a setting, Kubernetes
+    set the variable only if the value contains ``://``. ``EVERNEAR_PREP_PORT=8090`` is
+    therefore reported as a typo."""
     if "__" in name or not _SERVICE_LINK.fullmatch(name):
         return False
     key = name.removeprefix(ENV_PREFIX).lower()
@@ -152,8 +154,8 @@ def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
 
 
 def merge(into: Tree, tree: Mapping[str, Any]) -> None:
-    """Write ``tree`` over ``into``, key by key. A nested mapping retains the keys that
-    ``tree`` lacks."""
+    """Merge ``tree`` into ``into``, key by key. A nested mapping retains keys that
+    ``tree`` does not contain."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             current = into.get(key)
@@ -202,7 +204,7 @@ def require_no_secret(tree: Mapping[str, Any]) -> None:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """The names of all settings of ``model``. Names in sections have the form
+    """The names of all settings of ``model``. A setting in a section has the name
     ``section.key``."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
@@ -222,7 +224,7 @@ def _sentence(model: type[BaseModel], error: ValidationError) -> str:
             return f"Invalid settings: {message}."
         return f"Invalid setting {key} = {printable(str(fault['input']), 100)}: {message}."
     known = known_keys(model)
-    # For a key without its section (epochs), suggest the key that ends with it
+    # For a key without its section (epochs), suggest the key with the section
     # (train.epochs).
     matches = [k for k in known if k.endswith(f".{key}")] or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
     return f"No setting {key!r}; did you mean {matches[0]!r}?"

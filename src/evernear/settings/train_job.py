@@ -6,7 +6,7 @@ from evernear.settings.section import Section
 
 
 class TrainJobSettings(Section):
-    """The TrainJob of Kubeflow Trainer, used if ``train.nodes`` is above 1."""
+    """The TrainJob of Kubeflow Trainer, used if ``train.nodes`` is greater than 1."""
 
     runtime: str = Field(
         default="evernear",

@@ -10,8 +10,8 @@ Severity = Literal["error", "warn", "info", "off"]
 
 
 class ValidationSettings(Section):
-    """Severity of each validation rule. An error stops the run, a warning does not, and
-    info reports no problem."""
+    """Severity of each validation rule. An error stops the run. A warning reports a
+    problem without stopping the run. Info does not report a problem."""
 
     undecodable: Severity = Field(
         default="error",

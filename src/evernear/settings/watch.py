@@ -8,7 +8,7 @@ from evernear.settings.section import Fraction, Host, Section
 
 
 class WatchSettings(Section):
-    """Conditions for the watcher to propose retraining or reindexing."""
+    """Conditions under which the watcher proposes retraining or reindexing."""
 
     interval_s: int = Field(default=3600, ge=1, description="Time between two checks of the source and live queries.")
     policy: Literal["ask", "start"] = Field(default="ask", description="Ask in Slack, or start the run immediately.")

