@@ -1,5 +1,5 @@
-"""Build an index from gallery embeddings,
-and record the sha256 of their network in it."""
+"""Build an index from gallery embeddings, and record the sha256 of the network in the
+index."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -49,13 +49,13 @@ def build_index(
     """Index the gallery split, calibrate the threshold on the query split, and write
     the results to ``out_dir``.
 
-    ``labels`` are the dataset's labels, by number. Images of ``exclude_labels`` are
-    ignored. With ``groups``, queries whose group has images in the train split or the
-    gallery are excluded from the calibration, unless no other queries exist.
-    ``threshold`` and ``reject_rate`` come from an
-    `evernear.evaluation.open_set.OpenSet` (see `calibrate`). A collection belongs to
-    the store ``owner``. The description is written last, so a directory without
-    ``index.json`` is an unfinished index.
+    ``labels`` are the dataset's labels, in the order of their numbers. Images of
+    ``exclude_labels`` are ignored. If ``groups`` is set, the calibration excludes
+    queries whose group has images in the train split or the gallery, unless there are
+    no other queries. ``threshold`` and ``reject_rate`` come from an
+    `evernear.evaluation.open_set.OpenSet` (see `calibrate`). If the vectors are in a
+    collection, it belongs to the store ``owner``. The description is written last, so a
+    directory without ``index.json`` contains an incomplete index.
 
     Raises:
         StoreError: the disk is full, or ``out_dir`` is not writable.
@@ -110,14 +110,14 @@ def build_index(
 
 
 def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
-    """Choose the classification rule. The rule is ``centroid`` if it labels more
-    ``queries`` correctly than the vote, by more than one standard error. Otherwise, the
-    rule is ``vote``.
+    """Choose the classification rule. The rule is ``centroid`` if the centroid rule
+    labels more of ``queries`` correctly than the vote, by more than one standard error.
+    Otherwise, the rule is ``vote``.
 
-    Neighbors vote best for classes that consist of several clusters. If classes
-    overlap, the few nearest vectors are a noisy sample, and the centroid averages the
-    noise. On CIFAR-10, the centroid labels 1.1 points more images correctly than five
-    neighbors do.
+    The vote is better for classes that consist of several clusters. If classes overlap,
+    the nearest vectors are a small and noisy sample, while the centroid is an average
+    over the noise. On CIFAR-10, the accuracy of the centroid rule is 1.1 points higher
+    than the accuracy of the vote of five neighbors.
     """
     neighbors = gallery.search(queries.embeddings, gallery.description.k)
     by_vote = gallery.label(queries.embeddings, neighbors, "vote") == queries.labels
@@ -149,8 +149,8 @@ def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
     """Train an index of type ``factory``, and add the gallery to the index."""
     dim = gallery.embeddings.dim
     try:
-        # The nearest unit vector has the largest inner product,
-        # which needs a single BLAS call.
+        # For unit vectors, the nearest vector has the largest inner product, and
+        # computing inner products needs only one BLAS call.
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError:
         raise SettingsError(
@@ -166,8 +166,8 @@ def _make(gallery: GalleryVectors, factory: str) -> FaissIndex:
 
 @contextmanager
 def _parameter_errors(settings: IndexSettings, embeddings: Embeddings) -> Generator[None]:
-    """Convert errors that occur while an index trains,
-    adds or searches to an error that names the setting."""
+    """Convert errors from training, filling and searching an index to an error that
+    names the setting."""
     try:
         yield
     except RuntimeError as error:
@@ -192,8 +192,8 @@ def _labels(embeddings: Embeddings, known: NDArray[np.bool_]) -> tuple[NDArray[n
 
 
 def _sample(gallery: GalleryVectors) -> NDArray[np.float32]:
-    """About `TRAINING_VECTORS` gallery vectors, evenly spread over all shards, or the
-    whole gallery if it has fewer vectors."""
+    """About `TRAINING_VECTORS` gallery vectors, evenly distributed over all shards, or
+    all gallery vectors if there are fewer."""
     step = max(1.0, gallery.embeddings.count("gallery") / TRAINING_VECTORS)
     blocks = (block.embeddings for block in gallery.blocks())
     return np.concatenate([block[np.arange(0, len(block), step).astype(np.int64)] for block in blocks])
@@ -207,7 +207,7 @@ def _npy(array: NDArray[Any]) -> bytes:
 
 
 def _unit_rows(sums: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Normalize each row to unit length. Rows of zeros,
-    which belong to labels without vectors, stay zero."""
+    """Normalize each row to unit length. Rows of zeros, which belong to labels without
+    vectors, are not changed."""
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
     return (sums / np.where(lengths > 0, lengths, 1)).astype(np.float32)

@@ -1,5 +1,5 @@
-"""``index.json``: the contents of an index, the network that computed its vectors, and
-the classification rule."""
+"""Read and write ``index.json``, which describes the contents of an index, the network
+that computed the vectors, and the classification rule."""
 
 import re
 from pathlib import Path
@@ -19,10 +19,10 @@ CENTROIDS_FILE = "centroids.npy"
 MAX_DISTANCE = 2.0
 """The largest distance between two unit vectors."""
 DISTANCE_TOLERANCE = 2e-3
-"""Maximum difference between two computed distances of one image, because rounding
-differs between machines and batch sizes. The square root is steep near zero: it turns a
-difference of 4e-6 (observed: 1e-6) between the squared distances of equal vectors into
-this difference."""
+"""Maximum difference between two computed distances of the same image. Rounding differs
+between machines and batch sizes. The square root is steep near zero: if the squared
+distances of equal vectors differ by 4e-6 (observed: 1e-6), the distances differ by this
+value."""
 WIDE = 3
 """The range of false rejects is wide if it reaches this multiple of
 ``index.false_reject_rate``.
@@ -33,8 +33,8 @@ PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
 def index_parts(collection: "Collection | None") -> tuple[str, ...]:
-    """The files of an index without its description: `PARTS`, and without the vectors
-    if they are in a ``collection``."""
+    """The files of an index except its description. These are `PARTS`, without
+    `VECTORS_FILE` if the vectors are in ``collection``."""
     return tuple(name for name in PARTS if collection is None or name != VECTORS_FILE)
 
 
@@ -44,10 +44,10 @@ class Collection(Frozen):
     backend: str = "milvus"
     """The value of ``index.backend`` (`evernear.plugins.index_backend`)."""
     uri: str = Field(max_length=1000)
-    """Address of the server, or absolute path of a file."""
+    """The address of the server, or the absolute path of a file."""
     name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}(_s[0-9a-f]{12})?_[0-9a-f]{32}$")
-    """An alias, the store that owns the collection (`owner_of`), and the content
-    hash."""
+    """The name of the collection, which consists of an alias, the store that owns the
+    collection (`owner_of`), and the content hash."""
 
     @property
     def alias(self) -> str:
@@ -56,8 +56,8 @@ class Collection(Frozen):
 
     @property
     def owner(self) -> str | None:
-        """The store that the collection belongs to,
-        or None if an earlier version created it."""
+        """The store that owns the collection, or None if an earlier version of evernear
+        created the collection."""
         owned = re.search("_s([0-9a-f]{12})_[0-9a-f]{32}$", self.name)
         return owned[1] if owned else None
 
@@ -68,7 +68,7 @@ class Calibration(Frozen):
     found_by: Literal["unseen classes", "impostors"]
     stated_false_accept_rate: float
     stated_false_reject_rate: float | None = None
-    """None in releases that predate the setting."""
+    """None in releases that were built before this setting existed."""
     threshold: float = Field(ge=0.0, le=MAX_DISTANCE, allow_inf_nan=False)
     queries: int = Field(ge=1)
     false_accepts: int
@@ -78,24 +78,23 @@ class Calibration(Frozen):
     """Number of queries whose nearest vector, as the index finds it,
     is beyond the threshold."""
     nearest_found: int
-    """Number of queries for which the index found the exact nearest vector.
-    It determines the recall@1."""
+    """Number of queries for which the index found the exact nearest vector. The
+    recall@1 is computed from this number."""
     independent: float | None = Field(default=None, ge=1, allow_inf_nan=False)
     """The number of independent queries
     (`evernear.data.groups.GroupNumbers.independent`), or None if all are
     independent."""
 
     def expected_false_rejects(self, confidence: float = 0.95) -> tuple[float, float]:
-        """The range of the share of new images of known classes that the threshold
-        calls unknown.
-
-        It is the Clopper-Pearson interval (1934) for `false_rejects` of `queries`. The
-        interval also holds for a threshold that was chosen on the same queries. The
-        share beyond the order statistic of rank n - k follows a Beta(k + 1, n - k)
-        distribution, and the share beyond the next order statistic follows a Beta(k, n
+        """A confidence interval for the share of new images of known classes that will
+        be called unknown. The interval is the Clopper-Pearson interval (1934) for
+        `false_rejects` of `queries`. The interval is also valid for a threshold that
+        was chosen on the same queries. The share beyond the order statistic of rank n -
+        k follows a Beta(k + 1, n - k) distribution, and the share beyond the next order
+        statistic follows a Beta(k, n
         - k + 1) distribution (Vovk 2012, "Conditional validity of inductive conformal
-        predictors", arXiv:1209.2673). For queries in groups, `independent` replaces the
-        number of queries.
+        predictors", arXiv:1209.2673). If queries belong to groups, `independent` is
+        used as the number of queries.
         """
         from scipy.special import betaincinv
 
@@ -107,8 +106,8 @@ class Calibration(Frozen):
         return low, high
 
     def describe_false_rejects(self) -> str:
-        """The range of `expected_false_rejects`, with advice if it is wide. The text is
-        empty if every image counts as known."""
+        """Describe `expected_false_rejects`, with advice if the interval is wide. The
+        text is empty if every image counts as known."""
         if self.threshold >= MAX_DISTANCE:
             return ""
         low, high = self.expected_false_rejects()
@@ -146,10 +145,11 @@ class IndexDescription(Frozen):
     factory: str
     search: str
     reason: str = ""
-    """Why ``index.type = auto`` chose the type and its parameters, or an empty string
-    for an explicit type."""
+    """The reason why ``index.type = auto`` chose this type and its parameters, or an
+    empty string if the type was set explicitly."""
     metric: Literal["inner product", "l2"] = "inner product"
-    """The metric by which FAISS ranks. L2 ranks unit vectors in the same order."""
+    """The metric by which FAISS ranks vectors. For unit vectors, both metrics result in
+    the same order."""
     dim: int = Field(ge=1)
     size: int = Field(ge=1)
     labels: tuple[str, ...]
@@ -162,7 +162,7 @@ class IndexDescription(Frozen):
     parts: dict[str, str]
     """The sha256 of each file in `index_parts`."""
     collection: Collection | None = None
-    """The collection with the vectors, or None if they are in `VECTORS_FILE`."""
+    """The collection with the vectors, or None if the vectors are in `VECTORS_FILE`."""
 
     @property
     def threshold(self) -> float:
@@ -192,8 +192,8 @@ class IndexDescription(Frozen):
 
     @property
     def digest(self) -> str:
-        """A sha256 that identifies the index and its settings. Descriptions that
-        predate a field retain their hash."""
+        """A sha256 that identifies the index and its settings. A field that was added
+        later does not change the hash of earlier descriptions."""
         later: dict[str, Any] = {"reason": True}
         if self.collection is None:
             later["collection"] = True
@@ -205,7 +205,8 @@ class IndexDescription(Frozen):
 
 
 def describe_index(directory: Path) -> IndexDescription:
-    """Read the description of the index in ``directory``, without its other files.
+    """Read the description of the index in ``directory``, without reading the other
+    files of the index.
 
     Raises:
         IntegrityError: the description is missing, invalid or inconsistent.
@@ -217,8 +218,8 @@ def describe_index(directory: Path) -> IndexDescription:
 
 
 def check_parts(directory: Path, described: IndexDescription) -> None:
-    """Compare the files with their hashes.
-    Call this function before parsing any of the files.
+    """Compare the files of an index with their hashes. Call this function before any of
+    the files is parsed.
 
     Raises:
         IntegrityError: a file is missing or was changed.

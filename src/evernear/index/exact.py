@@ -1,5 +1,5 @@
-"""Exact nearest neighbors of a sample of queries,
-computed in one pass over the gallery."""
+"""Compute the exact nearest neighbors of a sample of queries in one pass over the
+gallery."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError
 
 SAMPLE_SIZE = 8192
-"""Maximum number of queries for calibrating an index. At this size, the 95% interval
-(Wilson) of a share of 1% is 0.8% to 1.2%, and the interval of a share of 5% is 4.6% to
-5.5%."""
+"""Maximum number of queries for calibrating an index. At this size, the 95% Wilson
+interval is 0.8% to 1.2% for a share of 1%, and 4.6% to 5.5% for a share of 5%."""
 QUERY_BLOCK_SIZE, VECTOR_BLOCK_SIZE = 512, 1024
-"""Dimensions of a block of scores. A block takes 2 MB and fits in a core's cache."""
+"""Dimensions of a block of scores. A block takes 2 MB and fits in the cache of a
+processor core."""
 Floats = NDArray[np.float32]
 
 
@@ -37,8 +37,8 @@ def sample_queries(
     size: int = SAMPLE_SIZE,
     exclude: frozenset[bytes] = frozenset(),
 ) -> EmbeddingBlock:
-    """At most ``size`` queries of the query split, evenly spaced and sorted by label.
-    Their labels are in the mask ``known``.
+    """At most ``size`` queries from the query split, evenly spaced and sorted by label.
+    Only queries whose label is in the mask ``known`` are included.
 
     Queries with a digest in ``exclude`` are omitted, unless no query would remain.
 
@@ -59,7 +59,8 @@ def sample_queries(
 
 
 def digests_outside(digests: NDArray[np.uint8], exclude: frozenset[bytes]) -> NDArray[np.bool_]:
-    """Whether each of ``digests`` (N, 32) is absent from ``exclude``."""
+    """For each of ``digests`` (N, 32), whether ``exclude`` does not contain the
+    digest."""
     return np.array([digest.tobytes() not in exclude for digest in digests] if exclude else [True] * len(digests), bool)
 
 
@@ -73,8 +74,8 @@ def _at(blocks: Iterable[EmbeddingBlock], positions: NDArray[np.int64]) -> Itera
     for block in blocks:
         here = positions[np.searchsorted(positions, first) : np.searchsorted(positions, first + len(block.labels))]
         if len(here):
-            # Indexing by numbers copies the rows.
-            # A view would keep the whole block in memory.
+            # Indexing with an array of numbers copies the rows. A view would keep the
+            # whole block in memory.
             rows = here - first
             yield EmbeddingBlock(block.embeddings[rows], block.labels[rows], block.digests[rows])
         first += len(block.labels)
@@ -106,8 +107,8 @@ def exact_neighbors(queries: EmbeddingBlock, gallery: Iterable[EmbeddingBlock]) 
 
 
 def _exclude_own_class(scores: Floats, query_labels: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-    """Set ``scores`` of pairs of the same class to minus infinity. Both label arrays
-    are sorted, so each class is a block."""
+    """Set the scores of query and gallery vectors of the same class to minus infinity.
+    Both label arrays are sorted, so each class is a block."""
     for label in np.intersect1d(query_labels, labels):
         same = (slice(*np.searchsorted(column, [label, label + 1])) for column in (query_labels, labels))
         scores[tuple(same)] = -np.inf

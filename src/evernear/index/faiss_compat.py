@@ -1,5 +1,5 @@
-"""The only import of FAISS. It applies the FAISS settings and hides the differences
-between index types."""
+"""Import FAISS, apply its settings, and hide the differences between index types. No
+other module imports FAISS."""
 
 import os
 import warnings
@@ -28,7 +28,7 @@ def core_type(root: Path = ROOT) -> str | None:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
-    # All processors are alike, so the last processor is used.
+    # All processors are the same, so the information about the last processor is used.
     about = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(about.get("flags", ()))
     if about.get("vendor_id") != ["GenuineIntel"] or not {"avx2", "fma"} <= flags:
@@ -38,12 +38,12 @@ def core_type(root: Path = ROOT) -> str | None:
 
 @contextmanager
 def _newer_processors() -> Generator[None]:
-    """Name the processor's instructions to the OpenBLAS that FAISS loads in the body,
-    unless the user has set them.
+    """While FAISS loads OpenBLAS, set the environment variable for this processor's
+    vector instructions, unless the user has set it.
 
-    The FAISS 1.15 wheels contain OpenBLAS 0.3.15 from 2021. This version treats later
-    Intel processors, such as Sapphire Rapids, as a Prescott from 2004 without AVX.
-    Assigning vectors to 4,096 lists then takes 3.2 times as long.
+    The FAISS 1.15 wheels contain OpenBLAS 0.3.15 from 2021. This version treats newer
+    Intel processors, such as Sapphire Rapids, as a Prescott processor from 2004 without
+    AVX. Without the variable, assigning vectors to 4,096 lists takes 3.2 times as long.
     """
     name = core_type()
     if name is None or CORE_TYPE in os.environ:
@@ -57,12 +57,13 @@ def _newer_processors() -> Generator[None]:
 
 
 with _newer_processors(), warnings.catch_warnings():
-    # SWIG's types have no __module__, which Python 3.12 and later report as deprecated.
+    # SWIG's types have no __module__, for which Python 3.12 and later emit a
+    # DeprecationWarning.
     warnings.simplefilter("ignore", DeprecationWarning)
     import faiss
 
 # If the number of queries times the number of dimensions exceeds this value, FAISS uses
-# BLAS, which is also exact. BLAS is faster from three queries of 128 dimensions.
+# BLAS, which is also exact. BLAS is faster for three or more queries of 128 dimensions.
 faiss.cvar.distance_compute_blas_threshold = 300
 
 
@@ -86,12 +87,12 @@ class FaissIndex:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of vectors, and number of dimensions."""
+        """The number of vectors, and the number of dimensions."""
         return self._index.ntotal, self._index.d
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and rows of the vectors nearest to unit vectors (N, D),
-        both (N, k). See `VectorIndex`.
+        """The L2 distances and the rows of the ``k`` vectors nearest to each of
+        ``vectors`` (N, D), as two arrays of shape (N, k). See `VectorIndex`.
 
         For unit vectors, |a - b|^2 = 2 - 2 ab.
         """
@@ -100,8 +101,8 @@ class FaissIndex:
         return np.where(rows >= 0, distances, np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters of later searches, such as ``nprobe=16``.
-        They are saved with the index.
+        """Set the parameters of later searches, such as ``nprobe=16``. The parameters
+        are saved with the index.
 
         Raises:
             RuntimeError: the index has no such parameter.
@@ -111,8 +112,9 @@ class FaissIndex:
     def save(self, directory: Path) -> None:
         """Write the index to `VECTORS_FILE` in ``directory``.
 
-        FAISS's path variant raises RuntimeError if the disk is full, and raises nothing
-        if the disk fills up when the file is closed.
+        FAISS is not given the path, because it would raise RuntimeError if the disk is
+        full, and would raise no error if the disk becomes full while the file is
+        closed.
 
         Raises:
             StoreError: the disk is full, or ``directory`` is not writable.

@@ -1,5 +1,5 @@
-"""From embeddings to labels: neighbors from the index, a label by vote or centroid,
-and "unknown" by distance."""
+"""Search an index for the neighbors of an embedding, determine the label by vote or
+centroid, and call an image unknown by its distance."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +26,14 @@ NO_LABEL = -1
 """Label number that replaces a neighbor that an approximate index did not find."""
 CENTROID_BLOCK = 4096
 SETTLED_BY = 100
-"""Number of neighbors that `Gallery.is_settled` checks. If all of them could vote,
-a prediction is not settled."""
+"""Number of neighbors that `Gallery.is_settled` checks. If all these neighbors could
+vote, the prediction is not settled."""
 Embedded = NDArray[np.float32]
 
 
 class Neighbor(NamedTuple):
-    """A gallery vector near a query. ``dist`` is the L2 distance, not squared, and
-    ``row`` is the vector's row in the index."""
+    """A gallery vector near a query. ``dist`` is the L2 distance (not squared) to the
+    query, and ``row`` is the vector's row in the index."""
 
     label: str
     dist: float
@@ -41,8 +41,8 @@ class Neighbor(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """The result for one query. ``dist`` is the L2 distance (0 to 2) to its nearest
-    neighbor."""
+    """The result for one query. ``dist`` is the L2 distance (0 to 2) from the query to
+    its nearest neighbor."""
 
     pred: str
     dist: float
@@ -52,8 +52,8 @@ class Recognition(NamedTuple):
 
 @dataclass(frozen=True)
 class Neighbors:
-    """The nearest vectors of N queries, nearest first: label indices,
-    L2 distances and index rows, all (N, k).
+    """The vectors nearest to N queries, nearest first, as label indices, L2 distances
+    and index rows in arrays of shape (N, k).
 
     For missing neighbors, the label is `NO_LABEL`,
     the distance is infinite and the row is -1.
@@ -66,8 +66,8 @@ class Neighbors:
 
 @dataclass(frozen=True)
 class Classifications:
-    """The predictions for N queries: label indices,
-    nearest-neighbor distances and unknown flags, each (N,).
+    """The predictions for N queries, as label indices, nearest-neighbor distances and
+    unknown flags in arrays of shape (N,).
     """
 
     labels: NDArray[np.int32]
@@ -89,13 +89,13 @@ class Gallery:
 
     @staticmethod
     def open(directory: Path, network_sha256: str) -> "Gallery":
-        """Open the index in ``directory``,
-        for queries that were embedded by the network with this hash.
+        """Open the index in ``directory`` for queries that were embedded by the network
+        with the hash ``network_sha256``.
 
         Raises:
             IntegrityError: the vectors belong to a different network, a file is missing
-                or was changed, or the files do not match each other. Hashes are
-                compared before any file is parsed.
+                or was changed, or the files do not match each other. Hashes are checked
+                before any file is parsed.
             StoreError: the vectors are in a collection whose server is unreachable or
                 rejects the request.
             SettingsError: the backend of the collection is unknown or not installed.
@@ -126,7 +126,7 @@ class Gallery:
 
     def recognize(self, embeddings: Embedded, k: int | None = None) -> list[Recognition]:
         """Recognize unit vectors (N, D), and list up to ``k`` neighbors of each vector.
-        If ``k`` is None, list the neighbors that vote."""
+        If ``k`` is None, only the neighbors that vote are listed."""
         listed = self.description.k if k is None else k
         neighbors = self.search(embeddings, max(listed, self.description.k))
         answers = self.classify(embeddings, neighbors)
@@ -150,8 +150,8 @@ class Gallery:
         ]
 
     def search(self, embeddings: Embedded, k: int) -> Neighbors:
-        """Search the ``k`` nearest gallery vectors of unit vectors (N, D), or all
-        gallery vectors if there are fewer.
+        """Search for the ``k`` gallery vectors nearest to each of the unit vectors (N,
+        D). If the gallery has fewer vectors, return all of them.
 
         Raises:
             IntegrityError: the vectors have a different number of dimensions.
@@ -170,7 +170,7 @@ class Gallery:
 
         The distance is always the distance to the nearest neighbor, which rejects
         unknown images better than the distance to a centroid. A query without neighbors
-        is unknown at distance `MAX_DISTANCE`.
+        is unknown, with the distance `MAX_DISTANCE`.
         """
         labels = self.label(embeddings, neighbors, self.description.label_by)
         no_neighbors = neighbors.labels[:, 0] == NO_LABEL
@@ -180,8 +180,8 @@ class Gallery:
         return Classifications(labels, distances, (distances > self.description.threshold) | no_neighbors)
 
     def is_settled(self, embeddings: Embedded, tolerance: float) -> NDArray[np.bool_]:
-        """Whether the predictions for unit vectors (N, D) stay the same if each
-        distance changes by ``tolerance``."""
+        """For each of the unit vectors (N, D), whether the prediction remains the same
+        if each distance changes by up to ``tolerance``."""
         neighbors = self.search(embeddings, max(SETTLED_BY, 2 * self.description.k))
         predicted = self.classify(embeddings, neighbors)
         is_clear = np.abs(predicted.distances - self.description.threshold) > tolerance
@@ -196,8 +196,8 @@ class Gallery:
     def _vote_is_settled(
         self, neighbors: Neighbors, predicted: NDArray[np.int32], tolerance: float
     ) -> NDArray[np.bool_]:
-        """Whether the certain votes for the predicted label outnumber the possible
-        votes for every other label."""
+        """For each query, whether the certain votes for the predicted label outnumber
+        the possible votes for every other label."""
         k, distances = self.description.k, neighbors.distances
         size = distances.shape[1]
         is_possible = distances <= distances[:, [min(k, size) - 1]] + 2 * tolerance
@@ -214,8 +214,9 @@ class Gallery:
         based on the neighbors that `search` found.
 
         The vote rule returns the most common label among the first ``description.k``
-        neighbors, and the nearest neighbor wins a tie. The centroid rule returns the
-        label of the nearest centroid, and also labels queries without neighbors.
+        neighbors. The nearest neighbor wins a tie. The centroid rule returns the label
+        of the nearest centroid. Queries without neighbors are always labeled by the
+        centroid rule.
         """
         if rule == "centroid":
             return self._nearest_centroid(embeddings)
@@ -248,10 +249,10 @@ def _read_array(path: Path) -> NDArray[Any]:
 
 
 def vote(labels: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The most common label in each row of (N, k), which is ordered nearest first.
-    The nearest neighbor wins a tie.
+    """The most common label in each row of ``labels`` (N, k), which are ordered from
+    the nearest to the farthest neighbor. The nearest neighbor wins a tie.
 
-    `NO_LABEL` does not vote, unless the whole row is `NO_LABEL`.
+    `NO_LABEL` is ignored, unless all labels in the row are `NO_LABEL`.
     """
     order = np.argsort(labels, axis=1, kind="stable")
     ordered = np.take_along_axis(labels, order, axis=1)

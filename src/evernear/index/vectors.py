@@ -1,4 +1,4 @@
-"""The protocol of a gallery backend, which numbers vectors by row."""
+"""The protocol for gallery backends, which number the vectors by row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class VectorIndex(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of vectors, and number of dimensions."""
+        """The number of vectors, and the number of dimensions."""
         ...
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and rows of the vectors nearest to unit vectors (N, D),
-        both (N, k), nearest first.
+        """The L2 distances and the rows of the ``k`` vectors nearest to each of
+        ``vectors`` (N, D), nearest first, as two arrays of shape (N, k).
 
-        If the index finds fewer than k vectors,
-        the missing rows are -1 and the missing distances infinite.
+        If the index finds fewer than k vectors, the missing rows are -1 and the missing
+        distances are infinite.
         """
         ...
 
@@ -55,7 +55,7 @@ class GalleryVectors:
     known: NDArray[np.bool_]
     size: int
     owner: str = ""
-    """The store that a collection with these vectors belongs to
+    """The store that owns a collection with these vectors
     (`evernear.common.store.identity.owner_of`)."""
 
     def blocks(self) -> Iterator[EmbeddingBlock]:

@@ -1,4 +1,4 @@
-"""The estimated cost of a step and of the nodes that ran its parts."""
+"""Estimate the cost of a step and of the nodes that ran its parts."""
 
 from evernear.common.parts import PartsRecord
 from evernear.common.run_record import StepRecord
@@ -9,11 +9,12 @@ GIB_BYTES = 2**30
 
 
 def cost(step: StepRecord, prices: CostSettings) -> float | None:
-    """The cost of ``step`` in the currency of ``prices``, or None if it is unknown.
+    """The cost of ``step`` in the currency of ``prices``, or None if the cost is
+    unknown.
 
-    A container occupies the CPUs and the memory of its limits for the whole step,
-    whether it uses them or not. Without a limit, the estimate uses the CPU time, and
-    the peak memory over the whole step.
+    A container with limits is charged for all CPUs and memory up to these limits for
+    the duration of the step. Without a CPU limit, the CPU time is charged. Without a
+    memory limit, the peak memory is charged for the duration of the step.
     """
     if step.ended is None or not step.cpu_s or (step.gpus and not prices.gpu_hour):
         return None

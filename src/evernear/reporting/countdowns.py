@@ -28,7 +28,7 @@ def training_countdown(running: Step) -> "Callable[[Steps], None]":
 
 
 def epoch_report(running: Step, epochs: int) -> "Callable[[Epoch], None]":
-    """A training callback that reports the metrics of each of ``epochs`` epochs."""
+    """A training callback that reports the metrics after each of ``epochs`` epochs."""
 
     def report(epoch: "Epoch") -> None:
         accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
@@ -44,8 +44,8 @@ def draw_countdown(running: Step) -> Callable[[int, int], None]:
 
 
 def image_countdown(running: Step, total: int) -> Callable[[int], None]:
-    """A callback that receives the number of images finished since its last call,
-    and reports the progress."""
+    """A callback that receives the number of images that were finished since its last
+    call, and reports the progress."""
     countdown, done = Countdown(running.report, running.progressed), 0
 
     def report(images: int) -> None:

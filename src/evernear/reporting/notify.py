@@ -1,6 +1,6 @@
 """The outcome of a run: promoted, held, rolled back, predicted, stopped or failed.
 
-The exit step derives the outcome from the run's record in the store (see
+The exit step derives the outcome of a run from the run's record in the store (see
 `evernear.common.run_record`).
 """
 
@@ -15,17 +15,18 @@ from evernear.evaluation.verdict import Rule
 from evernear.release.promotions import CHAMPION_ALONE
 
 SUCCEEDED = ("SUCCEEDED", "COMPLETE")
-"""The state of a group whose tasks all succeeded,
-in kfp's local runner and on the KFP server respectively."""
+"""The state of a task group in which all tasks succeeded. The first value is from kfp's
+local runner, and the second value is from the KFP server."""
 EXIT_STEP = "notify"
-"""The exit step. Its record still says "running" when the step derives the outcome."""
+"""The exit step. When this step derives the outcome, its own record still has the state
+"running"."""
 
 
 CONFUSION_MATRIX = "confusion.png"
-"""The file in a run's record with the candidate's confusion matrix, for Slack."""
+"""The file for Slack with the candidate's confusion matrix, in the run's record."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
-"""Options of a run that the next commands repeat.
-``--set`` is repeated only for `_SHARED_SETTINGS`."""
+"""Options of a run that are repeated in suggested commands. ``--set`` is repeated only
+for `_SHARED_SETTINGS`."""
 _SHARED_SETTINGS = ("store", "target", "index.uri", "serving.", "prep.", "kubernetes.")
 """Settings that locate releases and servers."""
 
@@ -46,7 +47,8 @@ class RunOutcome(Frozen):
     release: str | None = None
     """The release that the run deployed, or None if it deployed no release."""
     url: str | None = None
-    """Where the release is live, or None if the run's target is only the registry."""
+    """The URL where the release is live, or None if the run's target is only the
+    registry."""
     candidate: str | None = None
     """The release that the run archived, whether deployed or held,
     or None if it archived no release."""
@@ -54,18 +56,18 @@ class RunOutcome(Frozen):
     """The step that failed."""
     reasons: tuple[str, ...] = ()
     caution: str = ""
-    """What remains unknown after the gate's promotion, in sentences.
-    See `Verdict.caution`."""
+    """A warning about what the gate could not determine before it promoted the
+    candidate. See `Verdict.caution`."""
     metrics: dict[str, float] = {}
     gate_settings: tuple[str, ...] = ()
     """``key=value`` settings with which the gate would have promoted a held candidate.
-    The tuple is empty if settings alone do not suffice."""
+    The tuple is empty if no settings would have this effect."""
     command: tuple[str, ...] = ()
-    """The arguments of an ``evernear`` command that repeats the pipeline on this
-    machine. The tuple is empty for a run on KFP."""
+    """The arguments of an ``evernear`` command that repeats the run on this machine, or
+    an empty tuple for a run on KFP."""
     served_here: bool = False
-    """Whether the release is live on the TorchServe of the run's machine and working
-    directory."""
+    """Whether the release is live in the TorchServe process of the run's machine and
+    working directory."""
 
     def headline(self) -> str:
         """The outcome on one line, without the reasons of a held run."""
@@ -122,12 +124,12 @@ class RunOutcome(Frozen):
         return tuple(steps)
 
     def _same_command(self, *options: str) -> str:
-        """The command that started the run, with additional options."""
+        """The command that started the run, with ``options`` appended."""
         return shlex.join(["evernear", *(self.command or ("pipeline", "run", self.pipeline)), *options])
 
     def _command(self, *words: str) -> str:
-        """A command on the run's store,
-        with the options of the run that locate the store."""
+        """A command that uses the run's store, with the run's options that locate the
+        store."""
         shared: list[str] = []
         for word, following in zip(self.command, (*self.command[1:], ""), strict=False):
             option, equals, value = word.partition("=")
@@ -146,25 +148,26 @@ class RunOutcome(Frozen):
 
 
 def load_outcome(store: Store, run: str) -> RunOutcome | None:
-    """The outcome of ``run``, or None before `finalize`."""
+    """The outcome of ``run``, or None before `finalize` is called for this run."""
     return RunRecord(store, run).find(OUTCOME, RunOutcome)
 
 
 def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
-    """The rules of the run's verdict, or an empty tuple before the gate."""
+    """The rules in the run's verdict, or an empty tuple if the gate has not decided
+    yet."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
 
 
 def finalize(
     record: RunRecord, pipeline: str, state: str, error_message: str, command: tuple[str, ...] = ()
 ) -> RunOutcome:
-    """Derive the outcome of a run, and record it.
+    """Derive the outcome of a run, and store the outcome in the run's record.
 
     ``state`` is the run's state according to KFP (COMPLETE, FAILED, RUNNING ...).
-    ``error_message`` is the run's error, which is usually empty. The KFP server does
-    not count the skipped deployment of a held run. It reports RUNNING, or FAILED if a
-    step was retried. The records of the steps therefore decide whether the run was
-    held.
+    ``error_message`` is KFP's error message for the run, which is usually empty. The
+    KFP server does not count the skipped deployment of a held run. For such a run, the
+    server reports RUNNING, or FAILED if a step was retried. Therefore the records of
+    the steps determine whether a run was held.
     """
     verdict = record.load("verdict")
     rollback, promotion, deployment = (record.load(name) for name in ("rollback", "promotion", "deployment"))
@@ -214,8 +217,8 @@ def _reasons(move: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _settings_of(rules: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """The settings of the failed rules, or an empty tuple if a failed rule has no
-    setting."""
+    """The settings with which the failed rules would pass, or an empty tuple if a
+    failed rule has no such setting."""
     settings = tuple(str(rule.get("setting", "")) for rule in rules if not rule["passed"])
     return settings if all(settings) else ()
 

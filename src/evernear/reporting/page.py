@@ -21,11 +21,11 @@ from evernear.reporting import plots
 from evernear.reporting.run_report import ClassRow, Figure, RunReport
 
 FALSE_REJECT_RATES = (0.01, 0.02, 0.05, 0.10, 0.20)
-"""False-reject rates for which the page lists the detection error trade-off."""
+"""False-reject rates for which the page lists the false-accept rate of the probe."""
 CLASSES_MAX = 50
 REASONS_MAX = 4
-"""Largest number of reasons to show. The next command is then visible without scrolling
-in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px.
+"""Largest number of reasons to show. With this number, the suggested command is visible
+without scrolling in the Kubeflow Pipelines UI, whose frame is about 430 x 600 px.
 """
 
 
@@ -65,9 +65,8 @@ def compare_page(first: RunRecord, second: RunRecord) -> str:
 
 
 def page(title: str, *parts: Markup) -> str:
-    """A self-contained page with the content ``parts``, which are HTML.
-
-    ``title`` is text and is escaped.
+    """A self-contained page with the HTML elements ``parts``. The text ``title`` is
+    escaped.
     """
     return _render("plain.html.j2", title=title, parts=parts)
 
@@ -91,10 +90,10 @@ def _charts(report: RunReport) -> dict[str, Markup]:
 
 
 def _colors(examples: Examples | None) -> dict[str, str]:
-    """A color of each class on the map."""
+    """The color of each class on the map."""
     labels = sorted({point.label for point in examples.map}) if examples else []
-    # Lightness alternates because neighboring hues of many classes are hard to
-    # distinguish.
+    # Lightness alternates because the hues of neighboring classes are hard to
+    # distinguish if there are many classes.
     return {
         label: f"hsl({360 * index / len(labels):.0f} 70% calc(var(--lightness) + {(0, 12)[index % 2]}%))"
         for index, label in enumerate(labels)
@@ -132,8 +131,8 @@ def _render(template: str, **values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Text on one line, without control characters.
-    Jinja escapes the text afterwards.
+    """Convert ``value`` to text on one line without control characters. Jinja escapes
+    the text afterwards.
     """
     return value if isinstance(value, Markup) else printable(str(value))
 

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, which follows the page's light or dark theme, and as PNG."""
+"""Charts as PNG, and as inline SVG that follows the page's light or dark theme."""
 
 import io
 import re
@@ -31,7 +31,7 @@ INK, GRID, FIRST, SECOND, LIMIT = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#
 CSS_VARIABLES = {INK: "--ink", GRID: "--line", FIRST: "--first", SECOND: "--second", LIMIT: "--limit"}
 SIZE_IN = (4.4, 2.7)
 LEGEND_ROOM = 1.5
-"""Height of a histogram with its legend, relative to the histogram alone."""
+"""Height of a histogram with its legend, relative to the height without the legend."""
 DET_LIMITS = (0.005, 0.995)
 DET_TICKS = (0.01, 0.05, 0.2, 0.5, 0.8, 0.95)
 MAX_LABEL_CHARACTERS = 30
@@ -40,8 +40,8 @@ Longer names are shortened."""
 
 
 def training_curves(history: Sequence[Mapping[str, float]]) -> Markup:
-    """Loss, accuracy and learning rate by epoch. ``history`` contains
-    `evernear.embedding.artifact.Epoch` objects as JSON."""
+    """Charts of the loss, the accuracy and the learning rate by epoch. ``history``
+    contains `evernear.embedding.artifact.Epoch` objects as JSON."""
     epochs = [point["epoch"] for point in history]
     charts: list[Markup] = []
     quantities = {
@@ -129,7 +129,7 @@ def _histogram(title: str, series: Mapping[str, Sequence[float]], threshold: flo
 
 
 def _largest(series: Mapping[str, Sequence[float]]) -> float:
-    """The upper edge of the last bin that is not empty."""
+    """The upper edge of the last bin in which any series has a value."""
     used = [index for counts in series.values() for index, count in enumerate(counts) if count]
     return (max(used, default=0) + 1) * MAX_DISTANCE / BINS
 
@@ -152,14 +152,14 @@ def _legend(axes: Axes, loc: Literal["best", "upper right"] = "best") -> None:
 
 
 def svg(figure: Figure, description: str) -> Markup:
-    """``figure`` as an inline ``<svg>`` element in the page's colors,
-    without a fixed size."""
+    """Convert ``figure`` to an inline ``<svg>`` element in the page's colors, without a
+    fixed size."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.S)
-    # Group IDs would repeat on a page with several charts.
-    # Clip paths and markers retain their IDs.
+    # On a page with several charts, group IDs would not be unique. Clip paths and
+    # markers retain their IDs.
     text = re.sub(r' id="[a-z0-9]+[_-][^"]*"', "", text)
     text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
     text = re.sub(r' width="[0-9.]+pt" height="[0-9.]+pt"| height="[0-9.]+pt"| width="[0-9.]+pt"', "", text, count=2)
@@ -173,8 +173,8 @@ def confusion_png(evaluation: Evaluation) -> bytes:
     """The candidate's confusion matrix as PNG, for clients that do not show HTML."""
     labels, rows = evaluation.candidate.confusion_matrix()
     names = [shorten(label) for label in labels]
-    # In inches: 0.5 per cell, and 1/12 per character of the labels,
-    # limited to the size of a screen.
+    # The size in inches is 0.5 per cell plus 1/12 per character of the labels, limited
+    # to the size of a screen.
     side = min(12.0, max(4.0, 0.5 * len(labels) + 1.5 + max(map(len, names)) / 12))
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
@@ -199,7 +199,7 @@ def confusion_png(evaluation: Evaluation) -> bytes:
 
 
 def shorten(label: str) -> str:
-    """``label``, with its middle replaced by an ellipsis if it is too long."""
+    """Replace the middle of ``label`` with an ellipsis if the label is too long."""
     label = printable(label)
     return (
         label

@@ -29,12 +29,12 @@ from evernear.settings.sources import flat
 
 CONFUSION_LABELS_MAX = 30
 KEY_RULES = ("no_worse", "beats_baselines", "anchor_budget", "accuracy_floor")
-"""The most informative rules for a promoted candidate."""
+"""The most informative rules if the candidate is promoted."""
 
 
 class Figure(NamedTuple):
-    """A proportion of candidate, champion and anchor,
-    or of the candidates of two runs.
+    """A proportion that was measured for candidate, champion and anchor, or for the
+    candidates of two runs.
     """
 
     name: str
@@ -43,14 +43,15 @@ class Figure(NamedTuple):
     anchor: Proportion | None = None
 
     def position(self, value: float) -> float:
-        """Where ``value`` is between the ends of all intervals, in percent."""
+        """The position of ``value`` between the smallest and the largest end of the
+        intervals, in percent."""
         shares = [share for share in (self.candidate, self.champion, self.anchor) if share]
         low, high = min(share.low for share in shares), max(share.high for share in shares)
         return 100 * (value - low) / max(high - low, 1e-9)
 
 
 class ClassRow(NamedTuple):
-    """One class; counts are images of all splits."""
+    """The figures for one class. Image counts include all splits."""
 
     label: str
     images: int
@@ -64,7 +65,8 @@ class ClassRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """All records of a run; None for a step that it did not reach."""
+    """All records of a run. The record of a step is None if the run did not reach this
+    step."""
 
     outcome: RunOutcome
     steps: tuple[StepRecord, ...]
@@ -77,7 +79,8 @@ class RunReport:
     settings: Mapping[str, Any]
     lineage: Mapping[str, str]
     nodes: Mapping[str, PartsRecord]
-    """How the parts of the steps ran that used several nodes, by step."""
+    """A record of how the parts ran, for each step that used several nodes, keyed by
+    step."""
 
     @staticmethod
     def load(record: RunRecord) -> "RunReport":
@@ -106,13 +109,13 @@ class RunReport:
         )
 
     def facts(self) -> dict[str, str]:
-        """The outcome and the lineage, by names without spaces."""
+        """The outcome and the lineage, keyed by names without spaces."""
         facts = {"state": self.outcome.state, "summary": self.outcome.summary()} | dict(self.lineage)
         return {key.replace(" (sha256)", "_sha256").replace(" ", "_"): value for key, value in facts.items()}
 
     @property
     def title(self) -> str:
-        """The state and what it means, in a few words."""
+        """The state of the run in a few words, for the title of the page."""
         outcome = self.outcome
         match outcome.state:
             case "promoted" | "rolled back":
@@ -124,8 +127,8 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons to read first: from failed rules,
-        or from the most informative ones.
+        """The most important reasons. If the candidate was promoted, these are the
+        reasons of `KEY_RULES`.
         """
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
@@ -154,8 +157,8 @@ class RunReport:
 
     @property
     def prices(self) -> CostSettings:
-        """The prices of the run's settings;
-        the defaults for a run that recorded none.
+        """The prices in the run's settings, or the default prices if the run recorded
+        none.
         """
         names = CostSettings.model_fields
         recorded = {name: self.settings[f"cost.{name}"] for name in names if f"cost.{name}" in self.settings}
@@ -163,19 +166,21 @@ class RunReport:
 
     @property
     def costs(self) -> list[float | None]:
-        """The cost of each step with the nodes of its parts; None if it is unknown."""
+        """The cost of each step, including the nodes that ran its parts, or None if the
+        cost is unknown."""
         nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
         own = [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
         parts = [self.cost_of_nodes(step.step) if step.step in self.nodes else 0.0 for step in self.steps]
         return [None if a is None or b is None else a + b for a, b in zip(own, parts, strict=True)]
 
     def cost_of_nodes(self, step: str) -> float | None:
-        """The cost of the nodes that ran the parts of a step; None if it is unknown."""
+        """The cost of the nodes that ran the parts of a step, or None if the cost is
+        unknown."""
         return cost_of_nodes(self.nodes[step], self.prices)
 
     @property
     def total_cost(self) -> float | None:
-        """The cost of all steps; None if one is unknown."""
+        """The cost of all steps, or None if the cost of a step is unknown."""
         known = [each for each in self.costs if each is not None]
         return sum(known) if len(known) == len(self.steps) else None
 
@@ -191,11 +196,11 @@ class RunReport:
 
     @property
     def duration(self) -> str:
-        """From the start of the first step to the end of the last."""
+        """The time from the start of the first step to the end of the last step."""
         return duration((self.ended - self.started).total_seconds()) if self.ended else ""
 
     def classes(self) -> list[ClassRow]:
-        """All classes, the lowest recall first."""
+        """All classes, with the lowest recall first."""
         measured = self.evaluation
         counts = _class_counts(self.validation)
         before = self.examples.images_before if self.examples else None
@@ -218,7 +223,7 @@ class RunReport:
         return sorted(rows, key=lambda row: row.recall.value if row.recall else 2.0)
 
     def confusion(self) -> tuple[list[str], list[list[int]]]:
-        """Labels and rows of the confusion matrix, of the most confused classes."""
+        """Labels and rows of the confusion matrix for the most confused classes."""
         assert self.evaluation is not None  # noqa: S101 - the template asks only then
         return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
 
@@ -229,10 +234,10 @@ class RunReport:
 
 
 def find_run(store: Store, name: str) -> RunRecord:
-    """The run ``name``, or the run that made the release ``name``.
+    """The record of the run ``name``, or of the run that built the release ``name``.
 
     Raises:
-        StoreError: the store has neither, or fails.
+        StoreError: the store has no such run or release, or the store fails.
     """
     if not is_version(name):
         return RunRecord(store, name)
@@ -244,7 +249,7 @@ def find_run(store: Store, name: str) -> RunRecord:
 
 
 def _lineage(store: Store, outcome: RunOutcome, evaluation: Evaluation | None) -> dict[str, str]:
-    """Where the candidate comes from: digests, code and parent."""
+    """The lineage of the candidate: digests, code version and champion."""
     lineage = {"run": outcome.run, "pipeline": outcome.pipeline, "store": store.uri}
     if evaluation:
         candidate = evaluation.candidate

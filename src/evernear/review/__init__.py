@@ -1,2 +1,1 @@
-"""Label live queries that the release was unsure about: a queue, the answers,
-and a local page."""
+"""Label live queries about which the release was uncertain."""

@@ -11,10 +11,11 @@
                                                   .jpg or .webp for files of these
                                                   formats
 
-The last answer about an image is effective. Appending is a compare-and-swap, so if two
-people answer at the same time, the second answer is refused. Changes to the source can
-be repeated. `Answers.recover` completes changes that a killed process began. An answer
-that the source rejects is undone, and later answers are processed.
+Only the last answer about an image is effective. An answer is appended with a
+compare-and-swap, so if two people answer at the same time, the second answer is
+rejected. Changes to the source can be repeated. `Answers.recover` completes changes
+that a killed process began. An answer that the source rejects is undone. Later answers
+are still processed.
 """
 
 from collections.abc import Iterator
@@ -37,15 +38,15 @@ _ATTEMPTS = 5
 
 
 class AnswerRefusedError(DataError):
-    """The source rejects an answer, so the answer is undone."""
+    """The source rejected an answer, which was therefore undone."""
 
 
 class Answer(Frozen):
     """A user's decision about an image.
 
-    ``label`` is set only for the ``label`` action. ``files`` are the image's names in
-    the source before the answer. They are empty for a live query. The ``keep`` action
-    confirms the label of an image in the source.
+    ``label`` is set only for the ``label`` action. ``files`` are the names of the
+    image's files in the source before the answer, or empty for a live query. The
+    ``keep`` action confirms the label of an image in the source.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -53,10 +54,10 @@ class Answer(Frozen):
     label: str = ""
     files: tuple[str, ...] = ()
     new_folder: bool = False
-    """Whether the answer created the folder of its class."""
+    """Whether the answer created the folder for its class."""
     suffix: Literal[".png", ".jpg", ".webp"] = ".png"
-    """The image format of a live query. PNG is not stored,
-    so that earlier versions can read these answers."""
+    """The suffix for the image format of a live query. ``.png`` is omitted from the
+    audit log, so that earlier versions of evernear can read these answers."""
     who: str
     at: AwareDatetime
 
@@ -64,8 +65,8 @@ class Answer(Frozen):
 class Answers:
     """Records answers, and changes the source accordingly.
 
-    ``set_aside`` contains a sentence, keyed by image, for each change of an earlier
-    process that `recover` could not complete.
+    ``set_aside`` contains an error message, keyed by image, for each change of an
+    earlier process that `recover` could not complete.
     """
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
@@ -83,8 +84,8 @@ class Answers:
         return _fold(self._read()[0])
 
     def label(self, image: bytes, answer: Answer) -> None:
-        """Record ``answer``. For a label, write ``image`` to the source, or move the
-        answer's ``files`` to the class.
+        """Record ``answer``. If the action is ``label``, write ``image`` to the source,
+        or move the answer's ``files`` to the folder of the class.
 
         Raises:
             SettingsError: the label is not usable as a folder name.
@@ -111,7 +112,8 @@ class Answers:
             self._target.labels = sorted([*self._target.labels, answer.label])
 
     def undo(self, undo: Answer) -> None:
-        """Record the ``undo`` and restore the source. The image returns to the queue.
+        """Record ``undo``, and restore the source. The image becomes part of the queue
+        again.
 
         Raises:
             ConflictError: the image has no answer.
@@ -123,10 +125,9 @@ class Answers:
         self._settle(undo.image)
 
     def recover(self) -> None:
-        """Complete the changes to the source that a killed process recorded but may not
-        have made.
+        """Complete changes to the source that a killed process may not have completed.
 
-        A change that cannot be completed is undone and named in ``set_aside``. The
+        A change that cannot be completed is undone and added to ``set_aside``. The
         remaining changes are completed.
         """
         for info in list(self._store.list(PENDING)):
@@ -138,13 +139,13 @@ class Answers:
                 self.set_aside[image] = str(error)
 
     def _settle(self, image: str) -> None:
-        """Make the source agree with the last answer about ``image``.
-        Repeating the call changes nothing.
+        """Make the source agree with the last answer about ``image``. A repeated call
+        has no effect.
 
         Raises:
             AnswerRefusedError: the source rejects the answer, which is undone, or the
-                source cannot be restored. The restoration is retried later unless a
-                different image blocks it.
+                source cannot be restored. The source is restored later, unless a
+                different image has the name of a file to restore.
         """
         history = [answer for answer in self._read()[0] if answer.image == image]
         labeled = [answer for answer in history if answer.action == "label"]
@@ -163,8 +164,8 @@ class Answers:
             raise _refused(labeled[-1], refusal) from refusal
 
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
-        """Change the source for ``answer``.
-        Return the error if the source rejects the answer."""
+        """Change the source according to ``answer``, and return the error if the source
+        rejects the answer."""
         try:
             for old, new in _moves(answer, self._target.layout):
                 if answer.files:
@@ -179,9 +180,9 @@ class Answers:
         """Undo the answers ``labeled`` about one image, newest first.
 
         Raises:
-            AnswerRefusedError: a file cannot be restored. The pending record is removed
-                only if a different image has the file's name, because a person must
-                then decide.
+            AnswerRefusedError: a file cannot be restored. If a different image has the
+                file's name, a person must decide, so the pending record is removed.
+                Otherwise, the record remains.
         """
         folders = {each.label for each in self._read()[0] if each.new_folder}
         failure: EvernearError | None = None
@@ -205,7 +206,7 @@ class Answers:
             self._target.remove(new, prune)
 
     def _move(self, old: str, new: str, prune: bool) -> None:
-        """Move a file of the source. Repeating the move changes nothing."""
+        """Move a file within the source. A repeated move has no effect."""
         image, present = self._target.read(old), self._target.read(new)
         if image is None and present is None:
             raise DataError(f"{old} is no longer in the source; run `evernear labels check` again.")
@@ -277,7 +278,8 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
 
 
 def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
-    """The current name and the new name of each file of an answer with a label."""
+    """The current name and the new name of each file to which an answer with a label
+    applies."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:

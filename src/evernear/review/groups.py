@@ -1,15 +1,15 @@
 """Groups of similar images in the review queue,
-so that one name can answer for the whole group.
+so that a user can label all images of a group at once.
 
-Images are compared by their embeddings, as in the recognizer. Embeddings of different
-networks cannot be compared, so each network has separate groups. An item without an
-embedding is grouped by the projected embedding that earlier logs contain. If the
-projected embedding is missing too, the item is grouped by its pixels.
+Images are compared by the recognizer's embeddings. Embeddings of different networks
+cannot be compared, so each network has separate groups. An item without an embedding is
+grouped by its projected embedding, which logs of earlier versions contain. An item
+without either is grouped by its pixels.
 
 The groups come from agglomerative clustering with average linkage. Two groups are
-merged while the mean distance between their images is smaller than the typical distance
-between two classes (the release's ``group_distance``). A class that the network was not
-trained on has a larger spread than trained classes, so it may span several groups. See
+merged if the mean distance between their images is at most the release's
+``group_distance``. A class that the network was not trained on has a larger spread than
+trained classes, so its images may be in several groups. See
 docs/decisions/0078-neighbors-as-pictures.md.
 """
 
@@ -32,19 +32,20 @@ from evernear.settings.section import MAX_PIXELS
 
 MAX_ITEMS = 2000
 """Maximum number of items to group. Time and memory grow with the square of this
-number: 0.3 s and 35 MB for 2000."""
+number. Grouping 2000 items takes 0.3 s and 35 MB."""
 DEFAULT_DISTANCE = 1.0
-"""``group_distance`` for releases of earlier versions:
-an L2 distance between unit vectors (0 to 2)."""
+"""``group_distance`` for releases from earlier versions of evernear, as an L2 distance
+between unit vectors (0 to 2)."""
 PIXEL_DISTANCE = 0.9
-"""``group_distance`` for pixels minus their mean.
-It corresponds to a correlation of 0.6."""
+"""``group_distance`` for the vectors from `_gray`. This distance corresponds to a
+correlation of 0.6."""
 _SIDE_PX = 12
 Vector = NDArray[np.float32]
 
 
 class Group(NamedTuple):
-    """Similar items, in the given order. A group may consist of a single item."""
+    """Similar items, in the order in which they were given. A group may consist of a
+    single item."""
 
     items: tuple[Item, ...]
 
@@ -54,12 +55,12 @@ class Grouping(NamedTuple):
 
     groups: tuple[Group, ...]
     left_out: int
-    """Number of items beyond the first `MAX_ITEMS`. They are in no group."""
+    """Number of items beyond the first `MAX_ITEMS`, which are not grouped."""
 
 
 class _Space(NamedTuple):
-    """A set of comparable vectors of one kind and network. ``distance`` is the maximum
-    mean distance between similar images."""
+    """A kind of vectors from one network, which can be compared with each other. Groups
+    whose mean distance is at most ``distance`` are merged."""
 
     kind: Literal["embedding", "coordinates", "pixels"]
     network: str
@@ -73,11 +74,11 @@ class _Release(NamedTuple):
 
 
 def group_items(items: Sequence[Item], find: Callable[[str], Record | None], limit: int = MAX_ITEMS) -> Grouping:
-    """Group the first ``limit`` items.
-    They are the newest items if ``items`` come from the queue.
+    """Group the first ``limit`` items, which are the newest items if ``items`` come
+    from the queue.
 
-    ``find`` returns the record of a release, like
-    `evernear.release.registry.Registry.find`, and raises the same errors.
+    ``find`` is a function such as `evernear.release.registry.Registry.find`, with the
+    same errors.
     """
     grouped = items[:limit]
     releases = {version: _release(version, find) for version in {item.version for item in grouped}}
@@ -92,8 +93,8 @@ def group_items(items: Sequence[Item], find: Callable[[str], Record | None], lim
 
 
 def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
-    """The network of a release. A release that the store no longer has is compared only
-    with itself."""
+    """The network and ``group_distance`` of a release. Items of a release that is no
+    longer in the store are compared only with each other."""
     record = None
     with suppress(IntegrityError):  # `evernear store check` reports it
         record = find(version) if is_version(version) else None
@@ -103,7 +104,8 @@ def _release(version: str, find: Callable[[str], Record | None]) -> _Release:
 
 
 def _compared(item: Item, release: _Release) -> tuple[_Space, Vector]:
-    """The vector by which an item is compared with other items in its space."""
+    """The space of an item, and the vector by which the item is compared with others in
+    this space."""
     if item.embedding is not None:
         vector = item.embedding / np.float32(np.linalg.norm(item.embedding))
         return _Space("embedding", release.network, len(vector), release.group_distance), vector
@@ -128,8 +130,9 @@ def _cluster(members: Sequence[tuple[Item, Vector]], distance: float) -> list[Gr
 
 
 def _gray(image: bytes) -> Vector:
-    """Gray values at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean, scaled to unit
-    length. The values are zero for an image of uniform brightness."""
+    """The gray values of an image at `_SIDE_PX` x `_SIDE_PX` pixels, minus their mean,
+    as a vector of unit length. For an image of uniform brightness, all values are
+    zero."""
     picture = decode_inspected(inspect(image, MAX_PIXELS), 16).image
     gray = picture.convert("L").resize((_SIDE_PX, _SIDE_PX), Image.Resampling.BOX)
     vector = np.asarray(gray, np.float32).ravel()

@@ -1,4 +1,4 @@
-"""The source as a target for labeled images: a folder or a bucket."""
+"""The source, a folder or a bucket, as a target for labeled images."""
 
 import errno
 from pathlib import Path
@@ -13,12 +13,12 @@ from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Errors for a name that no file can currently have."""
+"""Error numbers for a path that does not exist and cannot exist at this time."""
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written.
-    Names are the file names in the source."""
+    """The source to which labeled images are written. Names are names of files in the
+    source."""
 
     labels: list[str]
     layout: Layout
@@ -32,12 +32,12 @@ class LabelTarget(Protocol):
         ...
 
     def remove(self, name: str, prune: bool) -> None:
-        """Remove an image. With ``prune``, also remove its folders that become empty. A
-        missing image is not an error."""
+        """Remove an image. With ``prune``, also remove folders that become empty. If
+        the image does not exist, do nothing."""
         ...
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file, or None if it is missing."""
+        """The content of a file, or None if the file does not exist."""
         ...
 
 
@@ -95,14 +95,15 @@ class FolderTarget:
 
 
 class BucketTarget:
-    """A bucket prefix. A folder exists only while it contains an object."""
+    """A bucket prefix. A folder in a bucket exists only while the folder contains an
+    object."""
 
     def __init__(self, uri: str, settings: DataSettings) -> None:
         self.labels, self.layout = _layout(Bucket(uri, settings))
         self._store = open_store(uri)
 
     def has_folder(self, name: str) -> bool:
-        """Always True, because empty folders need no removal in a bucket."""
+        """Always True, because empty folders in a bucket do not have to be removed."""
         return True
 
     def add(self, name: str, image: bytes) -> None:
@@ -121,8 +122,8 @@ class BucketTarget:
 
 
 def open_label_target(source: str, settings: DataSettings = DEFAULTS) -> LabelTarget:
-    """Open ``data.source`` for writing, and list it once to find its classes.
-    ``settings`` determine the meaning of its folders.
+    """Open ``source`` for writing, and list its files once to find the classes.
+    ``settings`` determine the meaning of the source's folders.
 
     Raises:
         SettingsError: the source is neither a folder nor a bucket.

@@ -1,4 +1,4 @@
-"""A listing of the store that several readers share for a short time."""
+"""A listing of a store prefix that several readers share for a short time."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ exists."""
 
 
 class Listing:
-    """The objects below a prefix, by key."""
+    """The objects below a prefix, keyed by object key."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
@@ -30,8 +30,7 @@ class Listing:
         return found
 
     def recent(self) -> dict[str, ObjectInfo]:
-        """Like `now`, but reuse the last listing while it is younger than
-        `RECENT_S`."""
+        """Like `now`, but return the last listing if it is younger than `RECENT_S`."""
         with self._lock:
             listed_s, found = self._listed
             return found if time.monotonic() - listed_s < RECENT_S else self.now()

@@ -1,7 +1,7 @@
-"""True labels of live queries, by the ID in the answer:
+"""True labels of live queries, keyed by the ID in the answer, in
 ``live-labels/<time>-<random>.jsonl`` in the store.
 
-A label is stored together with the logged answer, because the query log is removed
+A label is stored together with the logged answer, because the query log is deleted
 after some time. Images are neither read nor stored, and no label enters a dataset.
 """
 
@@ -30,14 +30,14 @@ _COLUMNS = ["id", "label"]
 _TIME = "%Y%m%dT%H%M%S%fZ"
 _REMEDY = "delete it and import its labels again"
 _CLOCK_TOLERANCE = timedelta(days=1)
-"""Largest difference between the clocks of the machines that create releases and import
-labels.
+"""Largest expected difference between the clocks of the machines that create releases
+and the machines that import labels.
 """
 
 
 _Text: TypeAlias = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=1000)]
 Labels: TypeAlias = dict[_Text, _Text]
-"""The true label of each query, keyed by query ID. The type is for a
+"""The true label of each query, keyed by query ID, as a type for
 `pydantic.TypeAdapter`."""
 
 
@@ -46,10 +46,11 @@ class ImportedLabels(Frozen):
 
     stored: int
     missing: tuple[str, ...]
-    """Ids that are not in the query log: not sampled, removed, or not shipped yet."""
+    """IDs that are not in the query log, because the query was not sampled, was
+    deleted, or has not been shipped yet."""
     unknown_classes: tuple[str, ...] = ()
-    """Labels that are no class of the release that answered.
-    The answer counts as wrong.
+    """Labels that are not a class of the release that answered. The answer to such a
+    query counts as wrong.
     """
 
 
@@ -57,8 +58,8 @@ def read_labels(path: Path) -> dict[str, str]:
     """Read a CSV file with the columns ``id`` and ``label``.
 
     Raises:
-        DataError: the file is unreadable, lacks a column or a value, or contradicts
-            itself. The message names the line.
+        DataError: the file is unreadable, lacks a column or a value, or has two labels
+            for one query. The message contains the line number.
     """
     labels: dict[str, str] = {}
     with disk_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
@@ -78,8 +79,8 @@ def read_labels(path: Path) -> dict[str, str]:
 
 
 def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:
-    """Store the labels of logged queries, keyed by query ID.
-    A later label of a query replaces an earlier one.
+    """Store ``labels`` of logged queries, keyed by query ID. A new label replaces an
+    earlier label of the same query.
 
     Raises:
         StoreError: the store fails. Nothing is stored.
@@ -117,8 +118,8 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
 
 
 def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:
-    """Labels that are no class of the release that answered,
-    unless its record cannot be read.
+    """Labels that are not a class of the release that answered the query. If the record
+    of the release cannot be read, its labels are not checked.
     """
     classes: dict[str, tuple[str, ...]] = {}
     for version in {query.version for query in queries}:
@@ -128,12 +129,12 @@ def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]
 
 
 class LabeledQueries(NamedTuple):
-    """The labeled live queries in a store, each with its newest label,
-    in the order of their labels' import."""
+    """The labeled live queries in a store, each with its newest label, in the order in
+    which these labels were imported."""
 
     queries: list[LabeledQuery]
     damaged: dict[str, str]
-    """A sentence about each damaged file, by key."""
+    """An error message for each damaged file, keyed by object key."""
 
     def of(self, version: str) -> list[LabeledQuery]:
         """The queries that the release ``version`` answered."""
@@ -163,15 +164,15 @@ def labeled_queries(store: Store, since: datetime | None = None) -> LabeledQueri
 
 
 def labels_of_release(store: Store, version: str) -> LabeledQueries:
-    """The labeled queries of one release.
-    Raises the same errors as `labeled_queries`."""
+    """The labeled queries that the release ``version`` answered. The errors are the
+    same as for `labeled_queries`."""
     labels = labeled_queries(store, version_time(version) - _CLOCK_TOLERANCE)
     return labels._replace(queries=labels.of(version))
 
 
 def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...], tuple[str, ...]]:
-    """The weekly accuracy of a release, newest week first,
-    and a sentence about each damaged file.
+    """The weekly accuracy of a release, newest week first, and an error message for
+    each damaged file.
 
     Raises:
         StoreError: the store fails.

@@ -1,13 +1,13 @@
-"""Images that a user sent to review from the console.
-They enter the queue immediately, with the original file.
+"""Images that a user sent to review from the console. The images are in the queue
+immediately, and their original files are stored.
 
 ::
 
     review/submitted/<sha256 of the file>.json    a `Submission`
     review/originals/<sha256 of the file>         the file as it was sent
 
-A listing reads only the submissions, which are small. Submissions are deleted like
-logged queries: at the age ``watch.query_retention_s``, and by `evernear forget`.
+To list images, only the submissions are read, which are small. Like logged queries,
+submissions are deleted at the age ``watch.query_retention_s`` and by `evernear forget`.
 """
 
 import base64
@@ -48,10 +48,10 @@ class Submission(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...]
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding by the release `version` (`evernear.serving.embedding_codec`),
-    if the answer contained one."""
+    """The embedding by the release `version` (`evernear.serving.embedding_codec`), or
+    an empty string if the answer contained no embedding."""
     picture: str = Field(repr=False)
-    """A `thumbnail` of the file, in base64."""
+    """A `thumbnail` of the image file, in base64."""
 
     def item(self, image: str) -> Item:
         """Convert the submission of the file with the sha256 ``image`` to an item of
@@ -69,8 +69,8 @@ class Submission(Frozen, allow_inf_nan=False):
 
 
 class Submissions:
-    """The submissions of a store. They never change, so each submission is read once.
-    Originals are read on demand."""
+    """The submissions in a store. A submission never changes, so it is read only once.
+    Original files are read on demand."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -78,8 +78,8 @@ class Submissions:
         self._items: dict[str, Item] = {}
 
     def add(self, image: bytes, prediction: Prediction, who: str, now: datetime) -> str:
-        """Store an image for review, and return its ID.
-        Adding an image again changes only the answer.
+        """Store an image for review, and return the image's ID. If the image is already
+        stored, only the answer is replaced.
 
         Raises:
             DataError: the file is larger than `MAX_FILE_BYTES` or is not an image.
@@ -120,8 +120,8 @@ class Submissions:
         return list(islice((item for item in found if item is not None), limit))
 
     def find(self, image: str) -> Item | None:
-        """The item with the ID ``image``, or None if it was not sent to review,
-        is damaged, or was deleted."""
+        """The item with the ID ``image``, or None if there is no submission for this
+        image or the submission is damaged."""
         return self._read(image) if _key(image) in self._listing.recent() else None
 
     def original(self, image: str) -> bytes | None:
@@ -142,8 +142,8 @@ class Submissions:
 
 
 def remove_submissions(store: Store, before: datetime) -> int:
-    """Remove images that were sent before ``before``, whether answered or not,
-    and return their number.
+    """Remove all images that were sent before the time ``before``, and return the
+    number of removed images.
 
     Raises:
         StoreError: the store rejects the request.
@@ -159,7 +159,7 @@ def remove_submissions(store: Store, before: datetime) -> int:
 
 
 def original_key(image: str) -> str:
-    """The key of the file whose sha256 is ``image``."""
+    """The object key of the original file with the sha256 ``image``."""
     return f"{ORIGINALS}{image}"
 
 

@@ -1,5 +1,5 @@
-"""Source images whose label looks wrong,
-for a user to relabel or keep: ``review/suspects.json``."""
+"""Find source images whose label looks wrong, so that a user can change or confirm the
+label. The images are listed in ``review/suspects.json``."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -29,11 +29,11 @@ PICTURE_PX = 192
 class Suspect(Frozen):
     """An image whose label looks wrong.
 
-    ``image`` is the sha256 of the image's pixels, and ``files`` are its names in the
-    source. ``margin`` is the share of neighbors with the image's label minus the share
-    of neighbors with the label ``suggested``. ``duplicate`` is a file with nearly the
-    same pixels and the label ``suggested``. It is empty if it is the neighbors that
-    contradict the label.
+    ``image`` is the sha256 of the image's pixels, and ``files`` are the names of its
+    files in the source. ``margin`` is the share of neighbors with the image's label
+    minus the share of neighbors with the label ``suggested``. ``duplicate`` is a file
+    with nearly the same pixels and the label ``suggested``, or an empty string if only
+    the neighbors contradict the label.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -45,8 +45,8 @@ class Suspect(Frozen):
 
 
 class Suspects(Frozen):
-    """The result of a check, most suspect image first.
-    ``found`` also counts images beyond `MAX_SUSPECTS`."""
+    """The result of a check, with the most suspect images first. ``found`` also counts
+    images beyond `MAX_SUSPECTS`."""
 
     remedy = "run `evernear labels check` again"
 
@@ -59,11 +59,11 @@ class Suspects(Frozen):
 
 
 def load_suspects(store: Store, source: str) -> tuple[Suspect, ...]:
-    """The suspects from the last check of ``source``, or an empty tuple if
-    ``source`` was not the last source to be checked.
+    """The suspects from the last check, or an empty tuple if the last check was of a
+    source other than ``source``.
 
     Raises:
-        IntegrityError: the result is damaged.
+        IntegrityError: the stored result is damaged.
     """
     stored = store.find(SUSPECTS)
     checked = Suspects.from_json(stored[0], f"{store.uri}/{SUSPECTS}") if stored else None
@@ -134,8 +134,8 @@ def check_labels(store: Store, settings: Settings, now: AwareDatetime) -> Suspec
 
 
 def picture(read: Callable[[str], bytes | None], name: str) -> bytes | None:
-    """A small PNG version of the source's image file ``name``, or None if the file is
-    missing, unreadable or broken."""
+    """A small PNG version of the image file ``name`` in the source, or None if the file
+    is missing, unreadable or broken."""
     try:
         data = read(name)
         if data is None:
