@@ -54,8 +54,8 @@ def build_index(
     queries whose group has images in the train split or the gallery, unless there are
     no other queries. ``threshold`` and ``reject_rate`` come from an
     `evernear.evaluation.open_set.OpenSet` (see `calibrate`). If the vectors are in a
-    collection, it belongs to the store ``owner``. The description is written last, so a
-    directory without ``index.json`` contains an incomplete index.
+    collection, the store ``owner`` owns this collection. The description is written
+    last, so a directory without ``index.json`` contains an incomplete index.
 
     Raises:
         StoreError: the disk is full, or ``out_dir`` is not writable.
@@ -115,9 +115,9 @@ def choose_rule(gallery: Gallery, queries: EmbeddingBlock) -> Rule:
     Otherwise, the rule is ``vote``.
 
     The vote is better for classes that consist of several clusters. If classes overlap,
-    the nearest vectors are a small and noisy sample, while the centroid is an average
-    over the noise. On CIFAR-10, the accuracy of the centroid rule is 1.1 points higher
-    than the accuracy of the vote of five neighbors.
+    the nearest vectors are a small and noisy sample, while the centroid averages out
+    the noise. On CIFAR-10, the accuracy of the centroid rule is 1.1 points higher than
+    the accuracy of the vote of five neighbors.
     """
     neighbors = gallery.search(queries.embeddings, gallery.description.k)
     by_vote = gallery.label(queries.embeddings, neighbors, "vote") == queries.labels

@@ -38,11 +38,11 @@ def calibrate(
     which are used for neither training nor testing.
 
     ``reject_rate`` is the share of known images to reject according to
-    `evernear.evaluation.probe`. If it is set, the threshold is the distance that this
-    share of the queries exceeds. The threshold therefore depends on the distances of
-    this network, which was trained longer than the probe's network. If ``threshold`` is
-    set, it is the threshold of a release whose network is reused, and it is not
-    changed.
+    `evernear.evaluation.probe`. If ``reject_rate`` is set, the threshold is the
+    distance that this share of the queries exceeds. The threshold therefore depends on
+    the distances of this network, which was trained longer than the probe's network. If
+    ``threshold`` is set, it is the threshold of a release whose network is reused, and
+    it is not changed.
 
     If there are too few classes for a probe, both parameters are None, and impostors
     are used instead. Each query then counts as unknown once, at the distance to the
@@ -143,8 +143,8 @@ def _root(squared: Floats) -> Floats:
 
 def calibration_gaps(dataset: Dataset, known_labels: Sequence[str], seen_queries: int) -> str:
     """The end of a sentence that lists gaps in the calibration on the query images of
-    ``dataset``. The gaps are classes without a query image, and the ``seen_queries``
-    images whose group is also in train or gallery.
+    ``dataset``. The gaps are classes without a query image, and groups that are also in
+    train or gallery. ``seen_queries`` is the number of query images in such groups.
     """
     counts = dataset.manifest.label_counts("query")
     unqueried = sum(not counts.get(label) for label in known_labels)

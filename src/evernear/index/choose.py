@@ -96,7 +96,7 @@ def choose_index(
 
 def exact_search_reason(flat_bytes: int, queries: int, recall: float) -> str:
     """Return the reason why no approximate index is tried, or an empty string. The
-    reason is that the gallery is small or that there are too few queries.
+    reason is either a small gallery or too few queries.
 
     ``flat_bytes`` is the size of the vectors as float32.
     """

@@ -24,8 +24,8 @@ between machines and batch sizes. The square root is steep near zero: if the squ
 distances of equal vectors differ by 4e-6 (observed: 1e-6), the distances differ by this
 value."""
 WIDE = 3
-"""The range of false rejects is wide if it reaches this multiple of
-``index.false_reject_rate``.
+"""The interval of expected false rejects is wide if its upper end exceeds this multiple
+of ``index.false_reject_rate``.
 """
 Rule = Literal["vote", "centroid"]
 """Whether the nearest neighbors or the nearest class centroid decides the label."""

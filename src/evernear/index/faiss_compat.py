@@ -112,9 +112,9 @@ class FaissIndex:
     def save(self, directory: Path) -> None:
         """Write the index to `VECTORS_FILE` in ``directory``.
 
-        FAISS is not given the path, because it would raise RuntimeError if the disk is
-        full, and would raise no error if the disk becomes full while the file is
-        closed.
+        FAISS does not open the file itself, because it would raise RuntimeError if the
+        disk is full. If the disk became full while FAISS closed the file, FAISS would
+        not raise an error.
 
         Raises:
             StoreError: the disk is full, or ``directory`` is not writable.

@@ -23,7 +23,8 @@ EXIT_STEP = "notify"
 
 
 CONFUSION_MATRIX = "confusion.png"
-"""The file for Slack with the candidate's confusion matrix, in the run's record."""
+"""The name of the image in a run's record that shows the candidate's confusion matrix
+in Slack."""
 SHARED_OPTIONS = ("--workdir", "--config", "--set")
 """Options of a run that are repeated in suggested commands. ``--set`` is repeated only
 for `_SHARED_SETTINGS`."""
@@ -45,13 +46,13 @@ class RunOutcome(Frozen):
     pipeline: str = ""
     state: Literal["promoted", "held", "rolled back", "predicted", "stopped", "failed"]
     release: str | None = None
-    """The release that the run deployed, or None if it deployed no release."""
+    """The release that the run deployed, or None if no release was deployed."""
     url: str | None = None
     """The URL where the release is live, or None if the run's target is only the
     registry."""
     candidate: str | None = None
-    """The release that the run archived, whether deployed or held,
-    or None if it archived no release."""
+    """The release that the run archived, whether deployed or held, or None if no
+    release was archived."""
     step: str = ""
     """The step that failed."""
     reasons: tuple[str, ...] = ()

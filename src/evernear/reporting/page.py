@@ -150,7 +150,7 @@ def _money(value: float | None) -> str:
 
 
 def _tile(sheet: Sheet, number: int) -> str:
-    """The CSS background position of a tile, as percentages of the size difference.
+    """The CSS background position of a tile in the sheet, in percent.
 
     CSS percentages refer to the size of the sheet minus the size of the tile.
     """

@@ -84,7 +84,7 @@ def probe_distances(probe: OpenSet, curve: Roc) -> Markup:
 
 
 def plot_live_distances(live: LiveDistances) -> Markup:
-    """The histogram of the distances of the champion's live queries."""
+    """A histogram of the distances for the champion's live queries."""
     return _histogram("Live queries of the champion", {"live queries": live.histogram}, live.threshold)
 
 

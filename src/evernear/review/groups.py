@@ -3,8 +3,8 @@ so that a user can label all images of a group at once.
 
 Images are compared by the recognizer's embeddings. Embeddings of different networks
 cannot be compared, so each network has separate groups. An item without an embedding is
-grouped by its projected embedding, which logs of earlier versions contain. An item
-without either is grouped by its pixels.
+grouped by its projected embedding, which logs of earlier versions contain. An item with
+neither embedding is grouped by its pixels.
 
 The groups come from agglomerative clustering with average linkage. Two groups are
 merged if the mean distance between their images is at most the release's
@@ -37,8 +37,8 @@ DEFAULT_DISTANCE = 1.0
 """``group_distance`` for releases from earlier versions of evernear, as an L2 distance
 between unit vectors (0 to 2)."""
 PIXEL_DISTANCE = 0.9
-"""``group_distance`` for the vectors from `_gray`. This distance corresponds to a
-correlation of 0.6."""
+"""``group_distance`` for the vectors from `_gray`. This value corresponds to a
+correlation of 0.6 between two images."""
 _SIDE_PX = 12
 Vector = NDArray[np.float32]
 
@@ -55,12 +55,13 @@ class Grouping(NamedTuple):
 
     groups: tuple[Group, ...]
     left_out: int
-    """Number of items beyond the first `MAX_ITEMS`, which are not grouped."""
+    """Number of items that are not grouped, because they are beyond the first
+    `MAX_ITEMS`."""
 
 
 class _Space(NamedTuple):
-    """A kind of vectors from one network, which can be compared with each other. Groups
-    whose mean distance is at most ``distance`` are merged."""
+    """Vectors of one kind from one network. Only vectors in the same space are
+    compared. Groups whose mean distance is at most ``distance`` are merged."""
 
     kind: Literal["embedding", "coordinates", "pixels"]
     network: str

@@ -17,7 +17,7 @@ _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 class LabelTarget(Protocol):
-    """The source to which labeled images are written. Names are names of files in the
+    """The source to which labeled images are written. All names are file names in the
     source."""
 
     labels: list[str]

@@ -49,16 +49,16 @@ class Item(NamedTuple):
     """The release's embedding (D,) of the image,
     or None if the log has no embedding."""
     coordinates: tuple[float, ...] = ()
-    """The projected embedding (`evernear.release.drift_baseline`), which logs of
-    earlier versions also contain."""
+    """The projected embedding (`evernear.release.drift_baseline`). Logs from earlier
+    versions of evernear contain only this embedding."""
 
 
 class _LogFile(NamedTuple):
     """The items in a log file. ``items`` is None if the items are not cached."""
 
     written: tuple[AwareDatetime, int]
-    """The time of the last change, and the size in bytes. Both may change, because
-    `evernear forget` rewrites log files."""
+    """The time of the last change and the size in bytes, by which a change of the file
+    is detected. `evernear forget` rewrites log files."""
     ids: frozenset[str]
     items: tuple[Item, ...] | None
 

@@ -6,7 +6,7 @@ immediately, and their original files are stored.
     review/submitted/<sha256 of the file>.json    a `Submission`
     review/originals/<sha256 of the file>         the file as it was sent
 
-To list images, only the submissions are read, which are small. Like logged queries,
+To list the images, only the small `Submission` objects are read. Like logged queries,
 submissions are deleted at the age ``watch.query_retention_s`` and by `evernear forget`.
 """
 
@@ -54,8 +54,8 @@ class Submission(Frozen, allow_inf_nan=False):
     """A `thumbnail` of the image file, in base64."""
 
     def item(self, image: str) -> Item:
-        """Convert the submission of the file with the sha256 ``image`` to an item of
-        the queue."""
+        """Convert the submission of the file with the sha256 ``image`` to a queue
+        item."""
         return Item(
             id=image,
             image=base64.b64decode(self.picture),

@@ -9,10 +9,10 @@ The settings come from these sources. Each source overrides the sources before i
 5. the environment (``EVERNEAR_TRAIN__EPOCHS=3``)
 6. ``--set train.epochs=3``
 
-An unknown key is an error that names the nearest known key. Secrets are not settings.
-S3 credentials come from ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``. The token
-of a remote server comes from ``EVERNEAR_TOKEN`` or from the file that
-``EVERNEAR_TOKEN_FILE`` names.
+An unknown key is an error, and the message suggests the most similar known key. Secrets
+are not settings. S3 credentials come from ``AWS_ACCESS_KEY_ID`` and
+``AWS_SECRET_ACCESS_KEY``. The token of a remote server comes from ``EVERNEAR_TOKEN`` or
+from the file that ``EVERNEAR_TOKEN_FILE`` names.
 """
 
 import os
@@ -108,7 +108,8 @@ class RunSettings(Section):
 
 
 class Settings(RunSettings):
-    """All settings: the settings of a run, and the settings of the triggers."""
+    """The settings of a run, the console, the Kubeflow Pipelines server and the
+    triggers."""
 
     log_format: Literal["text", "json"] = Field(
         default="text",
@@ -135,7 +136,8 @@ def load(
     overrides: Iterable[str] = (),
     remembered: bool = True,
 ) -> Settings:
-    """Read the settings in the order that the module's docstring lists.
+    """Read the settings from all sources, in the order listed in the module's
+    docstring.
 
     ``overrides`` are ``section.key=value`` strings.
 

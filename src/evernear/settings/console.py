@@ -19,9 +19,9 @@ class ConsoleSettings(Section):
 
     Without ``identity_header``, anyone with the token that `evernear console` prints
     may do everything. With ``identity_header``, a trusted proxy sends each user's name.
-    The lists then set each user's permissions. A list contains the names of users, or *
-    for everyone. An empty list permits no one. If all lists are empty, the console is
-    read-only.
+    The lists ``may_label``, ``may_start`` and ``may_promote`` then set the permissions.
+    A list contains the names of users, or * for everyone. An empty list permits no one.
+    If all lists are empty, the console is read-only.
     """
 
     host: Host = Field(default="127.0.0.1", description="Address to bind. Others than loopback need TLS or a proxy.")

@@ -129,9 +129,9 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable. If the name resembles a setting, Kubernetes
-    set the variable only if the value contains ``://``. ``EVERNEAR_PREP_PORT=8090`` is
-    therefore reported as a typo."""
+    """Whether Kubernetes set a variable. If the name could be a misspelled setting,
+    Kubernetes set the variable only if the value contains ``://``.
+    ``EVERNEAR_PREP_PORT=8090`` is therefore an error."""
     if "__" in name or not _SERVICE_LINK.fullmatch(name):
         return False
     key = name.removeprefix(ENV_PREFIX).lower()
