@@ -26,7 +26,7 @@ fp16 vectors are more exact than those of `RaBitQ8` vectors, and the search take
 the time."""
 CODES = ("RaBitQ8", "SQfp16", "Flat")
 """Encodings of the vectors in an inverted file,
-from the smallest to the exact encoding.
+from the smallest encoding to the exact encoding.
 
 RaBitQ (Gao et al. 2024, arXiv:2409.09913) with 8 bits scales each vector separately. On
 a million embeddings of deformed digits, 99.4% of 512 nearest vectors were found with
@@ -36,8 +36,8 @@ TRAINING_VECTORS = 163_840
 """Maximum number of training vectors for an index with a trained part (IVF, PQ). With
 128 dimensions, these vectors take 84 MB."""
 VECTORS_PER_LIST = 39
-"""Number of training vectors per list that k-means needs.
-FAISS warns below this number."""
+"""Number of training vectors that k-means needs for each list. FAISS warns if there are
+fewer."""
 LARGEST_PROBED_SHARE = 1 / 8
 """Maximum share of the lists to search. If this share is not sufficient for the
 required recall, the next encoding is tried."""

@@ -28,7 +28,7 @@ WIDE = 3
 of ``index.false_reject_rate``.
 """
 Rule = Literal["vote", "centroid"]
-"""Whether the nearest neighbors or the nearest class centroid decides the label."""
+"""Whether the nearest neighbors or the nearest class centroid determine the label."""
 PARTS = (VECTORS_FILE, LABELS_FILE, CENTROIDS_FILE)
 
 
@@ -75,8 +75,8 @@ class Calibration(Frozen):
     """Number of queries whose nearest vector of a different class is within the
     threshold."""
     false_rejects: int
-    """Number of queries whose nearest vector, as the index finds it,
-    is beyond the threshold."""
+    """Number of queries whose nearest vector, according to the index, is beyond the
+    threshold."""
     nearest_found: int
     """Number of queries for which the index found the exact nearest vector. The
     recall@1 is computed from this number."""

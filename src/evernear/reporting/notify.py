@@ -94,8 +94,8 @@ class RunOutcome(Frozen):
                 return f"failed{where}: {reasons}" + self._live_despite_failure()
 
     def next_steps(self) -> tuple[NextStep, ...]:
-        """Suggested actions after the run, most likely first. The tuple is empty if the
-        run only moved the champion."""
+        """Suggested actions after the run, most likely first. The tuple is empty if
+        there is nothing to suggest, for example if the run only moved the champion."""
         if self.state == "held" and self.candidate:
             return self._next_steps_after_hold(self.candidate)
         if self.state == "promoted" and self.candidate:

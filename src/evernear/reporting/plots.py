@@ -19,8 +19,8 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.statistics import Roc
 from evernear.index.description import MAX_DISTANCE
 
-# Text is smaller than paths, searchable and accessible.
-# A fixed salt makes the SVG reproducible.
+# Text elements are smaller than paths, and are also searchable and accessible. A fixed
+# salt makes the SVG reproducible.
 mpl.rcParams["svg.fonttype"] = "none"
 mpl.rcParams["svg.hashsalt"] = "evernear"
 # A `$` in a class name must not start a formula.

@@ -13,9 +13,9 @@
 
 Only the last answer about an image is effective. An answer is appended with a
 compare-and-swap, so if two people answer at the same time, the second answer is
-rejected. Changes to the source can be repeated. `Answers.recover` completes changes
-that a killed process began. An answer that the source rejects is undone. Later answers
-are still processed.
+rejected. Changes to the source are idempotent. `Answers.recover` completes changes that
+a killed process began. An answer that the source rejects is undone. Later answers are
+still processed.
 """
 
 from collections.abc import Iterator
@@ -76,7 +76,8 @@ class Answers:
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image, oldest first. Undone answers are absent.
+        """The effective answer for each image, from the oldest to the newest answer.
+        Undone answers are not included.
 
         Raises:
             IntegrityError: the audit log is damaged.
