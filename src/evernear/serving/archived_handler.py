@@ -1,9 +1,11 @@
-"""The handler in every archive. It refers to the installed handler,
-so archives survive package changes.
+"""The handler in every archive. The module only imports the installed handler, so
+archives remain valid when the package changes.
 """
 
 from evernear.serving.handler import EmbeddingHandler
 
 
 class Handler(EmbeddingHandler):
-    """TorchServe finds this class because it is the only class of the module."""
+    """The handler class, which TorchServe finds because the module defines no other
+    class.
+    """

@@ -1,9 +1,9 @@
-"""Batch prediction: recognize all images of a source with a release,
-without a server, and write Parquet files.
+"""Batch prediction without a server: use a release to recognize all images of a source,
+and write the predictions to Parquet files.
 
 The source is listed once and divided into parts (`evernear.common.parts`). Each part
-becomes one Parquet file beside the plan's folder. Parquet readers ignore this folder,
-because its name begins with an underscore::
+produces one Parquet file next to the plan folder. Parquet readers ignore the plan
+folder, because its name begins with an underscore::
 
     <out>/part-000000.parquet
     <out>/_evernear/plan.json, ...
@@ -35,18 +35,18 @@ from evernear.serving.responses import Prediction, Rejection
 
 KIND = "predict"
 FOLDER = OWN_FOLDER
-"""The plan's folder in the output."""
+"""Name of the plan folder in the output directory."""
 PART_IMAGES = 5000
-"""Default number of images in a part: one second to a few minutes of work,
-depending on the network's size.
+"""Default number of images per part. Recognizing this many images takes from one second
+to a few minutes, depending on the size of the network.
 """
 PART_BYTES = 2**31
-"""Maximum total size of the files of a part."""
+"""Maximum total size of the files in a part, in bytes."""
 BATCH_IMAGES = 64
 BATCH_BYTES = 2**26
-"""Maximum total size of the files of a batch. Two batches are in memory."""
+"""Maximum total size of the files in a batch, in bytes. Two batches are in memory."""
 READERS = 16
-"""Number of files that are read concurrently."""
+"""Number of image files to read concurrently."""
 _SHOWN = 10
 _SERVER_ERROR = 500
 T = TypeVar("T")
@@ -62,20 +62,20 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-"""Schema of the Parquet files. ``digest`` is the sha256 of the image file.
+"""Schema of the Parquet files. ``digest`` is the SHA-256 hash of the image file.
 
 For an image without a prediction, ``error`` is set and the prediction columns are null.
 """
 
 
 class PredictPart(Part):
-    """A part: the names of its files and their sizes in bytes."""
+    """A part of the source: the name and the size in bytes of each file."""
 
     files: tuple[tuple[str, int], ...]
 
 
 class PredictResult(Frozen):
-    """The result of a part. ``failed`` contains the names of some images without a
+    """The result of a part. ``failed`` contains the names of up to 10 images without a
     prediction.
     """
 
@@ -102,12 +102,12 @@ class BatchSummary(Frozen):
     """The names of the first images without a prediction."""
 
     def predicted(self) -> str:
-        """The number of predictions, as in "4,998 predictions"."""
+        """The number of predictions as text, such as "4,998 predictions"."""
         return quantity(self.images - self.errors, "prediction")
 
     def left_out(self) -> str:
-        """The number and first names of the images without a prediction, or an empty
-        string if every image has a prediction.
+        """The number of images without a prediction and the names of the first such
+        images, or an empty string if every image has a prediction.
         """
         if not self.errors:
             return ""
@@ -126,10 +126,12 @@ class BatchSummary(Frozen):
 
 
 def plan_predictions(shared: Shared, out: Store) -> Parts:
-    """List the source and plan its parts in ``out``, or return the existing plan.
+    """Return the plan in ``out``. If ``out`` has no plan, list the source and create a
+    plan.
 
     Raises:
-        ConflictError: ``out`` has predictions for a different source or release.
+        ConflictError: ``out`` contains other files, or predictions for a different
+            source or release.
         DataError: the source has no images or does not exist.
     """
     parts = Parts.find(out, FOLDER)
@@ -143,8 +145,9 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
     if parts.plan.kind != KIND:
         raise ConflictError(f"{out.uri} has results of another command; choose another --out.")
     planned = Shared.model_validate(parts.plan.shared)
-    # The planned part size does not change. The store is not compared, because a
-    # different store may have the same release.
+    # A different part size is ignored, because the existing plan determines the part
+    # size. Store URIs are not compared, because a different store may contain the same
+    # release.
     if (planned.source, planned.version) != (shared.source, shared.version):
         raise ConflictError(
             f"{out.uri} has predictions of {planned.source} by release {planned.version}; choose another --out."
@@ -164,8 +167,9 @@ def summarize(parts: Parts) -> BatchSummary:
 
 
 def open_worker(parts: Parts, on_images: Callable[[int], None] = lambda _: None) -> Worker:
-    """Load the release, and return a function that predicts a part and writes its
-    Parquet file. ``on_images`` receives the number of images after each batch.
+    """Load the release, and return a function that recognizes the images of a part and
+    writes their predictions to a Parquet file. After each batch, ``on_images`` is
+    called with the number of images in the batch.
     """
     shared = Shared.model_validate(parts.plan.shared)
     tree = open_tree(shared.source)
@@ -195,8 +199,8 @@ Row = dict[str, Any]
 
 
 def _predict(predictor: Predictor, tree: ImageTree, part: PredictPart) -> Iterator[list[Row]]:
-    """The rows of each batch of a part.
-    The next batch is read while a batch is predicted.
+    """Yield the Parquet rows of each batch in a part. While one batch is being
+    recognized, the files of the next batch are read.
     """
     max_pixels, version = predictor.manifest.max_pixels, predictor.manifest.version
     files = [ImageFile(*file) for file in part.files]
@@ -234,8 +238,8 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
 def _ahead(
     batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
 ) -> Iterator[tuple[list[ImageFile], T]]:
-    """Yield each batch with the result of ``start``,
-    one batch ahead of the consumer.
+    """Yield each batch with its result from ``start``. ``start`` is called for the next
+    batch before a batch is yielded.
     """
     waiting: tuple[list[ImageFile], T] | None = None
     for batch in batches:
@@ -247,10 +251,10 @@ def _ahead(
 
 
 def _bounded(files: Iterable[ImageFile], max_files: int, max_bytes: int) -> Iterator[list[ImageFile]]:
-    """Divide ``files`` in order into groups of at most ``max_files`` files and
+    """Split ``files``, in order, into groups of at most ``max_files`` files and
     ``max_bytes`` bytes.
 
-    A larger file is a group by itself.
+    A file larger than ``max_bytes`` forms its own group.
     """
     group: list[ImageFile] = []
     size_bytes = 0

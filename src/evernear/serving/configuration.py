@@ -1,5 +1,5 @@
-"""TorchServe's configuration files, which are written from the settings to the server's
-home directory.
+"""Write TorchServe's configuration files, which are derived from the settings, to the
+server's home directory.
 """
 
 import json
@@ -25,9 +25,7 @@ QUERY_LOG_FILE = "query-log.json"
 
 
 class QueryLogConfiguration(Frozen):
-    """Settings of `evernear.serving.query_log` for workers,
-    which do not read evernear's settings.
-    """
+    """Query log settings for the workers, which do not read evernear's settings."""
 
     directory: Path
     images: bool
@@ -40,8 +38,8 @@ def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool =
     """Write ``config.properties``, ``metrics.yaml``,
     ``log4j2.xml`` and the query log's configuration to ``home``.
 
-    Each archive configures its batching (`evernear.release.archive`). Without
-    ``tokens``, the APIs require no token.
+    Batching is configured in each archive (`evernear.release.archive`). Unless
+    ``tokens`` is set, the APIs require no token.
     """
     write_atomically(home / "config.properties", _as_properties(_properties(settings, home, tokens)))
     write_atomically(home / "metrics.yaml", json.dumps(metrics_file(), indent=2))  # JSON is YAML
@@ -59,7 +57,7 @@ def write_configuration(settings: ServingSettings, home: Path, *, tokens: bool =
 
 
 def logged_queries(home: Path) -> Path:
-    """The directory of query log files that wait to be uploaded."""
+    """The directory for query log files that have not been uploaded yet."""
     return home / "queries"
 
 
@@ -69,10 +67,10 @@ def model_store(home: Path) -> Path:
 
 
 def temporary_directory(home: Path) -> Path:
-    """The directory for unpacked archives and the workers' sockets,
-    whose paths must be short.
+    """The directory for unpacked archives and for the workers' sockets. Socket paths
+    must be short.
 
-    The path does not depend on TMPDIR, so that every process derives the same path.
+    The path does not depend on ``TMPDIR``, so every process derives the same path.
     `make_private` must create the directory.
     """
     inside = home / "tmp"
@@ -82,12 +80,13 @@ def temporary_directory(home: Path) -> Path:
 
 
 def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str, object]:
-    # TorchServe does not parse IPv6 addresses here, so our frontend binds to the system
-    # property evernear.host instead.
+    # TorchServe cannot parse IPv6 addresses in these properties. Our frontend therefore
+    # binds to the address in the system property `evernear.host`.
     host = LOOPBACK if ":" in settings.host else settings.host
     return {
         "inference_address": f"http://{host}:{settings.inference_port}",
-        # The management API loads code, so it is never reachable from other machines.
+        # The management API can load code, so other machines must not be able to reach
+        # it.
         "management_address": f"http://{LOOPBACK}:{settings.management_port}",
         "metrics_address": f"http://{host}:{settings.metrics_port}",
         "grpc_inference_address": settings.host,
@@ -97,8 +96,8 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
         "load_models": "" if settings.model_api else "all",
-        # TorchServe splits the list at commas. In a pattern,
-        # a dot also matches a comma.
+        # TorchServe splits `allowed_urls` at commas. The pattern therefore has a dot,
+        # which matches any character, in place of each comma.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(settings.model_api).lower(),
         "enable_envvars_config": "false",
@@ -116,8 +115,8 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
 
 
 def _as_properties(properties: Mapping[str, object]) -> str:
-    r"""Format ``properties`` for java.util.Properties:
-    Latin-1 with \uXXXX and doubled backslashes.
+    r"""Encode ``properties`` in the format of ``java.util.Properties``, with ``\uXXXX``
+    escapes and doubled backslashes.
     """
     lines: list[str] = []
     for key, value in properties.items():

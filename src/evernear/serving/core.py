@@ -1,4 +1,4 @@
-"""The predictor that every server wraps: image files in, predictions out."""
+"""The predictor, which recognizes image files with one release."""
 
 import logging
 import math
@@ -34,11 +34,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BatchResult:
-    """The responses to a batch, in the order of the batch,
-    and the seconds of each stage.
+    """The responses to a batch, in request order, and the duration of each stage.
 
-    ``images`` (N, H, W, C) and ``embeddings`` (N, D) belong to the N images with a
-    prediction.
+    ``images``, of shape (N, H, W, C), and ``embeddings``, of shape (N, D), have one row
+    for each of the N decoded images.
     """
 
     responses: list[Prediction | Rejection]
@@ -50,7 +49,9 @@ class BatchResult:
 
 
 class Predictor:
-    """A loaded release. Each batch takes one network call and one search."""
+    """A loaded release. For each batch, the network runs once and the gallery is
+    searched once.
+    """
 
     def __init__(self, network: torch.nn.Module, gallery: Gallery, manifest: ReleaseManifest) -> None:
         self._network = network
@@ -59,8 +60,8 @@ class Predictor:
 
     @staticmethod
     def open(release: ReleaseParts) -> "Predictor":
-        """Load an unpacked and verified release, and warm it up.
-        The files are not needed afterwards.
+        """Load an unpacked, verified release, and warm up the network. The release
+        files are not needed after loading.
 
         Raises:
             IntegrityError: the index was built with a different network.
@@ -76,16 +77,16 @@ class Predictor:
         """Recognize PNG, JPEG or WebP files.
 
         Returns a `Prediction` for each valid file, and a `Rejection` for each invalid
-        file. A request without a usable image may be passed as a `Rejection`, which is
+        file. For a request without a usable image, pass a `Rejection`, which is
         returned at the same position.
         """
         return self.predict_batch(images).responses
 
     def predict_batch(self, images: Sequence[bytes | Rejection], decode_timeout_s: float = math.inf) -> BatchResult:
-        """Recognize images like `predict`, and measure the time of each stage.
+        """Recognize images as `predict` does, and measure the duration of each stage.
 
-        Small images are decoded first. Images whose decoding has not started after
-        ``decode_timeout_s`` get a `Rejection` with code 503.
+        Small images are decoded first. If the decoding of an image has not started
+        within ``decode_timeout_s``, the image gets a `Rejection` with code 503.
         """
         start_s = time.perf_counter()
         pixels_or_rejections = self._decode_all(images, start_s + decode_timeout_s)
@@ -110,9 +111,10 @@ class Predictor:
         )
 
     def predict_pixels(self, images: NDArray[np.uint8]) -> list[Prediction]:
-        """Recognize uint8 images (N, H, W, C).
+        """Recognize ``images``, a uint8 array of shape (N, H, W, C).
 
-        The images must already have the shape of the release's preprocessing.
+        The images must already have the size and channels that the release's
+        preprocessing specifies.
         """
         return self._search(embed_images(self._network, images))
 

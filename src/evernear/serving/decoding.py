@@ -1,5 +1,5 @@
-"""Image decoding in servers. Hostile files raise only `DataError`,
-and large images do not delay small images.
+"""Image decoding in servers. Malicious files raise no errors other than `DataError`.
+Large images do not delay small images.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ SMALL_PIXELS = 1_000_000
 """Number of pixels above which an image counts as large."""
 SMALL_THREADS = 2
 MAX_WAITING_LARGE = 16
-"""Maximum number of large images that may wait for a thread."""
+"""Maximum number of large images that may wait for a decoding thread."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -52,8 +52,8 @@ def inspect_image(data: bytes, max_pixels: int) -> EncodedImage:
 
 
 def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
-    """Decode an inspected file to uint8 (H, W, C),
-    with the shape of the release's preprocessing.
+    """Decode an inspected file to a uint8 array of shape (H, W, C), as the release's
+    preprocessing specifies.
 
     Raises:
         DataError: the file is broken.
@@ -68,8 +68,8 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
 
 @contextmanager
 def _only_data_errors(size_bytes: int) -> Generator[None]:
-    """Convert any other decoder exception to a `DataError`,
-    so that the rest of the batch is answered.
+    """Convert every other decoder exception to a `DataError`, so that the rest of the
+    batch is still answered.
     """
     try:
         yield
@@ -81,7 +81,8 @@ def _only_data_errors(size_bytes: int) -> Generator[None]:
 
 
 def encode_png(pixels: Pixels) -> bytes:
-    """Encode uint8 (H, W, C) as a PNG file, fast rather than small.
+    """Encode a uint8 array of shape (H, W, C) as a PNG file. Encoding is optimized for
+    speed, not for file size.
 
     PNG is lossless, so decoding the file returns ``pixels``.
     """
@@ -92,8 +93,8 @@ def encode_png(pixels: Pixels) -> bytes:
 
 
 class DecodePool:
-    """Decoding threads of an asyncio server: ``large`` threads for large images, and
-    `SMALL_THREADS` for all others.
+    """The decoding threads of an asyncio server: ``large`` threads for large images,
+    and `SMALL_THREADS` threads for small images.
 
     A large image delays only other large images.
     Decoding takes at most `pool_size_bytes` of memory.
@@ -107,14 +108,14 @@ class DecodePool:
     async def run(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Run ``function`` in a thread for small images and await the result."""
+        """Run ``function`` in a thread for small images, and await the result."""
         return await asyncio.wrap_future(self._small.submit(function, *args, **kwargs))
 
     async def run_sized(
         self, pixels: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
-        """Run ``function``, which decodes ``pixels``,
-        in a thread for images of this size and await the result.
+        """Run ``function``, which decodes images with ``pixels`` pixels in total, in a
+        thread for images of this size. Await the result.
 
         Raises:
             OverloadedError: too many large images are waiting.
@@ -124,17 +125,17 @@ class DecodePool:
         if not self._places.acquire(blocking=False):
             raise OverloadedError("Too many large images are waiting to be decoded; try again in a second.")
         future = self._large.submit(function, *args, **kwargs)
-        # The slot stays occupied until the decode ends, even if the caller is
-        # cancelled, because a thread cannot be cancelled.
+        # A running thread cannot be cancelled. Even if the caller is cancelled, the
+        # slot therefore stays occupied until decoding ends.
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Cancel calls that have not started."""
+        """Cancel all calls that have not started yet."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._large.shutdown(wait=False, cancel_futures=True)
 
 
 def pool_size_bytes(large: int, max_pixels: int) -> int:
-    """Maximum memory that a `DecodePool` uses for decoding."""
+    """Maximum amount of memory, in bytes, that a `DecodePool` uses for decoding."""
     return large * decode_size_bytes(max_pixels) + SMALL_THREADS * decode_size_bytes(SMALL_PIXELS)

@@ -1,4 +1,4 @@
-"""Addresses and keys of a working directory's TorchServe server.
+"""Addresses and API keys of the TorchServe server in a working directory.
 
 `evernear.serving.torchserve` writes ``server.json`` when it starts a server. TorchServe
 writes ``key_file.json`` (mode 0600) to its working directory. A process that can read
@@ -23,14 +23,14 @@ OWNER_FILE = "owner.pid"
 
 
 def home_of(workdir: Path) -> Path:
-    """The home directory of the TorchServe of ``workdir``: configuration, keys,
-    logs and model store.
+    """The TorchServe home directory in ``workdir``, which contains the configuration,
+    keys, logs and model store.
     """
     return workdir.resolve() / "torchserve"
 
 
 def start_hint(home: Path) -> str:
-    """A hint on how to start the TorchServe in ``home``."""
+    """A hint that says how to start the TorchServe server in ``home``."""
     bare = home == home_of(default_workdir())
     return "start it with `evernear serve`" + ("" if bare else f" and --workdir {shlex.quote(str(home.parent))}")
 
@@ -52,18 +52,18 @@ class Endpoints(Frozen):
 
     @property
     def inference_host(self) -> str:
-        """The host of the inference API, for a client on this machine."""
+        """The host at which a client on this machine reaches the inference API."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - compared, not bound
 
     @property
     def inference_url(self) -> str:
-        """The base URL of the inference API, for a client on this machine."""
+        """The base URL at which a client on this machine reaches the inference API."""
         return f"http://{host_and_port(self.inference_host, self.inference_port)}"
 
     @property
     def management_url(self) -> str:
-        """The base URL of the management API,
-        which loads code and therefore listens only on loopback.
+        """The base URL of the management API. This API can load code and therefore
+        listens only on the loopback interface.
         """
         return f"http://127.0.0.1:{self.management_port}"
 
@@ -79,9 +79,10 @@ class ServerState(Frozen):
 
 
 def read_state(home: Path) -> ServerState | None:
-    """Read the record of the last server that was started in ``home`` and not stopped.
+    """Read the record of the server that was started in ``home`` and has not been
+    stopped, or return None if there is no such server.
 
-    The server may have died since.
+    The server may have crashed since it was started.
 
     Raises:
         ServingError: the record belongs to a different user.
@@ -100,7 +101,7 @@ def read_key(home: Path, api: Literal["inference", "management"]) -> str:
     """Read the bearer token of ``api``.
 
     Raises:
-        ServerUnreachableError: no server runs in ``home``.
+        ServerUnreachableError: no server is running in ``home``.
         ServingError: the key file belongs to a different user or is damaged.
     """
     try:
@@ -131,8 +132,8 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def create_listener(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 is any free port.
-    The host ``::`` is every address, including IPv4.
+    """Create a listening socket. Port 0 selects any free port. The host ``::`` binds to
+    all addresses, including IPv4 addresses.
 
     Raises:
         OSError: the address cannot be bound.
@@ -143,8 +144,8 @@ def create_listener(host: str, port: int) -> socket.socket:
 
 
 def listening_socket(host: str, port: int, setting: str) -> socket.socket:
-    """Call `create_listener`, and convert errors with `bind_error`,
-    which receives ``setting``.
+    """Call `create_listener`, and convert an `OSError` with `bind_error`. ``setting``
+    is the name of the port's setting.
 
     Raises:
         PortInUseError, ServingError: the address cannot be bound.
@@ -156,8 +157,8 @@ def listening_socket(host: str, port: int, setting: str) -> socket.socket:
 
 
 def bind_error(error: OSError, host: str, port: int, setting: str) -> ServingError:
-    """The error if ``host:port`` cannot be bound.
-    ``setting`` is the name of the port's setting.
+    """The error to raise if ``host:port`` cannot be bound. ``setting`` is the name of
+    the port's setting.
     """
     if error.errno == errno.EADDRINUSE:
         return PortInUseError(

@@ -1,10 +1,11 @@
-"""The gallery images of the rows in an answer.
-This module imports neither torch nor FAISS.
+"""Look up the gallery images for the row numbers in a prediction. This module imports
+neither torch nor FAISS.
 
-An index has no hashes of its images. Its rows follow the order of the snapshot from
-which the release was built (`evernear.data.gallery`), so a row leads to a shard and to
-a row in it. Each call looks for the shard in the store and not only in a cache, because
-`evernear forget` deletes the shards of forgotten images.
+An index does not contain hashes of its images. The rows of an index are in the same
+order as the images in the snapshot from which the release was built
+(`evernear.data.gallery`). A row number therefore identifies a shard and a row in this
+shard. Each call checks that the store still has the shard, even if the shard is cached,
+because `evernear forget` deletes the shards of forgotten images.
 """
 
 import tempfile
@@ -26,19 +27,19 @@ from evernear.release.registry import Registry
 from evernear.serving.decoding import encode_png
 
 OPEN_SNAPSHOTS = 4
-"""Maximum number of open snapshots.
-Each has its manifest and the hashes of checked shards.
+"""Maximum number of open snapshots. The manifest and the hashes of verified shards are
+in memory for each open snapshot.
 """
 
 
 class GalleryImage(NamedTuple):
-    """A gallery image as the network receives it: uint8 (H, W, C),
-    in the size of the release's preprocessing.
+    """A gallery image as the network receives it. ``pixels`` is a uint8 array of shape
+    (H, W, C), in the size that the release's preprocessing specifies.
     """
 
     label: str
     digest: str
-    """The hash of the image in its snapshot, in hexadecimal."""
+    """The hexadecimal hash that identifies the image in its snapshot."""
     pixels: Pixels
 
     def png(self) -> bytes:
@@ -47,7 +48,7 @@ class GalleryImage(NamedTuple):
 
 
 class GalleryImages:
-    """The gallery images of the releases in a store. Thread-safe."""
+    """Access to the gallery images of all releases in a store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -56,15 +57,15 @@ class GalleryImages:
         self._open: dict[str, tuple[ReleaseManifest, Dataset]] = {}
 
     def find(self, version: str, row: int) -> GalleryImage | None:
-        """The image in ``row`` of a release's gallery,
-        or None if the store no longer has the image.
+        """The image at ``row`` in the release's gallery, or None if the store no longer
+        has the image.
 
-        The store no longer has forgotten images and images of pruned snapshots.
+        Forgotten images and images in pruned snapshots are no longer in the store.
 
         Raises:
-            IntegrityError: the gallery has no such row, a shard is damaged, or an
-                earlier version of evernear built the release, so that it does not say
-                which train images joined its gallery.
+            IntegrityError: the gallery has no such row, a shard is damaged, or the
+                release was built by an earlier version of evernear, which did not
+                record the train images in the gallery.
             StoreError: the store cannot be reached.
         """
         with self._lock:
@@ -86,11 +87,11 @@ class GalleryImages:
         return GalleryImage(dataset.labels[block.labels[0]], block.digests[0].tobytes().hex(), block.images[0])
 
     def names(self, version: str, digest: str) -> tuple[str, ...]:
-        """The source files of the image ``digest``.
-        Empty if the store no longer has the snapshot.
+        """The names of the source files for the image with the hash ``digest``. The
+        result is empty if the store no longer has the snapshot.
 
-        This copies the snapshot's ledger,
-        which has about 100 bytes for each image in the dataset.
+        Each call downloads the snapshot's ledger, which takes about 100 bytes per image
+        in the dataset.
 
         Raises:
             IntegrityError: the ledger is damaged.
@@ -101,7 +102,8 @@ class GalleryImages:
         if opened is None:
             return ()
         release, dataset = opened
-        # `evernear forget` rewrites the ledgers of the remaining snapshots.
+        # Read the current manifest, because `evernear forget` may have rewritten the
+        # snapshot's ledger.
         manifest = find_manifest(self._store, release.dataset_name, release.dataset_digest)
         if manifest is None:
             return ()

@@ -1,4 +1,4 @@
-"""gRPC channels to a server whose pods, and therefore addresses, change."""
+"""gRPC channels to a server whose addresses change when its pods are replaced."""
 
 import json
 import socket
@@ -12,33 +12,33 @@ from evernear.serving.endpoints import host_and_port
 
 RESOLUTION_PERIOD_S = 1.0
 RECONNECT_BACKOFF_MS = 1000
-"""Maximum time of a connection attempt, and between two attempts.
+"""Maximum duration of a connection attempt, and maximum interval between two attempts.
 
-gRPC's defaults are 20 s and two minutes.
+The gRPC defaults are 20 s for an attempt and two minutes between attempts.
 """
 DEAD_CONNECTION_MS = 2000
-"""Time without a TCP acknowledgment after which a connection counts as dead,
-as after the loss of a node.
+"""Time without a TCP acknowledgment after which a connection counts as dead, for
+example after a node failure.
 """
 KEEPALIVE_MS = 600_000
-"""Interval of pings. Netty accepts pings only every five minutes.
-This also enables `DEAD_CONNECTION_MS`.
+"""Interval of pings. Netty accepts at most one ping every five minutes. This also
+enables `DEAD_CONNECTION_MS`.
 """
 RETRY_TOKENS = 200
-"""Number of retry tokens. A failed attempt takes a token,
-and a successful attempt returns a token.
+"""Number of retry tokens. A failed attempt removes a token, and a successful attempt
+adds a token.
 
-Below half of this number, calls are not retried.
+While at most half of the tokens remain, calls are not retried.
 """
 
 
 class Addresses:
-    """The gRPC target of a host, which a thread resolves every second.
+    """The gRPC target for a host name. A thread resolves the host name every second.
 
-    gRPC resolves a name at most every 30 s, waits up to two minutes while a name has no
-    address, and does not look for new pods while its connections last. A new channel
-    uses the existing connection to an address, so a change of addresses costs little.
-    If the name cannot be resolved, the last target stays.
+    gRPC itself resolves a name at most every 30 s, and waits up to two minutes if a
+    name has no address. As long as its connections are alive, gRPC does not look for
+    new pods. A new channel reuses existing connections, so an address change is cheap.
+    If the name cannot be resolved, the previous target remains in use.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -60,14 +60,14 @@ class Addresses:
 
 
 def channel_options(authority: str, attempts: int) -> Sequence[tuple[str, Any]]:
-    """Options of a channel to a target of `Addresses`.
-    ``authority`` is the server's name in HTTP/2 and TLS.
+    """Options for a channel to a target from `Addresses`. ``authority`` is the server
+    name for HTTP/2 and TLS.
 
-    If the server does not respond, a call is attempted up to ``attempts`` times, until
-    `RETRY_TOKENS` are spent. During an outage, calls therefore fail immediately. The
-    call must be idempotent.
+    If the server is unavailable, a call is attempted up to ``attempts`` times, as long
+    as enough `RETRY_TOKENS` remain. During a long outage, calls therefore fail without
+    retries. The call must be idempotent.
     """
-    # Use all pods in turn. By default, gRPC stays with one pod.
+    # Use all pods in turn. By default, gRPC sends all calls to one pod.
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if attempts > 1:
         policy = {
@@ -100,9 +100,10 @@ def _resolve(host: str, port: int) -> str:
 
 
 def _as_ipv6(text: str) -> str:
-    """Convert an address to IPv6, because a gRPC target has one address family.
+    """Convert an address to IPv6, because all addresses of a gRPC target must have the
+    same address family.
 
-    The kernel uses IPv4 for a mapped address.
+    For an IPv4-mapped IPv6 address, the kernel uses IPv4.
     """
     return f"::ffff:{text}" if isinstance(ip_address(text), IPv4Address) else text
 

@@ -1,20 +1,21 @@
 """TorchServe's entry point to `Predictor`. The handler in every archive
-(`archived_handler`) refers to it.
+(`archived_handler`) imports this module.
 
-The handler accepts PNG, JPEG and WebP images of any size, which are recognized by
-content. Images with a palette, transparency, CMYK or 16 bits are decoded like in ingest
-(`evernear.data.reduction`).
+The handler accepts PNG, JPEG and WebP images of any size. The format is detected from
+the file content. Images with a palette, transparency, CMYK colors or 16-bit channels
+are decoded as in ingest (`evernear.data.reduction`).
 
-The handler rejects the following requests with status 400 and a message, without
-affecting the rest of the batch: a request without an image, an empty, truncated, broken
-or animated image, a different format, an image with more pixels than
-`serving.max_pixels`, a structure that makes decoding slow (`evernear.data.image_file`),
-invalid JSON or base64, and a form without a ``data``, ``image`` or ``file`` field. The
-frontend rejects requests larger than `serving.max_request_size_bytes` (413) and
-unreadable forms (400) before they reach the handler.
+The handler rejects an invalid request with status 400 and a message, without affecting
+the rest of the batch. A request is invalid if it has no image, contains invalid JSON or
+base64, or is a form without a ``data``, ``image`` or ``file`` field. An image is
+invalid if it is empty, truncated, broken or animated, has a different format, has more
+pixels than `serving.max_pixels`, or has a structure that makes decoding slow
+(`evernear.data.image_file`). The frontend itself rejects requests larger than
+`serving.max_request_size_bytes` (413) and malformed forms (400).
 
-A batch is answered as a whole. Decoding therefore ends after half of the response
-timeout. Small images are decoded first, and the remaining images get status 503.
+All requests in a batch are answered at the same time. Decoding therefore stops after
+half of the response timeout. Small images are decoded first. Images that are not
+decoded in time get status 503.
 """
 
 import logging
@@ -42,7 +43,8 @@ from evernear.serving.tracing import TRACE_FIELD, record_prediction, tracer
 DECODE_SHARE = 0.5
 """Share of the response timeout that decoding may take.
 
-After the whole timeout, TorchServe replaces the worker, and its whole batch fails.
+If the response timeout expires, TorchServe replaces the worker, and the whole batch
+fails.
 """
 PROBE_HEADER = "evernear-probe"
 _METRICS_LOGGER = "ts.metrics.caching_metric"
@@ -52,14 +54,14 @@ class EmbeddingHandler:
     """TorchServe calls ``initialize`` once and ``handle`` for each batch."""
 
     def initialize(self, context: Any) -> None:
-        """Verify every part of the unpacked release against its manifest,
-        then load it.
+        """Verify every part of the unpacked release against the release manifest, and
+        load the release.
         """
         mask_streams()
         parts = open_parts(Path(context.system_properties["model_dir"]))
         self._predictor = Predictor.open(parts)
         self._decode_timeout_s = DECODE_SHARE * float(context.model_yaml_config["responseTimeout"])
-        # At the INFO level, TorchServe logs a line for each batch,
+        # At the INFO level, TorchServe logs a line for each batch. Each line passes
         # through a pipe and two regular expressions.
         logging.getLogger().setLevel(logging.WARNING)
         logging.getLogger(_METRICS_LOGGER).setLevel(logging.INFO)
@@ -72,7 +74,7 @@ class EmbeddingHandler:
             self._query_log.start()
 
     def handle(self, data: list[dict[str, bytes]], context: Any) -> list[bytes]:
-        """Answer a batch of requests. Each response has a separate status."""
+        """Answer a batch of requests. Each response has its own status."""
         started_ns = time.time_ns()
         images = [image_from_fields(fields) for fields in data]
         result = self._predictor.predict_batch(images, self._decode_timeout_s)
@@ -121,9 +123,7 @@ class EmbeddingHandler:
             )
 
     def _record(self, result: BatchResult, probes: Sequence[bool]) -> None:
-        """Count client requests. The stored query of a readiness probe does not
-        count.
-        """
+        """Count client requests. Readiness probes are not counted."""
         responses = [response for response, probe in zip(result.responses, probes, strict=True) if not probe]
         predictions = [response for response in responses if isinstance(response, Prediction)]
         if not responses:
@@ -138,8 +138,8 @@ class EmbeddingHandler:
 
 
 def _body(response: Prediction | Rejection, id_: str) -> bytes:
-    """The body of a response. The id is TorchServe's request id,
-    which HTTP also has in ``x-request-id``.
+    """The body of a response. The id is TorchServe's request id, which HTTP responses
+    also contain in the ``x-request-id`` header.
     """
     if isinstance(response, Prediction):
         response = response.model_copy(update={"id": id_})
@@ -151,8 +151,8 @@ def _wants_embedding(fields: dict[str, bytes], context: Any, position: int) -> b
 
 
 def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Prediction | Rejection]:
-    """The responses, with the embedding in each prediction for which ``wanted`` is
-    set.
+    """Yield the responses. Predictions for which ``wanted`` is set also contain the
+    embedding.
     """
     embeddings = iter(() if result.embeddings is None else result.embeddings)
     for response, is_wanted in zip(result.responses, wanted, strict=True):
@@ -166,7 +166,7 @@ def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Pr
 def _is_probe(context: Any, position: int) -> bool:
     """Whether the frontend marked the request as a readiness probe.
 
-    The frontend removes such a mark from all other requests.
+    The frontend removes the probe header from all other requests.
     """
     return bool(context.get_request_header(position, PROBE_HEADER))
 
@@ -198,7 +198,8 @@ def _meter(parts: ReleaseParts) -> Meter:
 
 
 def _torchserve_emit() -> Emit:
-    """Emit metrics through the worker's output, which TorchServe parses.
+    """Return a function that writes metrics to the worker's output, which TorchServe
+    parses.
 
     TorchServe drops metrics that are not in its configuration.
     """

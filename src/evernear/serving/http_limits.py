@@ -1,5 +1,5 @@
-"""Limits for HTTP clients of uvicorn servers,
-because uvicorn limits neither bodies nor slow clients.
+"""Limits for HTTP clients. uvicorn itself limits neither the size of request bodies nor
+the upload time.
 """
 
 import asyncio
@@ -12,28 +12,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 10.0
-"""Maximum time for receiving the request line and the headers."""
+"""Maximum time to receive the request line and the headers."""
 MAX_DISCARDED_BYTES = 64 * 2**20
-"""Maximum number of bytes of a rejected body that are discarded,
-so that the client receives the response.
+"""Maximum number of bytes to discard from a rejected body. Discarding the rest of the
+body lets the client receive the response.
 """
 DISCARD_PAUSE_S = 2.0
-"""Maximum pause in a rejected body, after which the connection is closed.
-Apache uses the same time.
+"""Maximum pause while a rejected body is received. After a longer pause, the connection
+is closed. Apache uses the same time.
 """
 
 
 class BodyLimits:
-    """ASGI middleware that limits the size,
-    the upload time and the total size of request bodies.
+    """ASGI middleware that limits the size and the upload time of each request body,
+    and the total size of all in-flight bodies.
 
     ``max_size_bytes`` applies to one body, ``max_total_size_bytes`` to the bodies of
-    all in-flight requests, and ``timeout_s`` to the upload of one body. Beyond a limit,
-    the application's read raises an `HTTPException` with status 413, 503 or 408. After
-    the response, the rest of the body is discarded, within ``timeout_s``,
-    `DISCARD_PAUSE_S` and `MAX_DISCARDED_BYTES`. Otherwise, a client that sends its
-    whole body before it reads would lose the response, because the kernel resets a
-    connection that is closed with unread data.
+    all in-flight requests, and ``timeout_s`` to the upload of one body. If a body
+    exceeds a limit, the application's next ``receive`` call raises an `HTTPException`
+    with status 413, 503 or 408. After the response, the middleware discards the rest of
+    the body, within the limits ``timeout_s``, `DISCARD_PAUSE_S` and
+    `MAX_DISCARDED_BYTES`. If a connection is closed with unread data, the kernel resets
+    the connection. A client that sends its whole body before it reads would then lose
+    the response.
     """
 
     def __init__(self, app: ASGIApp, max_size_bytes: int, max_total_size_bytes: int, timeout_s: float) -> None:
@@ -44,7 +45,7 @@ class BodyLimits:
         self.total_size_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application with a ``receive`` that enforces the limits."""
+        """Call the application with a ``receive`` callable that enforces the limits."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -93,18 +94,19 @@ class _LimitedBody:
             raise
 
     async def discard(self) -> None:
-        """Read the rest of the body, within the limits, without storing it."""
+        """Read and discard the rest of the body, within the limits."""
         loop = asyncio.get_running_loop()
         discarded_bytes = 0
         with suppress(TimeoutError):
-            # If a client awaits "100 Continue", any read would request the body.
+            # While a client awaits "100 Continue", any read would make the server
+            # request the body.
             while not (self._complete or self._awaits_continue) and discarded_bytes < MAX_DISCARDED_BYTES:
                 async with asyncio.timeout_at(min(self._deadline_s, loop.time() + DISCARD_PAUSE_S)):
                     message = await self._receive()
                 discarded_bytes += len(self._note(message).get("body", b""))
 
     def release(self) -> None:
-        """Subtract the size of this body from the total of in-flight bodies."""
+        """Subtract the size of this body from the total size of in-flight bodies."""
         self._limits.total_size_bytes -= self._size_bytes
         self._size_bytes = 0
 
@@ -127,8 +129,8 @@ class _LimitedBody:
         return message
 
     def _note(self, message: Message) -> Message:
-        """Record whether the body is complete,
-        and that the client no longer awaits "100 Continue".
+        """Record whether the body is complete. The client no longer awaits "100
+        Continue".
         """
         self._complete = not message.get("more_body", False)
         self._awaits_continue = False
@@ -146,16 +148,14 @@ def _rejection(status: int, message: str, retry_after_s: int | None = None) -> H
 
 
 class HeadTimer:
-    """Closes a connection if the head of a request does not arrive in
-    `HEAD_TIMEOUT_S`.
-    """
+    """Closes a connection if a request head does not arrive within `HEAD_TIMEOUT_S`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, transport: asyncio.Transport) -> None:
-        """Start the timer unless it runs."""
+        """Start the timer unless it is already running."""
         if self._timer is None:
             self._timer = self._loop.call_later(HEAD_TIMEOUT_S, transport.close)
 
@@ -167,10 +167,10 @@ class HeadTimer:
 
 
 class HeadTimeoutProtocol(H11Protocol):
-    """uvicorn's h11 protocol with a timeout for the head of a request.
+    """uvicorn's h11 protocol with a timeout for request heads.
 
-    h11 rejects heads larger than 64 KiB.
-    uvicorn's httptools protocol reads heads and trailers of any size.
+    h11 rejects request heads larger than 64 KiB, whereas uvicorn's httptools protocol
+    reads heads and trailers of any size.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -183,8 +183,8 @@ class HeadTimeoutProtocol(H11Protocol):
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the timer when the head is complete,
-        and start it with the first byte of the next head.
+        """When the head is complete, stop the timer. When the first byte of the next
+        head arrives, start the timer again.
         """
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:  # pyright: ignore[reportUnnecessaryComparison]

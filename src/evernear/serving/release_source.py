@@ -18,8 +18,8 @@ class ReleaseSource:
     """The release ``version`` in the registry of ``store_uri``,
     or the archive at ``path``.
 
-    Without ``version``, the release is the champion. ``path`` is a ``.mar`` file or a
-    directory with one, and is ignored with a store.
+    If ``version`` is empty, the release is the champion. ``path`` is a ``.mar`` file,
+    or a directory with one ``.mar`` file. If ``store_uri`` is set, ``path`` is ignored.
     """
 
     store_uri: str = ""
@@ -39,8 +39,8 @@ class ReleaseSource:
         which is removed when the context ends.
 
         Raises:
-            IntegrityError: the archive is damaged,
-                or ``path`` has no archive or several.
+            IntegrityError: the archive is damaged, or ``path`` does not contain exactly
+                one archive.
             StoreError: the store is unreachable, or has no such release.
         """
         with tempfile.TemporaryDirectory(prefix="evernear-") as directory:

@@ -1,11 +1,11 @@
-"""Replay stored live queries: the candidate answers them as it would answer live,
-but without a server.
+"""Replay stored live queries. Without a server, the candidate answers each query as it
+would in production.
 
 The candidate uses the files that the archive step packs: the exported network with its
 preprocessing, the index and its labels. The queries are a uniform sample
-(`evernear.serving.query_log_files.sampled_queries`). Their files are decoded as in a
-server. The champion's answer is the logged answer, or is computed in the same way if a
-different release answered the query.
+(`evernear.serving.query_log_files.sampled_queries`). The query files are decoded as in
+a server. If the champion answered a query live, its logged answer is used. Otherwise,
+the champion's answer is computed in the same way as the candidate's answer.
 """
 
 from collections import Counter
@@ -43,8 +43,8 @@ MAX_FILES = 400
 BATCH = 64
 THUMBNAIL_PX = 16
 DUPLICATE_CORRELATION = 0.98
-"""Minimum correlation of the thumbnails of two near-duplicate queries,
-such as frames of one scene.
+"""Minimum correlation between the thumbnails of two near-duplicates, such as frames of
+one scene.
 """
 NEAR_DUPLICATE = "near-duplicates of newer queries"
 UNREADABLE = "with a file that cannot be decoded"
@@ -63,7 +63,8 @@ class ReplayedQueries(NamedTuple):
 
     queries: list[SampledQuery]
     images: Pixels
-    """The images as the candidate receives them, (N, H, W, C)."""
+    """The images as the candidate receives them: a uint8 array of shape (N, H, W, C).
+    """
     named_before: list[str]
     """The champion's predictions, with the champion's class names."""
     answers: PairedAnswers
@@ -71,10 +72,10 @@ class ReplayedQueries(NamedTuple):
 
 
 class Replayer:
-    """Replays queries for a candidate and, if one exists, the champion.
+    """Replays queries with the candidate and, if a champion exists, with the champion.
 
-    `AnswerCollector` objects observe the measurement of both systems on the test split,
-    so that no image is embedded twice.
+    `AnswerCollector` objects collect the answers while both systems are measured on the
+    test split, so that no image is embedded twice.
     """
 
     def __init__(self, candidate: Recognizer, champion: ReleasedSystem | None) -> None:
@@ -89,11 +90,11 @@ class Replayer:
     def replay(
         self, store: Store, evaluation: Evaluation, max_pixels: int
     ) -> tuple[Replay | None, ReplayExamples | None]:
-        """Replay the `stored_queries`,
-        and compare the changed answers with those on the test split.
+        """Replay the `stored_queries`, and compare the changed answers with the changed
+        answers on the test split.
 
-        ``evaluation`` is the result of the measurement.
-        Returns None without a champion.
+        ``evaluation`` is the result of the measurement on the test split. Without a
+        champion, both results are None.
 
         Raises:
             StoreError: the store is unavailable.
@@ -128,8 +129,8 @@ def _unexpected_errors(champion: ReleasedSystem, evaluation: Evaluation, store: 
 
 
 def stored_queries(store: Store, limit: int = QUERIES_MAX) -> list[SampledQuery]:
-    """The newest ``limit`` queries of the log's uniform sample, newest first.
-    Damaged log files are skipped.
+    """The newest ``limit`` queries in the log's uniform sample, newest first. Damaged
+    log files are skipped.
 
     Raises:
         StoreError: the store is unavailable.
@@ -152,8 +153,8 @@ def replay_queries(
     queries: Sequence[SampledQuery],
     max_pixels: int,
 ) -> ReplayedQueries:
-    """Answer ``queries`` with both recognizers,
-    except near-duplicates and files that cannot be decoded.
+    """Answer ``queries`` with both recognizers. Near-duplicates and queries whose file
+    cannot be decoded are left out.
     """
     left_out: Counter[str] = Counter()
     kept: list[SampledQuery] = []
@@ -188,8 +189,8 @@ def replay_queries(
 
 
 def _answers_before(champion: Recognizer, queries: list[SampledQuery], images: list[Pixels]) -> list[Answer]:
-    """The champion's logged answers,
-    and computed answers to queries that a different release answered.
+    """The champion's answer to each query: the logged answer, or a computed answer if a
+    different release answered the query.
     """
     missing = [row for row, query in enumerate(queries) if query.version != champion.name]
     computed = dict(zip(missing, _recognize(champion, [images[row] for row in missing]), strict=True))
@@ -216,7 +217,8 @@ def _columns(answers: list[Answer], number: Callable[[str], int]) -> Answers:
 
 
 def _thumbnail(image: Pixels) -> NDArray[np.float32]:
-    """A square gray thumbnail (`THUMBNAIL_PX`), as a vector with mean 0 and length 1.
+    """A square grayscale thumbnail of `THUMBNAIL_PX` pixels per side, as a vector with
+    mean 0 and length 1.
 
     The vector is zero if all pixels have the same value.
     """

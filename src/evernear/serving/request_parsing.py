@@ -1,11 +1,11 @@
-"""Images in requests: the body itself, a multipart field, or base64 in JSON.
+"""Extract images from requests. An image can be the body itself, a multipart field, or
+base64 in JSON.
 
-Clients may send base64 that is wrapped, URL-safe, without padding,
-or in a ``data:`` URI.
+The base64 text may be wrapped, URL-safe, unpadded, or part of a ``data:`` URI.
 
-JSON is decoded against a schema, so that only the text is built in memory. `json` would
-also build all other values that a client sends, which may take 25 times the size of the
-body.
+JSON is decoded with a schema, so that only the base64 text is created in memory. The
+`json` module would also create all other values in the body, which can take 25 times as
+much memory as the body itself.
 """
 
 import base64
@@ -19,7 +19,7 @@ from evernear.errors import DataError, EvernearError
 from evernear.serving.responses import Rejection
 
 FIELDS = ("body", "data", "image", "file")
-# An 8 x 8 gray PNG.
+# An 8 x 8 grayscale PNG image.
 EXAMPLE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAAAAADhZOFXAAAADElEQVR4AWNgoA4AAABIAAE8O4AtAAAAAElFTkSuQmCC"
 _MAX_REASON_LENGTH = 200
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
@@ -59,8 +59,8 @@ def image_request_schema() -> dict[str, Any]:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64 or a ``data:`` URI. Line breaks,
-    the URL-safe alphabet and missing padding are accepted.
+    """Decode base64 or a ``data:`` URI. Line breaks, URL-safe characters and missing
+    padding are accepted.
 
     Raises:
         ValueError: the text is not base64.
@@ -74,7 +74,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def compression(body: bytes) -> str | None:
-    """The error message for a compressed body, or None for other bodies."""
+    """The error message for a compressed body, or None if the body is not compressed."""
     kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 
@@ -100,11 +100,11 @@ def image_from_json(body: bytes) -> bytes:
 
 
 def image_from_fields(fields: Mapping[str, bytes]) -> bytes | Rejection:
-    """Extract the image file from the fields of a TorchServe request,
-    in which a plain body is named ``body``.
+    """Extract the image file from the fields of a TorchServe request. The field for a
+    plain body is ``body``.
 
-    JSON is recognized by its first byte. No image file begins with this byte, so a
-    wrong content type is harmless. Unknown JSON fields are ignored.
+    JSON is detected by its first byte. No image file begins with the first byte of a
+    JSON object, so a wrong content type is harmless. Unknown JSON fields are ignored.
     """
     data = next((bytes(fields[name]) for name in FIELDS if name in fields), None)
     if data is None:

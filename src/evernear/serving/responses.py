@@ -1,5 +1,5 @@
-"""The bodies of all responses. Clients parse them,
-so this module imports neither torch, FAISS nor NumPy.
+"""The bodies of all responses. This module does not import torch, FAISS or NumPy,
+because clients use it to parse responses.
 """
 
 from datetime import datetime
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
 
 NO_ROW = -1
 EMBEDDING_FIELD = "evernear-embedding"
-"""The HTTP header or gRPC input with which a client requests the embedding of its
-image.
-"""
+"""Name of the HTTP header or gRPC input that requests the embedding of the image."""
 
 
 class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query.
 
-    ``row`` is the row in the release's gallery, which leads to the image
-    (`evernear.serving.gallery_images`). In responses of servers from an earlier
-    version, the row is absent and -1 here.
+    ``row`` is the row number in the release's gallery, from which
+    `evernear.serving.gallery_images` finds the image. Servers of an earlier version do
+    not return the row, and ``row`` is then -1.
     """
 
     label: str
@@ -37,9 +35,9 @@ class Neighbor(Frozen, extra="ignore"):
 class Prediction(Frozen, extra="ignore"):
     """The prediction for one image.
 
-    ``dist`` is the L2 distance of unit vectors (0..2) to the nearest gallery image.
-    Beyond the release's threshold, the image is ``unknown``, and ``pred`` is only a
-    guess. ``neighbors`` are sorted by distance.
+    ``dist`` is the L2 distance (0 to 2) between the unit vectors of the image and of
+    the nearest gallery image. If ``dist`` exceeds the release's threshold, the image is
+    ``unknown``, and ``pred`` is only a guess. ``neighbors`` are sorted by distance.
     """
 
     pred: str
@@ -48,8 +46,8 @@ class Prediction(Frozen, extra="ignore"):
     neighbors: tuple[Neighbor, ...]
     version: str
     id: str = Field(default="", exclude_if=not_)
-    """The request's id in the query log, to import its true label later.
-    Absent without TorchServe.
+    """The request's id in the query log, with which the true label can be imported
+    later. Absent without TorchServe.
     """
     embedding: str = Field(default="", exclude_if=not_)
     """The embedding of the image (`evernear.serving.embedding_codec`),
@@ -58,9 +56,7 @@ class Prediction(Frozen, extra="ignore"):
 
 
 class Rejection(Frozen, extra="ignore"):
-    """The reason why a request gets no prediction,
-    in the format of TorchServe's errors.
-    """
+    """The reason why a request was rejected, in TorchServe's error format."""
 
     code: int = 400
     type: str = "BadImage"
@@ -70,10 +66,11 @@ class Rejection(Frozen, extra="ignore"):
 class Metadata(Frozen, extra="ignore"):
     """The public description of a release.
 
-    Images are PNG, JPEG or WebP files of at most ``max_pixels``. They are resized to
-    ``height_px`` x ``width_px`` and converted to ``channels`` (1: gray, 3: RGB). Beyond
-    ``threshold`` (L2 of unit vectors, 0..2), an image is unknown. ``metrics`` contains
-    the metrics that the gate measured.
+    Images are PNG, JPEG or WebP files with at most ``max_pixels`` pixels. Images are
+    resized to ``height_px`` x ``width_px`` pixels and converted to ``channels``
+    channels (1: grayscale, 3: RGB). An image is unknown if its distance exceeds
+    ``threshold`` (L2 distance between unit vectors, 0 to 2). ``metrics`` contains the
+    metrics that the gate measured.
     """
 
     model: str
@@ -90,8 +87,8 @@ class Metadata(Frozen, extra="ignore"):
 
     @staticmethod
     def of(manifest: "ReleaseManifest", model: str) -> "Metadata":
-        """Select the public fields of a manifest.
-        ``model`` is the name that clients use.
+        """Select the public fields of a manifest. ``model`` is the model name that
+        clients use.
         """
         fields = manifest.preprocessing.model_dump() | manifest.model_dump() | {"model": model}
         return Metadata.model_validate(fields)

@@ -2,8 +2,8 @@
 
 All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700):
 configuration, keys, logs and model store. Java is started directly, because the
-``torchserve`` script supports only one process per machine. Verified with TorchServe
-0.12.0 on Java 17 and 25.
+``torchserve`` script supports only one process per machine. This module is verified
+with TorchServe 0.12.0 on Java 17 and 25.
 """
 
 import contextlib
@@ -50,15 +50,16 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
     """Start TorchServe in ``home`` unless it is already running,
     and wait until its management API responds.
 
-    The server outlives this process and does not inherit its pipes.
+    The server continues to run after this process exits, and does not inherit pipes
+    from this process.
 
     Raises:
         PortInUseError: a different program uses a port.
         ServingError: Java or TorchServe is not installed, the server runs on other
             ports, or it does not start within ``settings.startup_timeout_s``.
         StoreError: ``home``, or the server's directory in /tmp, cannot be created.
-        BusyError: a different process is starting or stopping this server and does not
-            finish.
+        BusyError: a different process is starting or stopping this server, and does not
+            finish in time.
     """
     _make_home(home)
     requested = Endpoints.of(settings)
@@ -81,9 +82,10 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
 
 
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
-    """Replace this process with the TorchServe in ``home``.
+    """Replace this process with a TorchServe server in ``home``.
 
-    TorchServe then receives the signals of this process and writes to its console.
+    TorchServe then receives the signals that are sent to this process, and writes to
+    the same console.
 
     The server loads all archives in its model store. ``frontend`` is passed to
     `java_command`, and ``tokens`` to `write_configuration`.
@@ -105,10 +107,11 @@ def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str
 
 
 def require_startable(settings: ServingSettings, home: Path) -> None:
-    """Fail now if `start_server` would fail, rather than after hours of training.
+    """Check that `start_server` can succeed, so that a run does not fail after hours of
+    training.
 
     Raises:
-        PortInUseError, ServingError: as in `start_server`.
+        PortInUseError, ServingError: in the same cases as in `start_server`.
     """
     requested = Endpoints.of(settings)
     if is_running(home):
@@ -122,13 +125,13 @@ def stop_server(home: Path) -> bool:
     """Stop the server in ``home`` with all its workers.
     Returns whether a server was running.
 
-    The server drains: it rejects new connections and finishes in-flight requests, for
-    at most the ``drain_timeout_s`` with which it was started.
+    The server drains: it rejects new connections, and finishes in-flight requests
+    within the ``drain_timeout_s`` with which it was started.
 
     Raises:
-        ServingError: a process does not end.
-        BusyError: a different process is starting or stopping this server and does not
-            finish.
+        ServingError: a process does not exit.
+        BusyError: a different process is starting or stopping this server, and does not
+            finish in time.
     """
     if not home.is_dir():
         return False
@@ -139,9 +142,10 @@ def stop_server(home: Path) -> bool:
 
 
 def adopt(home: Path) -> None:
-    """Bind the server in ``home`` to this process, before or after its start.
+    """Bind the lifetime of the server in ``home`` to this process. Call this function
+    before or after the server starts.
 
-    When this process ends, even by SIGKILL, the server drains and ends.
+    When this process exits, even because of SIGKILL, the server drains and exits.
 
     Raises:
         StoreError: ``home`` is not writable.
@@ -151,7 +155,7 @@ def adopt(home: Path) -> None:
 
 
 def is_running(home: Path) -> bool:
-    """Whether the Java process that was last started in ``home`` is alive."""
+    """Whether the Java process that was last started in ``home`` is still running."""
     state = read_state(home)
     return state is not None and _is_java_of(home, state.pid)
 
@@ -159,8 +163,8 @@ def is_running(home: Path) -> bool:
 def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
     """Wait until all workers of ``version`` are READY.
 
-    ``/ping`` is not suitable, because it returns 200 even without workers and while a
-    worker crashes in a loop.
+    ``/ping`` is not suitable, because it returns 200 even if no worker is running or if
+    a worker crashes repeatedly.
 
     Raises:
         ServingError: the workers are not READY within ``settings.startup_timeout_s``.
@@ -178,7 +182,7 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
 
 def is_ready(home: Path, model: str) -> bool:
-    """Whether the server in ``home`` accepts connections and the default version has a
+    """Whether the server in ``home`` accepts connections and its default version has a
     READY worker.
 
     A draining server is not ready. A server whose workers are loading or crashing is
@@ -195,8 +199,8 @@ def is_ready(home: Path, model: str) -> bool:
 
 
 def processes(home: Path) -> list[psutil.Process]:
-    """The Java process and the workers of the server in ``home``,
-    including workers that outlived Java.
+    """The Java process and the workers of the server in ``home``, including workers
+    that outlived the Java process.
     """
     matching: list[psutil.Process] = []
     for process in psutil.process_iter():
@@ -208,8 +212,8 @@ def processes(home: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, busy: str) -> Generator[None]:
-    """Lock the file ``path``. The operating system releases the lock when the process
-    dies.
+    """Lock the file ``path``. The operating system releases the lock when this process
+    exits.
 
     Raises:
         BusyError: a different process does not release the lock within
@@ -282,8 +286,8 @@ def _require_free_ports(requested: Endpoints) -> None:
 
 
 def _home_of_server_on(port: int) -> Path | None:
-    """The home directory of the running TorchServe that uses ``port``,
-    if this user may read it.
+    """The home directory of the running TorchServe server that uses ``port``, or None
+    if this user may not read such a directory.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ServingError, IntegrityError):
@@ -297,8 +301,8 @@ def _home_of_server_on(port: int) -> Path | None:
 
 def _spawn_detached(command: list[str], settings: ServingSettings, home: Path) -> int:
     make_private(temporary_directory(home))
-    # The shell exits immediately, so Java has no parent process that waits for it or
-    # ends it.
+    # The shell exits immediately. The Java process therefore has no parent that waits
+    # for it or terminates it.
     script = 'umask 077; "$@" </dev/null >logs/console.log 2>&1 & echo $!'
     shell = subprocess.run(
         ["/bin/sh", "-c", script, "sh", *command],
@@ -341,7 +345,7 @@ def _start_error(home: Path) -> ServingError:
 
 
 def _remove_leftovers(home: Path) -> None:
-    """Remove the files of a server that was stopped or died."""
+    """Remove the files that a stopped or crashed server left behind."""
     for name in (STATE_FILE, KEY_FILE):
         (home / name).unlink(missing_ok=True)
     if _owner(home) != os.getpid():
@@ -357,8 +361,8 @@ def _owner(home: Path) -> int | None:
 
 
 def _is_java_of(home: Path, pid: int) -> bool:
-    """Whether ``pid`` is the Java process of ``home``,
-    and not a process that reuses its id.
+    """Whether ``pid`` is the Java process of the server in ``home``, and not a
+    different process with a reused id.
     """
     try:
         process = psutil.Process(pid)
@@ -368,11 +372,11 @@ def _is_java_of(home: Path, pid: int) -> bool:
 
 
 def _end_processes(home: Path) -> bool:
-    """Terminate Java, which drains, and kill remaining processes.
-    Returns whether any process was running.
+    """Terminate Java, which drains first, and kill the remaining processes. Returns
+    whether any process was running.
 
     Raises:
-        ServingError: a process does not end.
+        ServingError: a process does not exit.
     """
     running = processes(home)
     state = read_state(home)

@@ -2,7 +2,7 @@
 handler and KServe's containers.
 
 This module needs only OpenTelemetry's API. Unless an integration exports spans
-(`evernear.integrations.tracing`), no span is created, and the client's trace is only
+(`evernear.integrations.tracing`), no span is created. The client's trace is then only
 logged and passed on.
 """
 
@@ -28,10 +28,11 @@ from evernear import __version__
 from evernear.plugins import tracer_provider
 
 TRACE_FIELD = "traceparent"
-"""Name of the W3C Trace Context, as an HTTP header or as an input of TorchServe's gRPC
-request.
+"""Name of the HTTP header, or of the input in a TorchServe gRPC request, that carries
+the W3C Trace Context.
 
-It is an input, because TorchServe's handlers receive no gRPC metadata.
+gRPC requests carry the context as an input, because TorchServe's handlers receive no
+gRPC metadata.
 """
 
 
@@ -44,18 +45,18 @@ def tracer(service: str) -> Tracer:
 
 
 def request_span(tracer: Tracer, parent: str, name: str = "request", **attributes: str) -> AbstractContextManager[Span]:
-    """A span around a request. It is a child of the client's span if ``parent`` is a
-    valid `TRACE_FIELD`.
+    """A span around a request. The span is a child of the client's span if ``parent``
+    is a valid `TRACE_FIELD`.
     """
     if isinstance(tracer, NoOpTracer) and not parent:
-        # An inert span takes as much CPU time as a small prediction.
+        # Even a no-op span takes as much CPU time as a small prediction.
         return nullcontext(INVALID_SPAN)
     return tracer.start_as_current_span(name, _context(parent), SpanKind.SERVER, attributes, record_exception=False)
 
 
 def describe_response(span: Span, method: str, route: str, status: int, release: str) -> None:
-    """Name a request's span after the route,
-    and add attributes of OpenTelemetry's semantic conventions.
+    """Name a request's span after the route, and add the attributes from
+    OpenTelemetry's semantic conventions.
     """
     span.update_name(f"{method} {route}")
     span.set_attributes({"http.request.method": method, "http.route": route, "http.response.status_code": status})
@@ -79,7 +80,9 @@ def trace_id(span: Span) -> str:
 
 
 def trace_fields() -> dict[str, bytes]:
-    """The `TRACE_FIELD` of the current span, to pass on. Empty without a span."""
+    """The `TRACE_FIELD` of the current span, for a request to the next server. Empty
+    without a span.
+    """
     fields: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(fields)
     return {name: value.encode() for name, value in fields.items() if name == TRACE_FIELD}
@@ -88,11 +91,11 @@ def trace_fields() -> dict[str, bytes]:
 def record_prediction(
     tracer: Tracer, parent: str, started_ns: int, stages_s: Mapping[str, float], **attributes: str | int
 ) -> None:
-    """Record a prediction from a batch as a child of ``parent``'s span,
+    """Record the prediction for one request in a batch as a child span of ``parent``,
     with a span for each stage.
 
-    ``stages_s`` contains the seconds of each stage of the batch,
-    in order. ``started_ns`` is Unix time.
+    ``stages_s`` maps the stages of the batch, in order, to their durations.
+    ``started_ns`` is Unix time.
     """
     whole = tracer.start_span("predict", _context(parent), SpanKind.SERVER, attributes, start_time=started_ns)
     span_context, now_ns = set_span_in_context(whole), started_ns

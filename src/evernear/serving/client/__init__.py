@@ -1,5 +1,5 @@
-"""Clients of a server: `Client` blocks, and `AsyncClient` is for asyncio.
-Neither imports torch or FAISS.
+"""Blocking (`Client`) and asyncio (`AsyncClient`) clients for a model server. Neither
+imports torch or FAISS.
 """
 
 import weakref
@@ -16,7 +16,7 @@ GRPC_FRAME_BYTES = 448  # upper bound for the rest of a message: names, lengths 
 
 
 class Client:
-    """A client of one model, thread-safe and usable as a context manager.
+    """A thread-safe client for one model, usable as a context manager.
 
     ::
 
@@ -26,7 +26,8 @@ class Client:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        # Only the protocol in use is imported, so that a command line starts faster.
+        # To start the command line faster, import only the transport for the selected
+        # protocol.
         if target.format == "grpc":
             from evernear.serving.client.grpc import GrpcTransport as Transport
         else:
@@ -36,7 +37,7 @@ class Client:
 
     @staticmethod
     def of(settings: RunSettings, format: Format = "rest") -> "Client":
-        """A client of a working directory's server.
+        """Create a client for the server of a working directory.
 
         Raises:
             ServerUnreachableError: no server is running.
@@ -44,10 +45,10 @@ class Client:
         return Client(Target.local(settings, format))
 
     def predict(self, image: bytes, version: str | None = None, *, embedding: bool = False) -> Prediction:
-        """Recognize the content of a PNG, JPEG or WebP file,
-        by default with the default version.
+        """Recognize ``image``, the content of a PNG, JPEG or WebP file. If ``version``
+        is None, the server uses the default version.
 
-        With ``embedding``, TorchServe also returns the embedding of the image.
+        If ``embedding`` is set, TorchServe also returns the embedding of the image.
 
         Raises:
             ServerUnreachableError: no server responds.
@@ -59,7 +60,8 @@ class Client:
         return self._transport.predict(image, version, embedding=embedding)
 
     def predict_file(self, path: Path, version: str | None = None) -> dict[str, Any]:
-        """Call `predict` on a file and return the server's JSON object.
+        """Call `predict` with the content of a file, and return the prediction as a
+        JSON object.
 
         Raises:
             DataError: the file cannot be read.
@@ -72,9 +74,9 @@ class Client:
         return self.predict(image, version).model_dump(mode="json")
 
     def metadata(self) -> Metadata:
-        """The model's metadata, from the preprocessing server.
+        """Request the model's metadata from the preprocessing server.
 
-        This method also raises the errors of `predict`.
+        The errors that `predict` raises can also occur.
 
         Raises:
             SettingsError: the target is not a preprocessing server.
@@ -90,7 +92,9 @@ class Client:
 
 
 class AsyncClient:
-    """`Client` for asyncio, bound to the event loop in which it was created."""
+    """An asyncio version of `Client`. Use an instance only in the event loop in which
+    it was created.
+    """
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -127,7 +131,7 @@ class AsyncClient:
 
 
 def _require_bounded(image: bytes, target: Target) -> None:
-    """Reject an image that exceeds the server's limit before sending it."""
+    """Before sending an image, check that it is within the server's size limit."""
     limit = target.max_size_bytes - (GRPC_FRAME_BYTES if target.format == "grpc" else 0)
     if len(image) > limit:
         raise PredictionRejectedError(f"The image has {len(image)} bytes; the server's limit is {limit}.")

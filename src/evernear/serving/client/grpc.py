@@ -1,9 +1,10 @@
 """gRPC transport: TorchServe's gRPC API.
 
-TorchServe 0.12 returns OK when the handler rejects a request with 400 or 503. The
-content is then a `Rejection`. For an unknown model or version, TorchServe returns
-INTERNAL, with a Java exception in the second line of the details. A message larger than
-``max_request_size`` ends the stream with CANCELLED.
+TorchServe 0.12 returns the gRPC status OK even if the handler rejects a request with
+the HTTP status 400 or 503. The response to a rejected request contains a `Rejection`.
+For an unknown model or version, TorchServe returns the status INTERNAL, and the second
+line of the details is a Java exception. If a message is larger than
+``max_request_size``, TorchServe ends the stream with the status CANCELLED.
 """
 
 from collections.abc import Generator
@@ -50,10 +51,11 @@ class _Channel:
         self._opened = self._open(self._addresses.target)
 
     def channel(self) -> tuple[Any, Any]:
-        """The channel to the current addresses, and its method.
+        """The channel to the target's current addresses, and the callable for
+        predictions.
 
-        An earlier channel closes after its last call,
-        which has the only reference to the channel.
+        An earlier channel is closed when its last call completes, because only this
+        call still references the channel.
         """
         address, channel, call = self._opened
         if address != self._addresses.target:
@@ -61,7 +63,7 @@ class _Channel:
         return channel, call
 
     def close(self) -> Any:
-        """Close the channel. With `grpc.aio`, this returns a coroutine."""
+        """Close the channel. With `grpc.aio`, this method returns a coroutine."""
         self._addresses.close()
         _, channel, _ = self._opened
         return channel.close()
@@ -139,7 +141,9 @@ def _errors(target: Target) -> Generator[None]:
 
 
 def _error(target: Target, error: Any) -> EvernearError:
-    """Convert a `grpc.RpcError`. The errors of both APIs have a code and details."""
+    """Convert a `grpc.RpcError`. Errors from `grpc` and `grpc.aio` have a code and
+    details.
+    """
     code, details = error.code(), error.details() or "no reason is given"
     reason = details.splitlines()[0].rstrip(".") + "."
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

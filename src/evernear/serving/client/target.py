@@ -1,4 +1,4 @@
-"""The server that a client calls, and the protocol."""
+"""The server that a client calls, and the protocol to use."""
 
 import json
 import os
@@ -24,11 +24,12 @@ Format = Literal["rest", "grpc", "prep"]
 class Target:
     """A model on a server.
 
-    ``format`` selects TorchServe's REST API, its gRPC API, or the preprocessing server.
-    ``token`` is called before each request, because TorchServe creates a new token at
-    each start. ``timeout_s`` applies to one prediction. ``attempts`` applies to gRPC,
-    which retries only if the server is unreachable. ``hint`` is the remedy in the error
-    for an unreachable server.
+    ``format`` selects TorchServe's REST API, TorchServe's gRPC API, or the
+    preprocessing server. ``token`` is called before each request, because TorchServe
+    creates a new token each time it starts. ``timeout_s`` applies to one prediction.
+    ``attempts`` is the maximum number of attempts for a gRPC call. A call is retried
+    only if the server is unreachable. ``hint`` is the suggested fix in the error
+    message for an unreachable server.
     """
 
     host: str
@@ -44,8 +45,8 @@ class Target:
 
     @staticmethod
     def local(settings: RunSettings, format: Format = "rest") -> "Target":
-        """The TorchServe server of a working directory,
-        or the preprocessing server of its settings.
+        """The preprocessing server in ``settings`` if ``format`` is ``prep``, otherwise
+        the TorchServe server of the working directory.
 
         Raises:
             ServerUnreachableError: no TorchServe was started in the working directory.
@@ -68,7 +69,7 @@ class Target:
 
     @staticmethod
     def remote(settings: RunSettings, host: str, format: Format = "rest", *, tls: bool = False) -> "Target":
-        """A server on ``host``, with the ports of ``settings`` and the token in the
+        """A server on ``host``, with the ports from ``settings`` and the token from the
         environment.
         """
         serving, prep = settings.serving, settings.prep
@@ -97,10 +98,10 @@ class Target:
 
 
 def token_of_environment() -> str | None:
-    """The token of a remote server: ``EVERNEAR_TOKEN``,
-    or the content of the file ``EVERNEAR_TOKEN_FILE``.
+    """The token of a remote server, from ``EVERNEAR_TOKEN`` or from the file that
+    ``EVERNEAR_TOKEN_FILE`` specifies.
 
-    The file contains only the token, or is TorchServe's ``key_file.json``.
+    The file contains only the token, or is a TorchServe ``key_file.json``.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -120,8 +121,8 @@ def token_of_environment() -> str | None:
 
 
 def authorities_file() -> str:
-    """The file with the trusted certificate authorities: ``SSL_CERT_FILE``,
-    or the public authorities.
+    """The path of the CA file: the value of ``SSL_CERT_FILE``, or by default, certifi's
+    list of public CAs.
     """
     return os.environ.get("SSL_CERT_FILE") or certifi.where()
 

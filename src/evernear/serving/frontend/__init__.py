@@ -1,3 +1,3 @@
-"""evernear's extension of TorchServe's frontend: the Java sources,
-and the jar that `build` compiles.
+"""evernear's extension of TorchServe's frontend: the Java sources, and the jar that
+`build` creates from these sources.
 """

@@ -1,10 +1,10 @@
-"""Batch images across requests, because a batch of images takes hardly longer than one
-image.
+"""Batch images across requests, because recognizing a batch takes hardly longer than
+recognizing one image.
 
 BentoML and MLServer use a timer to wait for more requests. BentoML adapts the timer to
-the recent load, and MLServer does not. Here the batching window needs no timer, because
-it is the time during which the threads are busy with earlier batches. A lone request
-therefore starts at once, and batches grow with the load.
+the recent load, but MLServer does not. evernear needs no timer: while the threads are
+busy with earlier batches, new requests form the next batch. A single request therefore
+starts immediately, and batches grow with the load.
 """
 
 import asyncio
@@ -28,12 +28,13 @@ class _Waiting(Generic[Request, Result]):
 
 
 class Batcher(Generic[Request, Result]):
-    """Passes concurrent requests to ``function`` together, in ``threads`` threads.
+    """Passes concurrent requests to ``function`` in batches. Up to ``threads`` threads
+    call ``function``.
 
-    ``function`` returns a result for each request of a batch, or an exception, which
-    fails only that request. The sizes of the requests in a batch add up to at most
-    ``batch_size``, unless the batch is a single request. The sizes of waiting requests
-    add up to at most ``max_waiting``, unless only one request waits.
+    For each request in a batch, ``function`` returns a result or an exception. An
+    exception fails only this request. The total size of the requests in a batch is at
+    most ``batch_size``, unless the batch contains a single request. The total size of
+    the waiting requests is at most ``max_waiting``, unless only one request waits.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class Batcher(Generic[Request, Result]):
         self._threads = ThreadPoolExecutor(threads, "batch")
         self._queue: deque[_Waiting[Request, Result]] = deque()
         self._waiting = 0
-        """The total size of the queue."""
+        """Total size of the requests in the queue."""
 
     async def run(self, request: Request, size: int) -> Result:
-        """Await the result for ``request``. If the caller is cancelled, ``request``
-        leaves the queue.
+        """Await the result for ``request``. If the caller is cancelled, ``request`` is
+        removed from the queue.
 
         Raises:
             OverloadedError: too many requests are waiting.

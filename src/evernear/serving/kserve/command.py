@@ -15,14 +15,14 @@ from evernear.serving.release_source import ReleaseSource
 from evernear.settings import PrepSettings, ServingSettings
 
 MAX_IMAGES = 1024
-"""Maximum number of images in one request, because a tiny file may decode to a large
-array.
+"""Maximum number of images in one request. This limit is necessary because a tiny file
+can decode to a large array.
 """
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """Build a parser with KServe's own arguments, and with arguments for the release
-    and the limits.
+    """Build a parser for KServe's own arguments, and for arguments that specify the
+    release and the limits.
     """
     parser = argparse.ArgumentParser(
         parents=[model_server.parser],
@@ -54,8 +54,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def run_command(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> None:
-    """Run a program. An `EvernearError` becomes one sentence on stderr, and the program
-    exits with the error's exit code.
+    """Run a program. An `EvernearError` is printed to stderr as one sentence, and the
+    program exits with the error's exit code.
     """
     mask_streams()
     try:
@@ -71,7 +71,7 @@ def release_source(args: argparse.Namespace) -> ReleaseSource:
 
 
 def predictor_config(args: argparse.Namespace) -> PredictorConfig:
-    """The predictor that a transformer calls."""
+    """The configuration of the predictor that a transformer calls."""
     return PredictorConfig(
         predictor_host=args.predictor_host,
         predictor_protocol=args.predictor_protocol,

@@ -1,8 +1,9 @@
-"""The HTTP protocol of KServe's servers, which is uvicorn's httptools protocol with
+"""The HTTP protocol of the KServe servers: uvicorn's httptools protocol with additional
 limits.
 
-h11, uvicorn's other protocol, limits heads and discards trailers, but its Python parser
-takes more CPU time per request than the rest of this server.
+uvicorn's other protocol, h11, limits the size of request heads and discards trailers.
+However, h11's Python parser takes more CPU time per request than the rest of this
+server.
 """
 
 from typing import Any
@@ -13,22 +14,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from evernear.serving.http_limits import HeadTimeoutProtocol, HeadTimer
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum number of consecutive bytes without body data, such as a head, trailers or
-chunk extensions. h11 has the same limit.
+"""Maximum size of a sequence of bytes without body data, such as a head, trailers or
+chunk extensions. The limit is the same as in h11.
 """
 MAX_PIPELINED = 16
-"""Maximum number of requests on a connection that may wait for the response to an
-earlier request.
+"""Maximum number of pipelined requests per connection, which wait until earlier
+requests are answered.
 """
 ON_DISCONNECT = "evernear.on_disconnect"
-"""Key in the ASGI scope for a function to call if the client disconnects before it
+"""ASGI scope key of a callback, which is called if the client disconnects before it
 receives the response.
 """
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's httptools protocol with a timeout for heads,
-    and with limits for heads, trailers and pipelining.
+    """uvicorn's httptools protocol with a timeout for request heads, and with limits
+    for heads, trailers and pipelining.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,8 +44,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_timer.start(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Stop the timer when the head is complete, and start it with the first byte of
-        the next head.
+        """When the head is complete, stop the timer. When the first byte of the next
+        head arrives, start the timer again.
         """
         self._unset_keepalive_if_required()
         self._bodiless_bytes += len(data)
@@ -81,7 +82,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a field to the head. Fields after the body are dropped."""
+        """Add a field to the head. Fields after the body (trailers) are dropped."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -99,14 +100,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def _should_upgrade(self) -> bool:
-        """Leave every upgrade request to `_continue_with_h11`."""
+        """Return True, so that `_continue_with_h11` handles every upgrade request."""
         return True
 
     def _continue_with_h11(self, rest: bytes) -> None:
-        """Parse the last head and ``rest`` again, because httptools drops the body of
-        an upgrade request.
+        """Parse the last head and ``rest`` again with h11, because httptools drops the
+        body of an upgrade request.
 
-        Java's HttpClient sends such requests by default. h11 ignores the upgrade.
+        By default, Java's ``HttpClient`` sends upgrade requests, which h11 treats as
+        normal requests.
         """
         if self._is_busy:
             self.send_400_response("A pipelined request cannot ask for an upgrade.")

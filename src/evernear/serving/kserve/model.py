@@ -1,4 +1,4 @@
-"""The base of the predictor and the transformer: a KServe model for one release."""
+"""The base class of the predictor and the transformer: a KServe model for one release."""
 
 import argparse
 from abc import abstractmethod
@@ -29,7 +29,7 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, request_span, span, tracer
 
 MAX_LARGEST_IMAGES = 4
-"""Maximum number of pixels in one request, as a multiple of the largest allowed
+"""Maximum number of pixels in one request, as a multiple of the pixel limit for one
 image.
 """
 SMALL_BATCH_BYTES = 256 * 1024
@@ -47,14 +47,16 @@ class ReleaseModel(Model):
     """A model with the steps that KServe calls and measures for each request:
     `preprocess`, `predict` and `postprocess`.
 
-    Errors are `grpc_interceptor` exceptions, which become a status code in both
-    protocols.
+    Errors are raised as `grpc_interceptor` exceptions, which are converted to status
+    codes in REST and gRPC.
     """
 
     service: str
     """The name of the server in traces."""
     spans: tuple[str, str, str]
-    """The names of the spans around a request, `prepare` and `recognize`."""
+    """The names of three spans: around a request, around `prepare` and around
+    `recognize`.
+    """
 
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
         name: str = args.model_name
@@ -62,10 +64,10 @@ class ReleaseModel(Model):
         self.manifest = manifest
         self.shape = manifest.preprocessing
         self._max_images: int = args.max_images
-        # The release has a pixel limit, and this server's memory sets a second limit.
+        # Both the release and this server's memory limit the number of pixels.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
-        # Request bodies in flight are limited, which also limits the queue here.
+        # The limit on in-flight request bodies also limits this queue.
         self._small = Batcher(
             self._decode_those_small,
             batch_size=SMALL_BATCH_BYTES,
@@ -87,11 +89,11 @@ class ReleaseModel(Model):
         """Recognize prepared images. ``headers`` are the request headers."""
 
     async def can_predict(self) -> bool:
-        """Whether a request would succeed now, for readiness probes."""
+        """Whether the model can currently answer requests, for readiness probes."""
         return self.ready
 
     async def decode(self, images: list[bytes | Rejection]) -> list[Pixels | Rejection]:
-        """Decode images to uint8 (H, W, C).
+        """Decode images to uint8 arrays of shape (H, W, C).
 
         Raises:
             ResourceExhausted: the images together have too many pixels.
@@ -108,8 +110,8 @@ class ReleaseModel(Model):
         return decoded
 
     def _decode_those_small(self, requests: list[list[bytes | Rejection]]) -> list[Decoded | Exception]:
-        """Call `_decode_if_small` for each request. An exception fails only its own
-        request.
+        """Call `_decode_if_small` for each request. An exception affects only the
+        request that raised it.
         """
 
         def decode(images: list[bytes | Rejection]) -> Decoded | Exception:
@@ -121,8 +123,8 @@ class ReleaseModel(Model):
         return [decode(images) for images in requests]
 
     def _decode_if_small(self, images: list[bytes | Rejection]) -> Decoded:
-        """Inspect images. If their total size is small, decode them in this thread.
-        Otherwise return the inspected files.
+        """Inspect images. If the images have at most `SMALL_PIXELS` pixels in total,
+        decode the images in this thread. Otherwise return the inspected files.
 
         Passing a request to another thread takes longer than decoding a small image.
         """
@@ -140,7 +142,7 @@ class ReleaseModel(Model):
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             if verb != InferenceVerb.PREDICT or self.enable_latency_logging:
                 return await super().__call__(body, headers, verb)
-            # The same steps as in KServe, which also inspects these methods for each
+            # KServe performs the same steps, but also inspects these methods for each
             # request.
             preprocess_s, predict_s, postprocess_s = self._stages_s
             with preprocess_s.time():
@@ -179,19 +181,19 @@ class ReleaseModel(Model):
         return payload
 
     def get_input_types(self) -> Tensors:
-        """The inputs, for the protocol's model metadata."""
+        """The input tensors, for the model metadata in the Open Inference Protocol."""
         return input_types(self.shape)
 
     def get_output_types(self) -> Tensors:
-        """The outputs, for the protocol's model metadata."""
+        """The output tensors, for the model metadata in the Open Inference Protocol."""
         return output_types()
 
 
 def _each(
     function: Callable[[Source, Parameter], Result], sources: list[Source | Rejection], parameter: Parameter
 ) -> list[Result | Rejection]:
-    """Apply ``function`` to each source. A `DataError` becomes a `Rejection`, and a
-    `Rejection` stays unchanged.
+    """Apply ``function`` to each source. A source that raises a `DataError` is replaced
+    with a `Rejection`. A source that is already a `Rejection` is returned unchanged.
     """
 
     def apply(source: Source | Rejection) -> Result | Rejection:
@@ -210,8 +212,8 @@ def _pixel_count(file: EncodedImage | Rejection) -> int:
 
 
 def _groups(files: list[EncodedImage | Rejection]) -> Iterator[list[EncodedImage | Rejection]]:
-    """Group files in order. Small files are grouped up to `SMALL_PIXELS` in total, and
-    each large file is a group by itself.
+    """Group files in order. Each group contains small files with at most `SMALL_PIXELS`
+    pixels in total, or a single large file.
     """
     group: list[EncodedImage | Rejection] = []
     pixels = 0

@@ -30,9 +30,9 @@ class Predictions:
     """An ASGI application that answers prediction requests and passes every other
     request to KServe's application.
 
-    The middleware, the routing and the parameters of KServe's application take more CPU
-    time than a prediction, and its v2 endpoint needs 3 GB for a request with 6 MB of
-    errors. Error responses are the same as in KServe's application.
+    In KServe's application, middleware, routing and parameter handling take more CPU
+    time than a prediction. For a request with 6 MB of errors, KServe's v2 endpoint
+    needs 3 GB of memory. Error responses are the same as in KServe's application.
     """
 
     def __init__(self, app: Starlette, dataplane: DataPlane, repository: ModelRepositoryExtension) -> None:
@@ -41,8 +41,8 @@ class Predictions:
         self._v1 = V1Endpoints(dataplane, repository)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request. The request is cancelled when its client disconnects, as
-        grpc.aio cancels a call.
+        """Answer a request. When the client disconnects, the request is cancelled, as
+        in `grpc.aio`.
         """
         path = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if path is None:
@@ -88,7 +88,7 @@ class Predictions:
 
 
 class _Client:
-    """The client of a request, until it disconnects."""
+    """The client of a request, and whether it is still connected."""
 
     def __init__(self, cancel: Callable[[], object]) -> None:
         self._cancel = cancel

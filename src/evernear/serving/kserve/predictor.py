@@ -1,5 +1,5 @@
-"""The predictor of an InferenceService, which serves one release over KServe's v1 and
-v2 protocols, with REST and gRPC.
+"""The predictor of an InferenceService serves one release over KServe's v1 protocol
+(REST) and v2 protocol (REST and gRPC).
 
 ::
 
@@ -42,19 +42,19 @@ class PredictorModel(ReleaseModel):
     def __init__(self, predictor: Predictor, args: argparse.Namespace) -> None:
         super().__init__(predictor.manifest, args)
         self._predictor = predictor
-        # Only one batch runs at a time, with all cores, and the event loop stays free
+        # Only one batch runs at a time, and uses all cores. The event loop stays free
         # for probes.
         self._recognizer = Batcher(self._recognize, batch_size=args.batch_size, max_waiting=args.queue_size)
         self._batch_images = _BATCH_IMAGES.labels(self.name)
 
     async def prepare(self, images: Images) -> Prepared:
-        """Decode image files. Pixels that a transformer prepared are unchanged."""
+        """Decode image files. Pixels that a transformer has prepared are returned
+        unchanged.
+        """
         return await self.decode(images) if isinstance(images, list) else images
 
     async def recognize(self, prepared: Prepared, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize the images that could be decoded, batched with images of concurrent
-        requests.
-        """
+        """Recognize the decoded images in a batch with images from concurrent requests."""
         try:
             return await self._recognizer.run(prepared, len(prepared))
         except OverloadedError as error:

@@ -1,13 +1,14 @@
 """Requests and responses in KServe's two protocols.
 
-v1 carries base64 in JSON. Each prediction can be an error, so a bad image fails alone::
+v1 carries base64 in JSON. Each entry in the response is a prediction or an error, so an
+invalid image does not affect the other images::
 
     {"instances": [{"data": "<base64>"}, ...]}  ->  {"predictions": [<Prediction or Rejection>, ...]}
 
-v2, the Open Inference Protocol, carries one tensor over REST or gRPC: ``images``, BYTES
-(N,), or ``pixels``, UINT8 (N, H, W, C), in the shape of the release's preprocessing.
-The v2 response is a set of tensors, which cannot hold an error, so a bad image fails
-the whole request.
+v2, the Open Inference Protocol, carries one tensor over REST or gRPC. The tensor is
+either ``images`` (BYTES, shape (N,)) or ``pixels`` (UINT8, shape (N, H, W, C),
+preprocessed as the release specifies). The v2 response consists of tensors, which
+cannot represent errors. An invalid image therefore fails the whole request.
 """  # noqa: W505
 
 import base64
@@ -30,8 +31,8 @@ from evernear.serving.request_parsing import compression, decode_base64
 from evernear.serving.responses import NO_ROW, Neighbor, Prediction, Rejection
 
 Images = list[bytes | Rejection] | Pixels
-"""Image files, with a `Rejection` in place of each unreadable file, or uint8 pixels (N,
-H, W, C).
+"""Image files, with a `Rejection` in place of each unreadable file, or a uint8 array of
+shape (N, H, W, C).
 """
 Tensors = list[dict[str, Any]]
 IMAGES, PIXELS = "images", "pixels"
@@ -44,16 +45,16 @@ OUTPUTS = (
     ("version", "BYTES", 1),
     ("neighbor_rows", "INT64", 2),
 )
-"""Name, datatype and rank of the output tensors. New tensors are appended, because some
-clients read the tensors by position.
+"""Name, datatype and rank of each output tensor. Add new tensors at the end, because
+some clients access the tensors by position.
 """
 MAX_TENSORS = 64
-"""Maximum number of inputs, and of outputs, that a v2 request may name. A request needs
-one input and seven outputs.
+"""Maximum number of inputs, and maximum number of outputs, in a v2 request. A valid
+request has one input, and requests at most seven outputs.
 """
 _PADDING = Neighbor(label="", dist=-1.0)
-"""Padding for the rows of ``neighbor_labels``, ``_dists`` and ``_rows`` if an
-approximate index returns fewer neighbors.
+"""Padding in the ``neighbor_labels``, ``neighbor_dists`` and ``neighbor_rows`` tensors,
+used if an approximate index returns fewer neighbors for one image than for another.
 """
 
 
@@ -86,14 +87,15 @@ _INFER = msgspec.json.Decoder(_Infer)
 
 @dataclass(frozen=True)
 class PredictRequest:
-    """A parsed request. ``infer`` is the v2 request, or None in v1."""
+    """A parsed request. ``infer`` is the v2 request, or None for a v1 request."""
 
     images: Images
     infer: InferRequest | None
 
 
 def parse_request(payload: Any, shape: Preprocessing, max_images: int) -> PredictRequest:
-    """Parse a request as KServe decodes it: `InferRequest` in v2, JSON in v1.
+    """Parse a decoded request from KServe, which is an `InferRequest` in v2 and JSON in
+    v1.
 
     Raises:
         InvalidArgument: the request conforms to neither protocol.
@@ -145,7 +147,7 @@ def require_few_tensors(inputs: int, outputs: int) -> None:
     """Check the number of tensors in a v2 request before tensor objects are created.
 
     Raises:
-        InvalidArgument: the request names more than `MAX_TENSORS`.
+        InvalidArgument: the request lists more than `MAX_TENSORS` inputs or outputs.
     """
     if max(inputs, outputs) > MAX_TENSORS:
         raise InvalidArgument(f"The request names more than {MAX_TENSORS} inputs or outputs.")
@@ -178,10 +180,10 @@ def build_response(
 
 
 def parse_response(response: InferResponse) -> list[Prediction]:
-    """Parse the v2 response of `build_response`.
+    """Parse a v2 response from `build_response`.
 
     Raises:
-        ValueError: a different model sent the response.
+        ValueError: the response comes from a different kind of model.
     """
     columns = {name: _column(response, name) for name in ("pred", "dist", "unknown", "version")}
     near = [_column(response, name) for name in ("neighbor_labels", "neighbor_dists")]
@@ -211,7 +213,7 @@ def v1_request(images: Sequence[bytes]) -> dict[str, Any]:
 
 
 def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
-    """Build a v2 request for pixels (N, H, W, C).
+    """Build a v2 request for ``pixels`` of shape (N, H, W, C).
 
     ``binary`` is for gRPC. Over REST, KServe's client sends contradictory content types
     for binary data.
@@ -222,7 +224,9 @@ def v2_request(pixels: Pixels, model_name: str, binary: bool) -> InferRequest:
 
 
 def input_types(shape: Preprocessing) -> Tensors:
-    """The alternative inputs of a predictor, for the protocol's model metadata."""
+    """The alternative input tensors of a predictor, for the model metadata in the Open
+    Inference Protocol.
+    """
     pixels = [-1, shape.height_px, shape.width_px, shape.channels]
     return [
         {"name": IMAGES, "datatype": "BYTES", "shape": [-1]},
@@ -231,7 +235,7 @@ def input_types(shape: Preprocessing) -> Tensors:
 
 
 def output_types() -> Tensors:
-    """The outputs, for the protocol's model metadata."""
+    """The output tensors, for the model metadata in the Open Inference Protocol."""
     return [{"name": name, "datatype": datatype, "shape": [-1] * rank} for name, datatype, rank in OUTPUTS]
 
 
@@ -290,8 +294,8 @@ def _pixels(tensor: InferInput) -> Pixels:
 
 
 def _file(image: Any) -> bytes | Rejection:
-    """Return an image file. Text from JSON is base64, and bytes from gRPC are the file
-    itself.
+    """Return an image file. In JSON, an image is base64 text, whereas gRPC carries the
+    bytes of the file.
     """
     if isinstance(image, str):
         return _from_base64(image)
@@ -322,7 +326,7 @@ def _column(response: InferResponse, name: str) -> list[Any]:
 
 
 def _decoded(values: NDArray[Any]) -> NDArray[Any]:
-    """Decode text values, which are bytes over gRPC."""
+    """Decode text values, which gRPC transmits as bytes."""
     if values.dtype != np.object_:
         return values
     texts = [value.decode() if isinstance(value, bytes) else value for value in values.ravel().tolist()]

@@ -1,8 +1,8 @@
 """A hardened KServe model server.
 
-By default, KServe 0.21 listens on all addresses, accepts bodies of any size, lets
-anyone unload the model through ``/v2/repository``, and responds to malformed requests
-with status 500 and a traceback in the log.
+By default, KServe 0.21 listens on all addresses, accepts bodies of any size, and lets
+anyone unload the model through ``/v2/repository``. For a malformed request, KServe
+returns status 500 and logs a traceback.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from evernear.serving.kserve.predictions import Predictions
 from evernear.serving.kserve.protocols import require_few_tensors, require_uncompressed
 
 MAX_RPCS = 64
-"""Maximum number of concurrent gRPC calls, each of which may have a message of the
-maximum size.
+"""Maximum number of concurrent gRPC calls. Each call may carry a message of the maximum
+size.
 """
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -66,7 +66,7 @@ def serve_kserve(model: ReleaseModel, args: argparse.Namespace) -> None:
 
 
 class _Server(ModelServer):
-    """`ModelServer` on one address, with limits."""
+    """A `ModelServer` that listens on one address and enforces limits."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(
@@ -85,7 +85,9 @@ class _Server(ModelServer):
         self.model_repository_extension = _SealedRepository(self.registered_models)
 
     def start(self, models: list[Any]) -> None:
-        """Start like `ModelServer.start`, which has no parameter for the address."""
+        """Start the server on the configured address, for which `ModelServer.start` has
+        no parameter.
+        """
         self._register_and_check_atleast_one_model_is_ready(models)
         app = model_server.app
         app.add_exception_handler(GrpcException, _grpc_error_response)
@@ -164,7 +166,7 @@ class _GrpcServer(GRPCServer):
 
 
 class _Servicer(InferenceServicer):
-    """`InferenceServicer` that limits the number of tensors before it creates tensor
+    """An `InferenceServicer` that limits the number of tensors before it creates tensor
     objects.
     """
 
@@ -175,8 +177,8 @@ class _Servicer(InferenceServicer):
 
 
 class _DataPlane(DataPlane):
-    """`DataPlane` that rejects requests that it cannot decode, and is ready if its
-    model can predict.
+    """A `DataPlane` that rejects requests that it cannot decode. The data plane is
+    ready only if its model can answer requests.
     """
 
     def decode(self, body: Any, headers: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -197,8 +199,8 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this method before each request, but the request itself
-        # shows whether the model works.
+        # KServe also calls this method before each request. No check is necessary then,
+        # because the request itself shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 

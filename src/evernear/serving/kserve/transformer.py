@@ -1,5 +1,5 @@
-"""The transformer of an InferenceService, which decodes and resizes images as the
-release specifies, without torch.
+"""The transformer of an InferenceService decodes and resizes images as the release
+specifies. The transformer does not need torch.
 
 ::
 
@@ -42,16 +42,16 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.serving.tracing import TRACE_FIELD, trace_fields
 
 CONNECT_TIMEOUT_S = 1.0
-"""Timeout of each attempt to connect over REST. A failed attempt is retried."""
-# KServe 0.21 forwards no trace header to the predictor.
+"""Timeout for each REST connection attempt. A failed attempt is retried."""
+# KServe 0.21 does not forward trace headers to the predictor.
 kserve_model._FORWARDABLE_HEADERS |= {TRACE_FIELD}  # pyright: ignore[reportPrivateUsage]
 _PREDICTIONS = TypeAdapter(list[Prediction])
 _log = logging.getLogger("kserve")
 
 
 class TransformerModel(ReleaseModel):
-    """The preprocessing of a release as a KServe model,
-    in front of a predictor of the same release.
+    """A KServe model that preprocesses images and forwards them to a predictor with the
+    same release.
     """
 
     service = "evernear-transformer"
@@ -75,7 +75,7 @@ class TransformerModel(ReleaseModel):
         return True
 
     async def prepare(self, images: Images) -> list[Pixels | Rejection]:
-        """Decode image files to uint8 (H, W, C)."""
+        """Decode image files to uint8 arrays of shape (H, W, C)."""
         if not isinstance(images, list):
             raise InvalidArgument("Send image files; only the predictor accepts pixels.")
         return await self.decode(images)
@@ -89,13 +89,13 @@ class TransformerModel(ReleaseModel):
         return [image if isinstance(image, Rejection) else next(predictions) for image in prepared]
 
     def get_input_types(self) -> Tensors:
-        """The inputs, which are image files only."""
+        """The inputs of a transformer, which accepts only image files."""
         return super().get_input_types()[:1]
 
     @property
     def _http_client(self) -> InferenceRESTClient:
-        """KServe's client without the environment's proxy, which leads out of the
-        cluster.
+        """KServe's REST client, which ignores the environment's proxy because this
+        proxy leads out of the cluster.
         """
         if self._rest_client is None:
             authorities = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE")
@@ -114,9 +114,9 @@ class TransformerModel(ReleaseModel):
 
     @property
     def _grpc_client(self) -> InferenceGRPCClient:
-        """KServe's client, on a channel to the predictor's current addresses. An
-        earlier client closes after its last call, which has the only reference to that
-        client.
+        """KServe's gRPC client for the predictor's current addresses. An earlier client
+        is closed when its last call completes, because only this call still references
+        the client.
         """
         address, client = self._client
         if client is None or address != self._addresses.target:
@@ -135,11 +135,11 @@ class TransformerModel(ReleaseModel):
         return client
 
     async def _request_predictions(self, pixels: Pixels, headers: dict[str, str] | None) -> list[Prediction]:
-        """Request predictions for pixels (N, H, W, C) from the predictor.
+        """Request predictions from the predictor for ``pixels`` of shape (N, H, W, C).
 
         Raises:
             Unavailable: the predictor is unreachable, or serves a different release.
-            DeadlineExceeded: the predictor takes too long.
+            DeadlineExceeded: the predictor does not respond in time.
             ResourceExhausted: the request is too large for the predictor.
         """
         protocol = self._predictor.predictor_protocol
@@ -196,16 +196,16 @@ def _trace_headers() -> dict[str, str]:
 
 
 def _host_and_port(predictor: PredictorConfig) -> tuple[str, int]:
-    """The host and the port of ``--predictor_host``. If it has no port, use the
-    protocol's default port.
+    """The host and the port of ``--predictor_host``. If ``--predictor_host`` has no
+    port, the default port of HTTP or HTTPS is used.
     """
     url = urlsplit(f"//{predictor.predictor_host}")
     return url.hostname or "", url.port or (443 if predictor.predictor_use_ssl else 80)
 
 
 def _rejected(too_large: bool, reason: str) -> GrpcException:
-    """A rejection by the predictor. The client's images are not at fault, because they
-    were prepared here.
+    """A rejection by the predictor. The client's images are not the cause, because the
+    transformer prepared the rejected images.
     """
     if too_large:
         return ResourceExhausted("The prepared images are too large for the predictor; send fewer per request.")
@@ -221,7 +221,7 @@ def _too_slow(host: str) -> GrpcException:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Read the release's manifest, then listen."""
+    """Read the release manifest, then serve requests."""
     if not args.predictor_host:
         raise SettingsError("The transformer needs --predictor_host HOST:PORT.")
     serve_kserve(TransformerModel(release_source(args).manifest(), args), args)

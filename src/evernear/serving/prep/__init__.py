@@ -1,6 +1,6 @@
-"""The preprocessing server: it accepts images as JSON, prepares them,
-and forwards them to TorchServe.
+"""The preprocessing server, which accepts images as JSON, prepares the images, and
+forwards them to TorchServe.
 
-The server does not need torch. `service` does the work, `app` is the HTTP API, and
-`releases` provides the preprocessing of each release.
+The server does not need torch. `service` prepares and recognizes images, `app` is the
+HTTP API, and `releases` provides each release's preprocessing.
 """

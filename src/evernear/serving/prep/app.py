@@ -123,9 +123,7 @@ router = APIRouter(responses=UNAVAILABLE)
 
 @router.get("/health")
 async def health(service: CurrentService) -> Health:
-    """Succeed if a prediction passes through this server and the predictor behind
-    it.
-    """
+    """Succeed if this server and its predictor can recognize an image."""
     return Health(version=(await service.live_release()).version)
 
 
@@ -173,14 +171,16 @@ async def metrics(service: CurrentService) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Read the body. `Request.body` would keep the body in memory until the
-    response.
+    """Read the body. `Request.body` would keep the body in memory until the response is
+    sent.
     """
     return b"".join([part async for part in request.stream()])
 
 
 def _record_release(request: Request, prediction: Prediction) -> Prediction:
-    """Record the release of a prediction for the log."""
+    """Record the release that made a prediction, so that the request log contains the
+    release.
+    """
     request.state.release = prediction.version
     return prediction
 
@@ -239,8 +239,8 @@ class RequestLog:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                # The label is the route and not the path, because clients could create
-                # any number of time series with paths.
+                # The metric label is the route and not the path. With paths, clients
+                # could create an unlimited number of time series.
                 path = scope["route"].path if "route" in scope else "other"
                 service: PrepService = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()

@@ -11,8 +11,8 @@ from evernear.settings import Settings
 
 SHUTDOWN_TIMEOUT_S = 30
 PROCESS_SIZE_BYTES = 128 * 2**20
-"""Memory of the process before its first request: 97 MiB, rounded up
-(``benchmarks/hostile_traffic.py``).
+"""Memory usage of the process before its first request. The measured value of 97 MiB is
+rounded up (``benchmarks/hostile_traffic.py``).
 """
 
 
@@ -22,7 +22,7 @@ def serve_prep(settings: Settings) -> None:
     Raises:
         PortInUseError, ServingError: ``prep.host`` and ``prep.port`` cannot be bound.
         ServerUnreachableError: the predictor is the server of the working directory,
-            where no server was started.
+            but no server was started there.
     """
     targets_of(settings)
     with listening_socket(settings.prep.host, settings.prep.port, "prep.port") as listener:
@@ -30,7 +30,7 @@ def serve_prep(settings: Settings) -> None:
 
 
 def create_server(settings: Settings) -> uvicorn.Server:
-    """Create the server, which the caller runs with listening sockets."""
+    """Create the server. The caller runs the server with listening sockets."""
     config = uvicorn.Config(
         create_app(settings),
         http=HeadTimeoutProtocol,
@@ -44,10 +44,10 @@ def create_server(settings: Settings) -> uvicorn.Server:
 
 
 def prep_memory_size_bytes(settings: Settings) -> int:
-    """Maximum memory that the server uses,
-    which is the lowest memory limit for its pod.
+    """Maximum amount of memory that the server uses. The memory limit of its pod must
+    not be lower.
 
-    Each body is in memory twice: as received, and as decoded from base64.
+    Each request body is in memory twice: as received, and after base64 decoding.
     """
     prep = settings.prep
     decoding = pool_size_bytes(prep.large_decodes, settings.serving.max_pixels)

@@ -1,6 +1,4 @@
-"""The work of the preprocessing server: prepare an image as the live release specifies,
-and recognize it.
-"""
+"""Prepare images as the live release specifies, and have the predictor recognize them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -37,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class ReleaseMismatchError(ServingError):
-    """The image was not prepared as the predicting release specifies."""
+    """The image was not prepared as specified by the release that recognized it."""
 
 
 class Metrics:
@@ -67,15 +65,16 @@ class Metrics:
 class PrepService:
     """Recognizes images with the predictor of ``settings``.
 
-    The service is bound to the event loop in which it is created. A prediction contains
-    the version of its release, and is valid only if the image was prepared as this
-    release specifies. Otherwise, as after a rollout, the image is prepared and sent
-    again. A mismatch therefore never leads to a prediction, and a rollout that does not
-    change the preprocessing costs nothing.
+    The service is bound to the event loop in which it is created. Each prediction
+    contains the version of the release that made it. The prediction is valid only if
+    the image was prepared as this release specifies. If the preprocessing differs, for
+    example after a rollout, the image is prepared and sent again. The service therefore
+    never returns a prediction for an image with the wrong preprocessing. A rollout that
+    does not change the preprocessing causes no extra work.
     """
 
     def __init__(self, settings: Settings, *, embeddings: bool = False) -> None:
-        """With ``embeddings``, predictions contain the embedding of the image."""
+        """If ``embeddings`` is set, predictions contain the image's embedding."""
         self._embeddings = embeddings
         self._prep = settings.prep
         self._model = settings.serving.model_name
@@ -107,8 +106,8 @@ class PrepService:
         return await self._in_time(self._predict(inspect_body, body))
 
     async def predict_image(self, image: bytes) -> Prediction:
-        """Recognize an image file.
-        Raises the errors of `predict` except `RequestError`.
+        """Recognize an image file. Raises the same errors as `predict`, except
+        `RequestError`.
         """
         return await self._in_time(self._predict(inspect_image, image))
 
@@ -124,8 +123,8 @@ class PrepService:
         return await self._in_time(predict_stored())
 
     async def live_release(self) -> ReleaseManifest:
-        """Recognize a blank image to test all parts.
-        Returns the release that recognized the image.
+        """Recognize a blank image to test this server and the predictor. Returns the
+        manifest of the release that recognized the image.
 
         Raises the errors of `predict`.
         """
@@ -154,7 +153,7 @@ class PrepService:
 
     async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
         expected = await self._expected_release()
-        # The release limits the number of pixels, and so does this server's memory.
+        # Both the release and this server's memory limit the number of pixels.
         file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):
@@ -167,8 +166,8 @@ class PrepService:
         raise ReleaseMismatchError("The predictor's release changes faster than an image can be prepared; try again.")
 
     async def _expected_release(self) -> ReleaseManifest:
-        """The release of the latest prediction,
-        or the champion before the first prediction.
+        """The release that made the latest prediction, or the champion if no prediction
+        has been made yet.
         """
         if self._latest is None:
             self._latest = await self._releases.champion()
@@ -210,11 +209,11 @@ class PrepService:
 
 
 def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
-    """Prepare an inspected file as the release specifies, and return a PNG file.
+    """Prepare an inspected file as the release specifies, and return the result as a
+    PNG file.
 
-    The predictor accepts PNG from any client. PNG is lossless, and the predictor does
-    not change the pixels of an image that already has the size and channels of the
-    release.
+    The predictor accepts PNG files from any client. PNG is lossless. The predictor does
+    not change the pixels of an image that already has the release's size and channels.
 
     Raises:
         DataError: the image is broken.
@@ -223,18 +222,18 @@ def prepare(file: EncodedImage, manifest: ReleaseManifest) -> bytes:
 
 
 def blank(manifest: ReleaseManifest) -> bytes:
-    """A black image of the release's size, as a PNG file."""
+    """A black PNG image in the size that the release expects."""
     shape = manifest.preprocessing
     return encode_png(np.zeros((shape.height_px, shape.width_px, shape.channels), np.uint8))
 
 
 def targets_of(settings: Settings) -> list[Target]:
-    """The predictors of a preprocessing server.
-    Each is called only if all earlier predictors are unreachable.
+    """The predictors of a preprocessing server. Each predictor is called only if all
+    earlier predictors are unreachable.
 
     Raises:
         ServerUnreachableError: the predictor is the server of the working directory,
-            where no server was started.
+            but no server was started there.
     """
     prep = settings.prep
     hosts = [host for host in (prep.predictor_host, prep.predictor_fallback_host) if host]
