@@ -1,8 +1,8 @@
-"""Deploy releases: check the policy, publish, start and verify a release, and move the
-champion.
+"""Deploy releases: check the promotion policy, publish the release, start and verify
+it, and make it the champion.
 
 `open_target` chooses the target. `evernear.deployment.target` defines the interface of
-a target.
+deployment targets.
 """
 
 import tempfile
@@ -24,21 +24,22 @@ from evernear.settings import RunSettings
 
 
 def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cause: Cause | None = None) -> Deployment:
-    """Deploy an archived release to ``settings.target`` and make it the champion.
+    """Deploy an archived release to ``settings.target``, and make the release the
+    champion.
 
     Deploying the champion again repeats the verification and changes nothing else.
-    ``cause`` is recorded in the history and defaults to this process.
+    ``cause`` is recorded in the promotion history. The default cause is this process.
 
     Raises:
-        IntegrityError, ConflictError: the policy rejects the release (see
-        `promotion_policy.check_candidate`), or a bake rolled the release back
-        (`evernear.release.bake`).
+        IntegrityError, ConflictError: the promotion policy rejects the release (see
+            `promotion_policy.check_candidate`), or a bake rolled the release back
+            (`evernear.release.bake`).
         ServingError, ClusterError: the release does not start, or its predictions are
-        wrong. The previous release is live.
-        StoreError: the registry is unreachable,
-            or the champion changed in the meantime.
-        TransientStoreError: the release is live and verified,
-            but may not be recorded as the champion.
+            wrong. The previous release is live.
+        StoreError: the registry is unreachable, or the champion changed during the
+            deployment.
+        TransientStoreError: the release is live and verified, but may not be recorded
+            as the champion.
         BusyError: a different deployment to the same target is in progress.
         SettingsError: a setting that the target needs is missing.
     """
@@ -70,12 +71,12 @@ def promote_release(
     that a bake rolled back may be promoted again.
 
     Raises:
-        StoreError: the release does not exist or already is the champion,
-            or the registry is unreachable.
-        IntegrityError: the archive is damaged,
-            or its verdict is hold and ``force`` is not set.
+        StoreError: the release does not exist or is already the champion, or the
+            registry is unreachable.
+        IntegrityError: the archive is damaged, or its verdict is hold and ``force`` is
+            not set.
         SettingsError: ``force`` is set without a reason.
-        ServingError, ClusterError, BusyError, ConflictError: as for `deploy_release`.
+        ServingError, ClusterError, BusyError, ConflictError: as in `deploy_release`.
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
@@ -96,14 +97,14 @@ def promote_release(
 
 
 def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
-    """Roll the champion out again with ``settings``, and record this in the history.
-    The release stays the champion.
+    """Roll out the champion again with ``settings``, and record the rollout in the
+    promotion history. The release stays the champion.
 
     Raises:
-        SettingsError: the target has no release settings.
-        StoreError: no release was promoted yet, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as for
-        `promote_release`. The previous settings are live.
+        SettingsError: the target cannot apply settings to a live release.
+        StoreError: no release has been promoted yet, or the registry is unreachable.
+        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as in
+            `promote_release`. The previous settings are live.
     """
     if settings.target != "kubernetes":
         raise SettingsError(
@@ -123,15 +124,14 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
 
 
 def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: str | None = None) -> Deployment:
-    """Roll back to the previous champion. If ``expected`` is set,
-    fail unless it is the current champion.
+    """Roll back to the previous champion. If ``expected`` is set, fail unless
+    ``expected`` is the current champion.
 
     Raises:
         ConflictError: the champion is not ``expected``.
-            StoreError: no previous champion exists, it was pruned,
-                or the registry is unreachable.
-            ServingError, ClusterError, BusyError, IntegrityError:
-            as for `promote_release`.
+        StoreError: no previous champion exists, the previous champion was pruned, or
+            the registry is unreachable. ServingError, ClusterError, BusyError,
+            IntegrityError: as in `promote_release`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -149,12 +149,12 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
 
 
 def forget_releases(settings: RunSettings) -> None:
-    """Unload releases that are no longer in the registry from the TorchServe of
-    ``settings.workdir``, if it is running.
+    """If the TorchServe server of ``settings.workdir`` is running, unload all releases
+    that are no longer in the registry.
 
     Raises:
-        StoreError, ServingError, BusyError: as for
-        `evernear.deployment.local.serve_local`.
+        StoreError, ServingError, BusyError: as in
+            `evernear.deployment.local.serve_local`.
     """
     if settings.target == "local" and LocalTarget(settings).is_running():
         serve_local(at_running_server(settings))
@@ -163,9 +163,9 @@ def forget_releases(settings: RunSettings) -> None:
 def open_target(settings: RunSettings, *, start_server: bool = True) -> DeploymentTarget:
     """The target that ``settings.target`` names.
 
-    Without ``start_server``, the ``local`` target is the running TorchServe, even if
-    its ports differ from the settings. If no TorchServe is running, it is the registry
-    alone.
+    If ``start_server`` is not set, the ``local`` target is the running TorchServe
+    server, even if its ports differ from the settings. If no TorchServe server is
+    running, the target consists of only the registry.
 
     Raises:
         SettingsError: the target is ``kubernetes`` and the Kubernetes client is not
@@ -194,8 +194,9 @@ def open_target(settings: RunSettings, *, start_server: bool = True) -> Deployme
 def _fetch_release(
     version: str, settings: RunSettings, registry: Registry
 ) -> Generator[tuple[DeploymentTarget, Path, ReleaseParts]]:
-    """Lock the target, and yield the target,
-    the archive of a published release and its verified parts."""
+    """Lock the target. Yield the target, the archive of a published release, and the
+    verified parts of this release.
+    """
     registry.get(version)
     target = open_target(settings, start_server=False)
     with target.exclusive(), tempfile.TemporaryDirectory(prefix="evernear-release-") as temporary:

@@ -1,12 +1,13 @@
-"""`evernear serve --follow`: the TorchServe of a working directory follows the
-champion's pointer.
+"""`evernear serve --follow`: the TorchServe server of a working directory follows the
+champion pointer.
 
-The server polls the champion's pointer in a store that it only reads. Before it
-switches, it downloads the release, checks the sha256 and every part, loads the release
-next to the live one and runs its smoke test. If a step fails, the live release stays.
-The server reports the reason once for each release, and repeats the attempt with
-increasing pauses. After a restart, the server first loads the last live release from
-its disk, so that it serves even if the store is unreachable.
+The server polls the champion pointer, and only needs read access to the store. Before
+the switch, the server downloads the release, checks the archive hash and every part,
+loads the release next to the live release, and runs the smoke test. If any of these
+steps fails, the live release stays live. The server reports the reason once per
+release, and retries with increasing pauses. After a restart, the server first loads the
+last live release from its own disk. The server can therefore answer requests even if
+the store is unreachable.
 """
 
 import os
@@ -37,13 +38,15 @@ PROCESS_POLL_S = 0.5
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 JITTER = 0.2
-"""Maximum share by which pauses vary,
-so that servers that started together do not poll together."""
+"""Maximum relative variation of each pause. Random variation prevents servers that
+started at the same time from polling at the same time.
+"""
 
 
 class FollowState(Frozen):
-    """The release that a following server serves.
-    The state is stored next to the server's logs."""
+    """The live release of a server that follows the champion. The state is stored next
+    to the server's logs.
+    """
 
     remedy = "delete it and start the server again"
 
@@ -58,15 +61,17 @@ class FollowState(Frozen):
 
 
 def follow_state(home: Path) -> FollowState | None:
-    """The state of the server in ``home``,
-    if a running process follows the champion."""
+    """The follow state of the server in ``home``, or None if no running process follows
+    the champion.
+    """
     state = _load_state(home)
     return state if state and psutil.pid_exists(state.pid) else None
 
 
 class Follower:
-    """Polls the champion's pointer for the TorchServe of ``settings.workdir``.
-    ``report`` receives each event once."""
+    """Polls the champion pointer for the TorchServe server of ``settings.workdir``.
+    ``report`` receives each event once.
+    """
 
     def __init__(self, settings: RunSettings, report: Callable[[str], None]) -> None:
         self._settings = settings
@@ -81,8 +86,9 @@ class Follower:
         self._failed = ""
 
     def start(self) -> None:
-        """Start the last live release from this machine's disk. Otherwise,
-        wait for a champion and start it."""
+        """Start the last live release from this machine's disk. If that fails, wait for
+        a champion, and start the champion.
+        """
         self._restore()
         while True:
             self.poll()
@@ -107,8 +113,9 @@ class Follower:
             raise ServingError(f"TorchServe died; see {self._home}/logs.")
 
     def poll(self) -> None:
-        """Switch to the champion unless it is live. If the switch fails, report the
-        failure and leave the live release in place."""
+        """Switch to the champion unless it is already live. If the switch fails, report
+        the failure and leave the live release in place.
+        """
         try:
             champion = self._registry.champion()
             if champion is None:
@@ -173,8 +180,9 @@ class Follower:
             self._save("")
 
     def _keep(self, fault: str, subject: str = "") -> None:
-        """Report once per ``subject`` why the champion is not live. An empty
-        ``subject`` means once per ``fault``."""
+        """Report once per ``subject`` why the champion is not live. If ``subject`` is
+        empty, report once per ``fault``.
+        """
         if (subject or fault) == self._reported:
             return
         self._reported = subject or fault

@@ -1,5 +1,5 @@
-"""The local TorchServe in the foreground:
-it starts with a champion and ends with its command.
+"""Run the local TorchServe server in the foreground. The server starts once a champion
+exists, and stops when the command ends.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ CHAMPION_POLL_S = 2.0
 
 
 def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None:
-    """Wait until the store has a champion.
-    ``report`` receives each reason for waiting once.
+    """Wait until the store has a champion. ``report`` is called with each new reason
+    for waiting.
 
     Raises:
-        IntegrityError: the pointer to the champion is damaged or lost.
-            StoreError: the store does not exist, or refuses read access.
+        IntegrityError: the champion pointer is damaged or lost.
+        StoreError: the store does not exist, or refuses read access.
     """
     registry = Registry(open_store(settings.store_uri))
     reported = ""
@@ -45,13 +45,13 @@ def await_champion(settings: RunSettings, report: Callable[[str], None]) -> None
 
 @contextlib.contextmanager
 def stopped_by_signals(home: Path) -> Generator[None]:
-    """Bind the server in ``home`` to this process. In the body, SIGTERM and Ctrl-C
-    drain the server, then end both processes.
+    """Bind the lifetime of the server in ``home`` to this process. While the body runs,
+    SIGTERM and Ctrl-C drain the server and then stop both processes.
 
     Raises:
         StoreError: ``home`` is not writable.
-        SystemExit: SIGTERM, with exit code 0.
-        UserInterruptError: Ctrl-C.
+        SystemExit: the process received SIGTERM. The exit code is 0.
+        UserInterruptError: the user pressed Ctrl-C.
     """
     torchserve.adopt(home)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -1,7 +1,8 @@
-"""The TorchServe of a working directory as a deployment target.
+"""The TorchServe server of a working directory as a deployment target.
 
-The registry's champion is authoritative. If a crash leaves the server behind the
-champion, `serve_local` or the next deployment makes the server follow it.
+The registry's champion is authoritative. If the server does not serve the champion
+after a crash, `serve_local` or the next deployment makes the server switch to the
+champion.
 """
 
 import contextlib
@@ -58,11 +59,11 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None]:
-        """Hold the deployment lock of the working directory,
-        and remove the files that killed deployments left.
+        """Hold the deployment lock of the working directory, and remove files that
+        killed deployments left behind.
 
         Raises:
-            BusyError: a different deployment does not end.
+            BusyError: a different deployment does not finish in time.
         """
         busy = f"Another deployment to {self._settings.workdir} is in progress; wait for it and try again."
         with torchserve.exclusive_lock(self._home / "deploy.lock", busy):
@@ -72,8 +73,9 @@ class LocalTarget:
             yield
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """Return the server's copy of the published archive if it is intact, and
-        download the archive otherwise."""
+        """If the server has an intact copy of the published archive, return this copy.
+        Otherwise, download the archive.
+        """
         if self._has_archive(version):
             return self._stored(version)
         self._registry.fetch(version, directory / ARCHIVE_FILE)
@@ -81,8 +83,8 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Load a release next to the live one and verify it on a separate URL. After
-        the body, make it the default.
+        """Load a release next to the live release, and verify the new release at a
+        separate URL. After the body completes, make the new release the default.
 
         The live release continues to serve. TorchServe is started if it is not running.
         If the champion does not start, for example because its archive is damaged, a
@@ -103,8 +105,8 @@ class LocalTarget:
                     raise unrecorded_error(version, error) from None
 
     def switch(self, archive: Path, parts: ReleaseParts) -> None:
-        """Make a release the default after its smoke test, like `rollout`, without
-        regard to the champion's pointer.
+        """Like `rollout`, run a release's smoke test and make the release the default,
+        but ignore the champion pointer.
 
         Raises:
             ServingError: TorchServe or the release does not start, or the smoke test
@@ -118,8 +120,8 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _verified(self, archive: Path, parts: ReleaseParts) -> Generator[int]:
-        """Load a release and run its smoke test. After the body,
-        which may reject the release, make it the default.
+        """Load a release and run its smoke test. After the body, which may reject the
+        release, make the release the default.
 
         Yield the number of answered queries.
         If the body raises `TransientStoreError`, the release stays loaded.
@@ -135,12 +137,14 @@ class LocalTarget:
                 self._unload(version)
             raise
         self._management.set_default(self._model, version)
-        # The release is live, and the next deployment tries again.
+        # The release is already live, so a failure is ignored. The next deployment
+        # tries to prune again.
         with contextlib.suppress(ServingError, StoreError, IntegrityError):
             self._prune()
 
     def default_version(self) -> str | None:
-        """The version with which the server answers, or None if no release is loaded.
+        """The version that answers requests by default, or None if no release is
+        loaded.
 
         Raises:
             ServingError: the server does not respond.
@@ -148,7 +152,7 @@ class LocalTarget:
         return self._management.describe(self._model).version if self._registered() else None
 
     def stored_archive(self, version: str) -> Path:
-        """The server's copy of a release that it has loaded."""
+        """The server's copy of the archive for a loaded release."""
         return self._stored(version)
 
     def follow_champion(self, champion: Champion) -> None:
@@ -202,8 +206,9 @@ class LocalTarget:
 
     @contextlib.contextmanager
     def _server(self) -> Generator[None]:
-        """Start the server if it is not running.
-        Stop it if the body fails and leaves it without a model."""
+        """Start the server if it is not running. If the body fails and no model is
+        loaded, stop the server.
+        """
         torchserve.start_server(self._settings.serving, self._home)
         try:
             yield
@@ -247,8 +252,9 @@ class LocalTarget:
         return None
 
     def _ensure_loaded(self, archive: Path, version: str) -> bool:
-        """Load a release unless the same archive is loaded and ready.
-        Return whether it had to be loaded."""
+        """Load a release unless the same archive is loaded and ready. Return whether
+        the release had to be loaded.
+        """
         registered, stored = self._registered(), self._stored(version)
         if version in registered:
             same = stored.is_file() and (archive == stored or sha256_file(archive) == sha256_file(stored))
@@ -262,13 +268,14 @@ class LocalTarget:
         return True
 
     def _load(self, version: str) -> None:
-        """Register a stored archive.
-        It becomes the default only if no other release is registered."""
+        """Register a stored archive. The release becomes the default only if no other
+        release is registered.
+        """
         stored = self._stored(version)
         try:
             with disk_errors(self._home):
-                # TorchServe unpacks the archive there,
-                # and its error message would not name the disk.
+                # TorchServe unpacks the archive in its home directory. TorchServe's
+                # error message would not say that the disk is full.
                 if shutil.disk_usage(self._home).free < stored.stat().st_size + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._management.register(stored.name, self._settings.serving)
@@ -287,8 +294,9 @@ class LocalTarget:
                 self._management.unregister(self._model, version)
 
     def _prune(self) -> None:
-        """Limit the loaded releases to ``serving.keep_registered``: the champion, its
-        rollback target, then the newest."""
+        """Unload all releases beyond the first ``serving.keep_registered``. The
+        champion comes first, then its rollback target, then the newest releases.
+        """
         champion = self._registry.champion()
         if champion is None:
             return
@@ -316,8 +324,9 @@ class LocalTarget:
 
 
 def at_running_server(settings: RunSettings) -> RunSettings:
-    """``settings`` with the addresses of the server that runs in ``settings.workdir``,
-    if any."""
+    """``settings`` with the addresses of the server in ``settings.workdir``, or
+    unchanged ``settings`` if no server was started there.
+    """
     state = read_state(home_of(settings.workdir))
     if state is None:
         return settings
@@ -326,14 +335,14 @@ def at_running_server(settings: RunSettings) -> RunSettings:
 
 
 def serve_local(settings: RunSettings) -> str:
-    """Start the champion unless it is already live, and return its version.
+    """Start the champion unless it is already live, and return the champion's version.
 
     Raises:
-        ServingError: no release was promoted yet,
-            or TorchServe or the release does not start.
+        ServingError: no release has been promoted yet, or TorchServe or the release
+            does not start.
         IntegrityError: the champion's archive is damaged.
         StoreError: the registry is unreachable.
-        BusyError: a deployment to this working directory does not end.
+        BusyError: a deployment to this working directory does not finish in time.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()

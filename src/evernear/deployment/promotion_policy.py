@@ -1,5 +1,6 @@
-"""The promotion policy: whether a release may become the champion. It is checked right
-before a deployment, and fails closed."""
+"""The promotion policy: whether a release may become the champion. The policy is
+checked right before each deployment, and rejects a release in case of doubt.
+"""
 
 from pathlib import Path
 
@@ -15,14 +16,16 @@ from evernear.release.promotions import Champion
 def check_candidate(
     archive: Path, verdict_file: Path, champion: Champion | None, out_dir: Path
 ) -> tuple[ReleaseParts, str | None]:
-    """Unpack ``archive`` into ``out_dir`` and check that it may replace ``champion``.
+    """Unpack ``archive`` into ``out_dir``, and check that the release may replace
+    ``champion``.
 
-    Return the release's parts and its verdict's anchor. The anchor is None for a
-    verdict without a champion or from an earlier version.
+    Return the release's parts and the anchor in its verdict. The anchor is None if the
+    verdict has no anchor, if no champion exists, or if the release is already the
+    champion.
 
     Raises:
         IntegrityError: the archive is damaged, or its verdict is missing, is hold, or
-            concerns a different network or index.
+            was issued for a different network, index or champion.
         ConflictError: the release was measured against a different champion or anchor.
     """
     parts = open_release(archive, out_dir)
@@ -48,13 +51,14 @@ def check_candidate(
 
 
 def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
-    """Check that a person may promote a release,
-    regardless of the champion that it was measured against.
+    """Check that a release may be promoted manually, regardless of the champion that it
+    was compared with.
 
     ``force`` overrules a hold verdict.
 
     Raises:
-        IntegrityError: the verdict is hold or invalid.
+        IntegrityError: the verdict is hold and ``force`` is not set, or the verdict is
+            invalid.
     """
     verdict = Verdict.from_json(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:
@@ -62,8 +66,9 @@ def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
 
 
 def _read_verdict(path: Path, parts: ReleaseParts) -> Verdict:
-    """Read the verdict, and check that it equals the archived verdict and concerns the
-    archive's parts."""
+    """Read the verdict, and check that it is the archived verdict and applies to the
+    parts in the archive.
+    """
     manifest = parts.manifest
     try:
         data = path.read_bytes()

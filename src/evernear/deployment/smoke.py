@@ -1,5 +1,5 @@
-"""The smoke test: the answers of a release to its stored queries must equal the
-archived answers.
+"""The smoke test: a release's answers to its stored queries must equal the archived
+answers.
 
 Labels and unknown flags are compared only where rounding cannot change them. Distances
 must always agree within `DISTANCE_TOLERANCE`.
@@ -14,8 +14,9 @@ from evernear.serving.responses import Prediction
 
 
 class PredictionClient(Protocol):
-    """A client such as `evernear.serving.client.Client`,
-    possibly with a different transport."""
+    """A client with the same interface as `evernear.serving.client.Client`, possibly
+    with a different transport.
+    """
 
     def predict(self, image: bytes, version: str | None = None) -> Prediction:
         """Like `evernear.serving.client.Client.predict`."""
@@ -49,7 +50,8 @@ def smoke(client: PredictionClient, parts: ReleaseParts) -> int:
 
 
 def _agree(answer: Prediction, query: SmokeQuery, threshold: float) -> bool:
-    # Releases of earlier versions may contain queries at the threshold.
+    # Releases from earlier evernear versions may contain queries close to the
+    # threshold.
     settled = query.settled and abs(query.dist - threshold) > DISTANCE_TOLERANCE
     same = not settled or (answer.pred, answer.unknown) == (query.pred, query.unknown)
     return same and abs(answer.dist - query.dist) <= DISTANCE_TOLERANCE

@@ -1,5 +1,6 @@
-"""The interface of a deployment target,
-and the target that consists of only the registry."""
+"""The interface of deployment targets, and the target that consists of only the
+registry.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -20,8 +21,8 @@ class VerifiedRollout:
     """The outcome of a rollout: the release's URL,
     and the number of stored queries that the release answered.
 
-    ``champion_fault`` is the reason why the previous champion did not start,
-    or None if it did.
+    ``champion_fault`` is the reason why the previous champion did not start, or None if
+    the previous champion started.
     """
 
     url: str | None = None
@@ -30,8 +31,9 @@ class VerifiedRollout:
 
 
 class Deployment(Frozen):
-    """A release that became the champion, with its `VerifiedRollout`.
-    ``url`` is None without a server."""
+    """A release that became the champion, with its `VerifiedRollout`. ``url`` is None
+    if the target has no server.
+    """
 
     version: str
     previous: str | None
@@ -40,7 +42,7 @@ class Deployment(Frozen):
     champion_fault: str | None = None
 
     def state(self) -> str:
-        """Where the release is live, as the end of a sentence."""
+        """A phrase that says where the release is live, for the end of a sentence."""
         return f"is live at {self.url}" if self.url else CHAMPION_ALONE
 
     @classmethod
@@ -54,29 +56,30 @@ class DeploymentTarget(Protocol):
     `evernear.deployment` calls these methods to deploy a release."""
 
     def require_deployable(self) -> None:
-        """Check in advance that a deployment can succeed, before hours of training."""
+        """Before hours of training, check that a deployment can succeed."""
         ...
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Lock out other deployments to the same target.
+        """Prevent concurrent deployments to the same target.
 
         Raises:
-            BusyError: a different deployment does not end.
+            BusyError: a different deployment does not finish in time.
         """
         ...
 
     def fetch(self, version: str, directory: Path) -> Path:
-        """The archive of a published release,
-        in ``directory`` or where the target already stores it."""
+        """The archive of a published release, in ``directory`` or in the target's own
+        storage.
+        """
         ...
 
     def rollout(self, archive: Path, parts: ReleaseParts) -> AbstractContextManager[VerifiedRollout]:
-        """Start a published release and verify it.
-        The body of the context then records it as the champion.
+        """Start a published release and verify it. The body of the context manager then
+        records the release as the champion.
 
-        If the rollout or the body fails, the previous release is live again. The
-        exception is a `TransientStoreError` from the body. In this case, the release
-        stays live (see `unrecorded_error`).
+        If the rollout or the body fails, the previous release becomes live again.
+        However, if the body raises a `TransientStoreError`, the new release stays live
+        (see `unrecorded_error`).
         """
         ...
 
@@ -96,8 +99,9 @@ class RegistryTarget:
         """Do nothing, because the pipeline writes to the store before it trains."""
 
     def exclusive(self) -> AbstractContextManager[object]:
-        """Take no lock, because the compare-and-swap of the champion's pointer
-        suffices."""
+        """Take no lock, because moving the champion pointer with compare-and-swap is
+        sufficient.
+        """
         return nullcontext()
 
     def fetch(self, version: str, directory: Path) -> Path:
@@ -116,11 +120,11 @@ class RegistryTarget:
 
 
 def unrecorded_error(version: str, error: TransientStoreError) -> TransientStoreError:
-    """The error for a release that is verified and stays live although the store did
-    not record it as the champion.
+    """The error for a verified release that stays live although the store may not have
+    recorded it as the champion.
 
-    Restoring the previous release could fail because its archive comes from the same
-    store. In addition, the pointer may already have moved.
+    Restoring the previous release could fail, because its archive comes from the same
+    store. In addition, the champion pointer may already have moved.
     """
     return TransientStoreError(
         f"Release {version} answered its stored queries and stays in place, but it may not be recorded as the champion:"

@@ -1,9 +1,8 @@
-"""A Kubernetes Deployment as a deployment target: roll out a release, verify it,
-or restore the previous release.
+"""Deploy to Kubernetes: roll out and verify a release, or restore the previous release.
 
 Read `KubernetesTarget.rollout` first. `objects` builds the objects to apply, and
-`cluster` is the client of the API server. The registry's champion is authoritative.
-After a killed deployment, the next deployment makes the cluster follow the champion.
+`cluster` is the client of the API server. The registry's champion is authoritative. If
+a deployment is killed, the next deployment makes the cluster follow the champion.
 """
 
 import contextlib
@@ -47,7 +46,7 @@ class KubernetesTarget:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The namespace, with the credentials of this process."""
+        """The Kubernetes namespace, accessed with the credentials of this process."""
         return Cluster.of(self._kubernetes)
 
     @cached_property
@@ -55,13 +54,14 @@ class KubernetesTarget:
         return LeaseLock(self.cluster, self._kubernetes.name, self._kubernetes.lease_s)
 
     def require_deployable(self) -> None:
-        """Check permissions, then validate the objects by a dry run. The error of a
-        refused apply would name only one permission.
+        """Check permissions, then validate the objects with a dry run. Without the
+        permission check, the error for a rejected apply would list only one missing
+        permission.
 
         Raises:
-            SettingsError: a required setting is missing, such as the image.
-            ClusterError: a permission is missing,
-                or the API server would refuse the objects.
+            SettingsError: a required setting, such as the image, is missing.
+            ClusterError: a permission is missing, or the API server would refuse the
+                objects.
         """
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")
         objects = serving_objects(self._settings, preflight)
@@ -84,16 +84,17 @@ class KubernetesTarget:
 
     @contextlib.contextmanager
     def rollout(self, archive: Path, parts: ReleaseParts) -> Generator[VerifiedRollout]:
-        """Roll out a release and verify it through its Service. After the body, save
-        the revision as last known good.
+        """Roll out a release, and verify the release through its Service. After the
+        body completes, save the revision as the last known good revision.
 
         The previous pods serve requests until the new pods are ready. If the rollout or
-        the body fails, the previous revision is restored, and the error says so.
+        the body fails, the previous revision is restored. The error message reports
+        this.
 
         Raises:
-            ClusterError: the API server is unavailable or refuses a request,
-                or the rollout does not complete.
-            ServingError: the predictions of the Service differ from the archived
+            ClusterError: the API server is unavailable or refuses a request, or the
+                rollout does not complete.
+            ServingError: the Service's predictions differ from the archived
                 predictions.
             TransientStoreError: the body raised it. The release stays live.
             BusyError: the Lease was lost.
@@ -120,11 +121,11 @@ class KubernetesTarget:
             save_last_known_good(self.cluster, self._kubernetes, revision)
 
     def render(self, version: str | None) -> list[Tree]:
-        """The objects that a deployment of a published release applies.
-        If ``version`` is None, use the champion.
+        """The objects to apply when a published release is deployed. If ``version`` is
+        None, use the champion.
 
         Raises:
-            StoreError: the release does not exist, or no release was promoted yet.
+            StoreError: the release does not exist, or no release has been promoted yet.
             SettingsError: a required setting is missing.
         """
         if version is None:
@@ -137,8 +138,8 @@ class KubernetesTarget:
     def status(self) -> dict[str, Any]:
         """The state of the Deployment and of the registry.
 
-        ``server`` is ``up``, ``rolling out`` (or stuck), or ``down`` (no Deployment,
-        or no pod is ready).
+        ``server`` is ``up``, ``rolling out`` (which includes a stuck rollout), or
+        ``down`` (the Deployment does not exist, or no pod is ready).
         """
         deployment = self.cluster.get("Deployment", self._kubernetes.name)
         champion = self._registry.champion()
@@ -166,8 +167,9 @@ class KubernetesTarget:
         apply_revision(self.cluster, revision.objects, force=self._kubernetes.force_conflicts, dry_run=dry_run)
 
     def _restore_previous(self, failed: Revision) -> str:
-        """Restore the previous revision, or remove a first release.
-        Return a sentence about the action."""
+        """Restore the previous revision. If the failed release was the first release,
+        remove its objects. Returns a sentence that describes the action.
+        """
         try:
             self._lease.require()
             previous = self._previous()
@@ -181,8 +183,9 @@ class KubernetesTarget:
         return f"Release {previous.version} was restored and is live."
 
     def _previous(self) -> Revision | None:
-        """The last known good revision if it serves the champion, otherwise the
-        champion with the current settings."""
+        """The last known good revision if it contains the champion, otherwise a
+        revision of the champion with the current settings.
+        """
         saved = load_last_known_good(self.cluster, self._kubernetes)
         champion = self._registry.champion()
         if champion is None or (saved is not None and saved.version == champion.version):

@@ -1,7 +1,8 @@
-"""A client for one namespace of a Kubernetes API server: credentials, retries, errors.
+"""A client for one namespace of a Kubernetes API server, with credentials, retries and
+error messages.
 
 Objects are plain dicts, as in a manifest. The `kubernetes` client sends the requests.
-Its generated models are not used because they drop unknown fields.
+The client's generated models are not used, because they drop unknown fields.
 """
 
 import builtins
@@ -45,10 +46,11 @@ RESOURCES = {
     "ServiceAccount": ("v1", "serviceaccounts"),
     "TrainJob": ("trainer.kubeflow.org/v1alpha1", "trainjobs"),
 }
-"""The API version and the plural form of each kind in use."""
+"""The API version and the plural resource name of each kind in use."""
 _MISSING_PERMISSION = re.compile(r'is forbidden: User ".*" cannot ')
-"""Matches a 403 response of the authorizer. Admission control (webhooks, quotas, Pod
-Security) also returns 403."""
+"""Matches the message of a 403 response from the authorizer. Admission control
+(webhooks, quotas, Pod Security) also returns 403.
+"""
 
 
 class ObjectConflictError(ClusterError):
@@ -62,7 +64,7 @@ class ApiUnavailableError(ClusterError):
 
 
 class Cluster:
-    """A namespace of an API server. Every method may raise `ClusterError`."""
+    """A namespace on a Kubernetes API server. Every method may raise `ClusterError`."""
 
     def __init__(self, client: ApiClient, namespace: str, *, inside: bool) -> None:
         self._client = client
@@ -75,7 +77,7 @@ class Cluster:
     def of(cls, settings: KubernetesSettings) -> "Cluster":
         """Connect with the pod's service account or with a kubeconfig.
 
-        A kubeconfig that ``KUBECONFIG`` or ``kubernetes.context`` names takes
+        If ``KUBECONFIG`` or ``kubernetes.context`` is set, the kubeconfig takes
         precedence over the service account.
 
         Raises:
@@ -114,15 +116,17 @@ class Cluster:
             return None
 
     def list(self, kind: str, **query: str) -> builtins.list[Tree]:
-        """The objects of a kind, filtered by ``labelSelector`` or ``fieldSelector``."""
+        """The objects of a kind, optionally filtered by ``labelSelector`` or
+        ``fieldSelector``.
+        """
         return self._call("GET", self._path(kind), query=query)["items"]
 
     def apply(self, manifest: Tree, *, force: bool = False, dry_run: bool = False) -> Tree:
-        """Apply an object by server-side apply, as the field manager ``evernear``.
+        """Apply an object with server-side apply and the field manager ``evernear``.
 
         Raises:
-            ObjectConflictError: a different manager owns a field and set it to a
-                different value, and ``force`` is not set.
+            ObjectConflictError: ``force`` is not set, and a different manager owns a
+                field and has set it to a different value.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": str(force).lower()}
         if dry_run:
@@ -142,10 +146,10 @@ class Cluster:
         return self._call("POST", self._path(manifest["kind"]), manifest)
 
     def replace(self, manifest: Tree) -> Tree:
-        """Overwrite an object that was read before.
+        """Overwrite an object that was read earlier.
 
         Raises:
-            ObjectConflictError: the object changed since then.
+            ObjectConflictError: the object has changed since it was read.
         """
         return self._call("PUT", self._path(manifest["kind"], manifest["metadata"]["name"]), manifest)
 
@@ -157,10 +161,12 @@ class Cluster:
             return
 
     def changes(self, manifest: Tree, timeout_s: int) -> Iterator[Tree]:
-        """Watch an object that was read as ``manifest``, for at most ``timeout_s``.
+        """Watch an object for at most ``timeout_s``. ``manifest`` is the object as it
+        was last read.
 
         The iterator ends early if the watch is interrupted, the resourceVersion has
-        expired, or the object is deleted. The caller then reads the object again.
+        expired, or the object is deleted. In each of these cases, the caller must read
+        the object again.
         """
         metadata = manifest["metadata"]
         events = self._watch.stream(
@@ -213,8 +219,8 @@ class Cluster:
         return bool(self._call("POST", path, review)["status"]["allowed"])
 
     def post_to_service(self, service: str, port: str, path: str, body: bytes, timeout_s: float) -> tuple[int, Any]:
-        """POST ``body`` to a Service through the API server's proxy, and return the
-        status and content of the response.
+        """Send ``body`` to a Service in a POST request through the API server's proxy,
+        and return the status and content of the response.
 
         Raises:
             ClusterError: the API server cannot reach the Service.
@@ -249,8 +255,9 @@ class Cluster:
         timeout_s: float = TIMEOUT_S[1],
         stream: bool = False,
     ) -> Any:
-        """Send a request with retries. Return the parsed content or,
-        with ``stream``, the unread response."""
+        """Send a request with retries. Return the parsed content, or the unread
+        response if ``stream`` is set.
+        """
         content_type = "application/apply-patch+yaml" if method == "PATCH" else "application/json"
         if isinstance(body, bytes):
             content_type = "application/octet-stream"
@@ -268,8 +275,8 @@ class Cluster:
         )
 
     def _watched(self, kind: str, **query: Any) -> Any:
-        """The list function that `Watch` calls,
-        with the parameter names of the generated client.
+        """The list function for `Watch`, which uses the parameter names of the
+        generated client.
         """
         timeout_s = query["timeout_seconds"]
         parameters = {
@@ -282,7 +289,9 @@ class Cluster:
 
     @contextmanager
     def _errors(self) -> Generator[None]:
-        """Convert the client's exceptions to a `ClusterError` of one sentence."""
+        """Convert each client exception to a `ClusterError` with a one-sentence
+        message.
+        """
         try:
             yield
         except ApiException as error:
@@ -332,8 +341,9 @@ def _status(error: ApiException) -> Tree | None:
 
 
 def _conflict(status: Tree, message: str) -> str:
-    """The message for a 409 response. For an apply,
-    it names the managers and their fields."""
+    """The message for a 409 response. For an apply, the message lists the conflicting
+    field managers and their fields.
+    """
     details: Tree = status.get("details") or {}
     fields_of: dict[str, list[str]] = {}
     for cause in details.get("causes") or []:
@@ -346,8 +356,9 @@ def _conflict(status: Tree, message: str) -> str:
 
 
 def _kubeconfig() -> str:
-    """The path that kubectl uses. The client evaluates its default path only once,
-    at import."""
+    """The path that kubectl uses. The `kubernetes` client would determine its default
+    path only once, at import.
+    """
     return os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
 
 
@@ -364,5 +375,5 @@ def _no_credentials(error: Exception, context: str) -> str:
 
 
 def _plain(reason: object) -> str:
-    """urllib3's reason without the object's repr."""
+    """The reason in a urllib3 error message, without the repr of the connection object."""
     return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__

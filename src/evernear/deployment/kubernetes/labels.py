@@ -1,4 +1,4 @@
-"""Labels and annotations of the Kubernetes objects of a release."""
+"""Labels and annotations for a release's Kubernetes objects."""
 
 from evernear.settings import KubernetesSettings
 
@@ -8,7 +8,9 @@ MANIFEST_SHA256 = f"{PREFIX}/manifest-sha256"
 ARCHIVE_SHA256 = f"{PREFIX}/archive-sha256"
 SETTINGS_SHA256 = f"{PREFIX}/settings-sha256"
 REVISION = f"{PREFIX}/revision"
-"""A pod label with a hash of the pod template. It selects the pods of one rollout."""
+"""A pod label with a hash of the pod template. This label selects the pods of one
+rollout.
+"""
 VERSION = "app.kubernetes.io/version"
 COMMON_LABELS = {"app.kubernetes.io/part-of": "evernear", "app.kubernetes.io/managed-by": "evernear"}
 WATCHER = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": "watch"}

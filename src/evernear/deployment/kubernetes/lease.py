@@ -1,11 +1,11 @@
 """A Lease that limits a namespace to one deployment at a time.
 
-The holder renews the Lease. If the Lease was observed for its whole duration without a
-renewal, its holder is considered dead, and a different process may take the Lease over.
-As in client-go's leader election, the clocks of two machines are never compared. A
-holder that was cut off learns on its next renewal that it was replaced, and makes no
-further changes. Requests that it sent in the meantime do no lasting harm, because the
-champion's pointer moves by compare-and-swap.
+The holder renews the Lease. If a process observes the Lease for its whole duration
+without a renewal, the holder is considered dead. A different process may then take over
+the Lease. As in client-go's leader election, the clocks of two machines are never
+compared. A holder that was disconnected detects at its next renewal that it was
+replaced, and makes no further changes. Requests that a replaced holder sent before that
+renewal do no lasting harm, because the champion pointer is moved with compare-and-swap.
 """
 
 import threading
@@ -46,8 +46,8 @@ class LeaseLock:
         """Take the Lease, and renew it in the background.
 
         Raises:
-            BusyError: a different deployment holds the Lease.
-                The message names the holder and the time.
+            BusyError: a different deployment holds the Lease. The message states the
+                holder and the time at which the Lease was acquired.
             ClusterError: the Lease cannot be read or written.
         """
         self._manifest = self._take_when_free()

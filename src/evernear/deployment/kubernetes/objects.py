@@ -1,8 +1,8 @@
-"""The Kubernetes objects of a release as plain dicts, which
-``evernear deployment render`` prints.
+"""The Kubernetes objects for a release, as plain dicts. ``evernear deployment render``
+prints these objects.
 
-Start at `serving_objects`. The pods are in `pod_template`.
-The containers' commands are in `evernear.serving.pod`.
+Start at `serving_objects`. The pods are in `pod_template`. The containers' commands are
+implemented in `evernear.serving.pod`.
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ Tree = dict[str, Any]
 
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """All objects of ``release``, in the order in which they are applied.
+    """All Kubernetes objects for ``release``, in the order in which they are applied.
 
     Raises:
-        SettingsError: no image is set, pods cannot reach the store,
-            or their memory is insufficient.
+        SettingsError: no image is set, pods cannot reach the store, or the memory of
+            the pods is insufficient.
     """
     _require_usable(settings)
     kubernetes = settings.kubernetes
@@ -83,7 +83,9 @@ def _require_usable(settings: RunSettings) -> None:
 
 
 def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
-    """The Deployment without ``replicas``, because the autoscaler owns this field."""
+    """The Deployment spec. It has no ``replicas`` field, because the autoscaler owns
+    this field.
+    """
     return {
         "selector": {"matchLabels": selector(kubernetes)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
@@ -120,7 +122,8 @@ def _service(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
 
 def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
     """The disruption budget, which permits the eviction of one pod at a time. A single
-    replica may be evicted too, because its node could otherwise never be drained."""
+    replica may also be evicted, because otherwise its node could never be drained.
+    """
     return {
         "maxUnavailable": 1,
         "selector": {"matchLabels": selector(kubernetes)},
@@ -129,9 +132,10 @@ def _disruption_budget(kubernetes: KubernetesSettings) -> Tree:
 
 
 def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) -> Tree:
-    """The network policy. This namespace and the client namespaces have access to
-    inference, and the watcher and monitoring have access to metrics. The management API
-    is inaccessible."""
+    """The network policy. Pods in this namespace and in the client namespaces can
+    access the inference ports. The watcher and the monitoring namespaces can access the
+    metrics port. The management API is inaccessible.
+    """
 
     def namespace(name: str) -> Tree:
         return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
@@ -143,8 +147,8 @@ def _network_policy(kubernetes: KubernetesSettings, serving: ServingSettings) ->
     ingress = [{"from": clients, "ports": ports(serving.inference_port, serving.grpc_inference_port)}]
     readers = [{"podSelector": {"matchLabels": WATCHER}}, *map(namespace, kubernetes.metrics_namespaces)]
     ingress.append({"from": readers, "ports": ports(serving.metrics_port)})
-    # Init containers need DNS and the object store, and servers may need Milvus. With
-    # a store on a claim and without Milvus, no egress is needed.
+    # Init containers need DNS and the object store, and servers may need Milvus. If the
+    # store is on a PersistentVolumeClaim and Milvus is not used, no egress is needed.
     is_local = kubernetes.store_claim and not kubernetes.milvus_secret
     servers = [] if is_local else [*ports(53, protocol="UDP"), *ports(53, *kubernetes.egress_ports)]
     return {

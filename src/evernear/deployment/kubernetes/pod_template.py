@@ -31,7 +31,7 @@ START_PROBE_TIMEOUT_S = 30  # Python starts and sends all stored queries
 
 @dataclass(frozen=True)
 class ServedRelease:
-    """The facts about a release that the objects contain."""
+    """Facts about a release that are part of its Kubernetes objects."""
 
     version: str
     archive_sha256: str
@@ -59,8 +59,9 @@ class ServedRelease:
 
 
 def settings_file(settings: RunSettings) -> str:
-    """The pod's settings file, without defaults, because the image may contain a
-    different evernear version."""
+    """The settings file for pods. Default values are omitted, because the image may
+    contain a different evernear version.
+    """
     serving = settings.serving.model_dump(mode="json", exclude_defaults=True) | {"threads": _threads(settings)}
     # A JSON scalar is valid TOML.
     lines = (f"{name} = {json.dumps(value)}" for name, value in sorted(serving.items()))
@@ -68,8 +69,8 @@ def settings_file(settings: RunSettings) -> str:
 
 
 def _threads(settings: RunSettings) -> int:
-    """Number of threads of each worker (its OMP_NUM_THREADS): the CPU limit less one
-    CPU for Java, divided by the number of workers.
+    """Number of threads per worker (``OMP_NUM_THREADS``). The default is the CPU limit
+    minus one CPU for Java, divided by the number of workers.
 
     Oversubscribed threads wait for each other. See benchmarks/results/serving.md.
     """
@@ -81,9 +82,10 @@ def _threads(settings: RunSettings) -> int:
 def pod_template(
     settings: RunSettings, release: ServedRelease, labels: dict[str, str], annotations: dict[str, str], config: str
 ) -> Tree:
-    """The pods of ``release`` with ``config``, the text of the `settings_file`.
+    """The pod template of ``release``. ``config`` is the text of the `settings_file`.
 
-    A change of the file is a change of the template, so it replaces the pods.
+    If the settings file changes, the pod template also changes, so the pods are
+    replaced.
     """
     annotations = annotations | {SETTINGS_SHA256: sha256_bytes(config.encode())}
     spec = _pod(settings, release)
@@ -124,8 +126,9 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The container that downloads the archive.
-    Only this container has the keys of the object store."""
+    """The container that downloads the archive. Only this container has the object
+    store credentials from ``kubernetes.s3_secret``.
+    """
     kubernetes = settings.kubernetes
     command = ["fetch", "--release", release.version, "--sha256", release.archive_sha256]
     container = _any_container(settings, release, "fetch", command)
@@ -140,8 +143,9 @@ def _init_container(settings: RunSettings, release: ServedRelease) -> Tree:
 
 
 def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
-    """The sidecar that uploads logged queries with separate keys.
-    A sidecar ends after TorchServe."""
+    """The sidecar that uploads logged queries with separate credentials. A sidecar ends
+    after TorchServe.
+    """
     secret = settings.kubernetes.query_secret
     if not secret or settings.serving.query_log == "off":
         return []
@@ -162,8 +166,9 @@ def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
 
 
 def _container(settings: RunSettings, release: ServedRelease) -> Tree:
-    """The TorchServe container. Its management API is bound to loopback, and is
-    unreachable from outside the pod."""
+    """The TorchServe container. TorchServe's management API is bound to loopback, and
+    cannot be reached from outside the pod.
+    """
     serving, kubernetes = settings.serving, settings.kubernetes
     command = ["serve"] if kubernetes.token_secret else ["serve", "--without-token"]
     container = _any_container(settings, release, CONTAINER, command)
@@ -178,8 +183,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(serving.startup_timeout_s / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
-    # Not read from the ConfigMap: while pods are replaced, the mounted file already
-    # contains their successors' settings.
+    # This value is not read from the ConfigMap. While pods are being replaced, the
+    # mounted file already contains the settings of the new pods.
     drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
     return container | {
         "ports": [
@@ -194,8 +199,8 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
             "failureThreshold": starts,
         },
         "readinessProbe": alive | {"timeoutSeconds": PROBE_TIMEOUT_S, "failureThreshold": 2},
-        # TorchServe restarts dead workers.
-        # The container is restarted only if TorchServe fails to.
+        # TorchServe restarts dead workers. The container is restarted only if
+        # TorchServe cannot restart a dead worker.
         "livenessProbe": alive | {"timeoutSeconds": serving.response_timeout_s, "failureThreshold": starts},
         "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }

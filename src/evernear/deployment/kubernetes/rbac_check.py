@@ -1,9 +1,9 @@
-"""Check in advance the permissions that a deployment needs. The Role in
-deploy/base/deployer.yaml grants them.
+"""Before a deployment, check the permissions that it needs. The Role in
+``deploy/base/deployer.yaml`` grants these permissions.
 
-A dry run detects only some missing permissions. A deployment uses the other permissions
-later: to hold the Lease, to follow and diagnose the rollout, and to restore the
-previous revision.
+A dry run detects only some missing permissions. The remaining permissions are used
+later in a deployment: to hold the Lease, to follow and diagnose the rollout, and to
+restore the previous revision.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,16 +14,17 @@ from evernear.errors import ClusterError
 from evernear.settings import RunSettings
 
 Permission = tuple[tuple[str, ...], str, str]
-"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and an object's name,
-which is empty for all objects."""
+"""Verbs, a kind (``Pod``, or ``Pod/log`` for a subresource), and the name of an object.
+An empty name means all objects.
+"""
 
 
 def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
     """Ask the API server for every permission that a deployment of ``objects`` needs.
 
     Raises:
-        ClusterError: permissions are missing, all of which the message names, or
-            the API server is unavailable.
+        ClusterError: the API server is unavailable, or permissions are missing. The
+            message lists all missing permissions.
     """
     missing: list[str] = []
     for verbs, kind, name in _needed(cluster, objects, settings):
@@ -49,11 +50,12 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
     if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
-        # In this case, `service_client` connects through the API server.
+        # If none of these conditions holds, `service_client` connects through the API
+        # server.
         yield ("create",), "Service/proxy", f"{name}:http"
 
 
 def _resource(kind: str) -> str:
-    """The resource name of a kind in a Role."""
+    """The resource name that a Role uses for a kind."""
     kind, slash, subresource = kind.partition("/")
     return f"{RESOURCES[kind][1]}{slash}{subresource}"

@@ -1,9 +1,10 @@
-"""A revision: the objects that serve one release. A revision is applied as a whole,
-and saved after its verification.
+"""A revision: the objects that serve one release. A revision is applied as a whole, and
+is saved after it has been verified.
 
-The registry records the last champion, but not the image and the settings with which it
-was live. They are in the last known good revision, a ConfigMap in the cluster that a
-failed deployment restores.
+The registry records which release is the champion, but not the image and the settings
+with which this release was live. The image and the settings are stored in the last
+known good revision. This revision is a ConfigMap in the cluster, and is restored if a
+deployment fails.
 """
 
 import json
@@ -18,18 +19,18 @@ from evernear.settings import KubernetesSettings
 
 @dataclass(frozen=True)
 class Revision:
-    """A release and all its objects, in the order in which they are applied."""
+    """A release and all its Kubernetes objects, in the order in which they are applied."""
 
     version: str
     objects: list[Tree]
 
 
 def apply_revision(cluster: Cluster, objects: Iterable[Tree], *, force: bool = False, dry_run: bool = False) -> None:
-    """Apply objects in order. The call is idempotent. With ``dry_run``,
-    the API server only validates them.
+    """Apply objects in order. The call is idempotent. If ``dry_run`` is set, the API
+    server only validates the objects.
 
     Raises:
-        ObjectConflictError: a different field manager owns a field and set it to a
+        ObjectConflictError: a different field manager owns a field and has set it to a
             different value.
         ClusterError: an object is refused (missing permission, exceeded quota, unknown
             field), or the API server is unavailable.
@@ -80,5 +81,7 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
 
 
 def last_known_good_name(settings: KubernetesSettings) -> str:
-    """The name of the ConfigMap, to which deploy/base/deployer.yaml grants access."""
+    """The name of the ConfigMap that contains the last known good revision.
+    ``deploy/base/deployer.yaml`` grants access to this name.
+    """
     return f"{settings.name}-proven"

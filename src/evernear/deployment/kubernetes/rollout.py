@@ -8,8 +8,9 @@ from evernear.errors import ClusterError
 from evernear.settings import KubernetesSettings
 
 DIAGNOSIS_INTERVAL_S = 2
-"""Interval between diagnoses of the pods, in seconds.
-The Deployment is watched in between."""
+"""Interval between diagnoses of the pods, in seconds. Between two diagnoses, the
+Deployment is watched.
+"""
 PAUSE_S = 0.2
 
 
@@ -22,8 +23,8 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
     is ignored because the previous rollout may have set it.
 
     Raises:
-        ClusterError: the rollout fails, and the message states the reason, or the API
-            server is unavailable for too long.
+        ClusterError: the rollout fails, or the API server is unavailable for too long.
+            The message states the reason.
     """
     started_s = healthy_s = time.monotonic()
     while True:
@@ -49,8 +50,9 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
 
 
 def is_complete(deployment: Tree) -> bool:
-    """Whether only the newest revision is live, by the same criterion as
-    ``kubectl rollout status``."""
+    """Whether the rollout is complete, which means that only the newest revision is
+    live. The criterion is the same as in ``kubectl rollout status``.
+    """
     status: Tree = deployment.get("status") or {}
     replicas = deployment["spec"].get("replicas", 1)
     updated = status.get("updatedReplicas", 0)

@@ -1,5 +1,6 @@
-"""Diagnose a rollout from the status, events and logs of its pods,
-in one sentence that quotes Kubernetes."""
+"""Diagnose a rollout from its pods' status, events and logs. The diagnosis is one
+sentence that quotes messages from Kubernetes.
+"""
 
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ CREATE_ERRORS = frozenset({"CreateContainerConfigError", "CreateContainerError",
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The reason why pods are missing or not ready.
-    ``persistent`` is set if waiting rarely helps."""
+    """The reason why pods are missing or not ready. ``persistent`` is set if the
+    problem rarely resolves itself.
+    """
 
     reason: str
     persistent: bool = False
@@ -56,13 +58,14 @@ def _of_pod(cluster: Cluster, pod: Tree) -> Diagnosis | None:
 
 
 def _has_failed(pod: Tree) -> bool:
-    """Whether a pod was evicted or rejected by its node. Such a pod stays listed, and
-    may be older than this rollout."""
+    """Whether a pod was evicted or rejected by its node. Failed pods remain in the pod
+    list, and may be older than this rollout.
+    """
     return (pod.get("status") or {}).get("phase") == "Failed"
 
 
 def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Diagnosis | None:
-    """The fault of a container with a faulty image, configuration or command."""
+    """Diagnose a container whose image, configuration or command is faulty."""
     state: Tree = container.get("state") or {}
     waiting: Tree = state.get("waiting") or {}
     reason, name = waiting.get("reason", ""), f"{role} {container['name']} of pod {pod}"
@@ -86,7 +89,7 @@ def _of_container(cluster: Cluster, pod: str, container: Tree, role: str) -> Dia
 
 
 def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
-    """The fault of a running container whose startup or readiness probe fails."""
+    """Diagnose a running container whose startup or readiness probe fails."""
     if container.get("ready") or "running" not in (container.get("state") or {}):
         return None
     probe = "readiness" if container.get("started") else "startup"
@@ -95,8 +98,9 @@ def _of_probe(cluster: Cluster, pod: str, container: Tree) -> Diagnosis | None:
 
 
 def _log_end(cluster: Cluster, pod: str, container: str, ended: Tree, *, previous: bool) -> str:
-    """The end of the container's log,
-    or of the termination message that the kubelet saved."""
+    """The last lines of the container's log, or of the termination message that the
+    kubelet saved.
+    """
     lines = cluster.log(pod, container, previous=previous, lines=LOG_LINES)
     lines = lines or [line.strip() for line in str(ended.get("message") or "").splitlines() if line.strip()]
     return f"; its log ends with {' / '.join(lines[-LOG_LINES:])!r}" if lines else ""
@@ -109,7 +113,7 @@ def _newest_warning(cluster: Cluster, pod: str, reason: str | None = None) -> st
 
 
 def event_time(event: Tree) -> str:
-    """The last time of an event, as sortable text."""
+    """The time at which an event last occurred, as sortable text."""
     return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp"))
 
 

@@ -21,9 +21,10 @@ def verify(client: PredictionClient, settings: KubernetesSettings, parts: Releas
     """Send the stored queries to the Service,
     and return the number of answered queries.
 
-    Endpoints lag behind a rollout, so the Service may answer with a different release
-    for up to ``convergence_timeout_s``. The test starts after as many consecutive
-    answers of this release as there are stored queries.
+    Endpoints are updated with a delay after a rollout. For up to
+    ``convergence_timeout_s``, the Service may therefore answer with a different
+    release. The smoke test starts once this release has given as many consecutive
+    answers as there are stored queries.
 
     Raises:
         ServingError: a prediction differs from the archived prediction or comes from a
@@ -39,11 +40,13 @@ def service_url(settings: RunSettings) -> str:
 
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
-    """A client of the Service. It uses ``service_url`` if set, the DNS name inside the
-    cluster, and the API server otherwise.
+    """A client of the Service. If ``kubernetes.service_url`` is set, the client
+    connects to this URL. Otherwise, the client uses the DNS name inside the cluster,
+    and the API server outside the cluster.
 
     Raises:
-        SettingsError: a token is required, and the API server would not forward it.
+        SettingsError: a token is required, but the API server would not forward the
+            token.
     """
     url = urlsplit(settings.kubernetes.service_url)
     if url.hostname:
@@ -100,8 +103,9 @@ def _await_release(client: PredictionClient, settings: KubernetesSettings, parts
 
 
 class _ApiServerProxyClient:
-    """The ``proxy`` subresource of a Service.
-    It is reachable wherever the API server is, but forwards no token."""
+    """The ``proxy`` subresource of a Service. The proxy can be reached from wherever
+    the API server can be reached, but does not forward tokens.
+    """
 
     def __init__(self, cluster: Cluster, settings: RunSettings) -> None:
         self._cluster = cluster
