@@ -130,8 +130,8 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
     Raises:
         ConflictError: the champion is not ``expected``.
         StoreError: no previous champion exists, the previous champion was pruned, or
-            the registry is unreachable. ServingError, ClusterError, BusyError,
-            IntegrityError: as in `promote_release`.
+            the registry is unreachable.
+        ServingError, ClusterError, BusyError, IntegrityError: as in `promote_release`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()

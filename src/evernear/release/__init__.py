@@ -1,2 +1,3 @@
-"""Releases: the archive of a network, an index and labels with one version, its
-manifest, and the registry."""
+"""Releases, their manifests, and the registry. A release is a versioned archive with a
+network, an index and labels.
+"""

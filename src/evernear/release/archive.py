@@ -1,5 +1,6 @@
-"""Pack the network, index, preprocessing and verdict into a release,
-an archive that TorchServe loads."""
+"""Pack the network, index, preprocessing and verdict into a release, which is an
+archive that TorchServe can load.
+"""
 
 import os
 import subprocess
@@ -47,8 +48,8 @@ from evernear.settings import ServingSettings
 EmbeddedBlocks = Iterator[tuple[Block, NDArray[np.float32]]]
 SMOKE_BLOCK = 512  # number of query images from which the smoke queries are chosen
 # Runs torch-model-archiver. ``python -m model_archiver...`` would warn that the module
-# is imported twice.
-# The exit code encodes the errno of an OSError, such as a full disk.
+# is imported twice. For an `OSError`, such as a full disk, the exit code contains the
+# errno.
 _OS_ERROR = 100
 _ARCHIVER = f"""
 import sys
@@ -63,10 +64,11 @@ except OSError as error:
 
 @dataclass(frozen=True)
 class Candidate:
-    """The artifacts that a release is packed from.
+    """The artifacts from which a release is packed.
 
-    ``metrics`` come from the measurement behind the verdict. ``parent`` is the champion
-    of this measurement, or None without a champion.
+    ``metrics`` are the results of the measurement on which the verdict is based.
+    ``parent`` is the version of the champion in that measurement, or None if there was
+    no champion.
     """
 
     dataset: Dataset
@@ -79,10 +81,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Release:
-    """An archived release: the ``.mar`` file, with ``manifest.json`` next to it.
+    """An archived release, which consists of the ``.mar`` file and ``manifest.json``
+    next to it.
 
-    ``smoke_settled`` is false if rounding could change the prediction for every image
-    of the query split. The smoke test then compares distances only.
+    ``smoke_settled`` is false if rounding errors could change the prediction for every
+    candidate query image. If ``smoke_settled`` is false, the smoke test compares only
+    distances.
     """
 
     manifest: ReleaseManifest
@@ -90,7 +94,7 @@ class Release:
     smoke_settled: bool
 
     def summary(self) -> str:
-        """The version and the size, and whether the smoke test is limited."""
+        """A summary of the version, the size, and whether the smoke test is limited."""
         summary = f"release {self.manifest.version}, {self.archive.stat().st_size / 1e6:.1f} MB"
         if self.smoke_settled:
             return summary
@@ -108,15 +112,15 @@ def make_archive(
     """Pack a release into ``out_dir``.
 
     ``handler`` is the module that TorchServe runs (`evernear.serving.HANDLER`).
-    ``created`` defaults to now. Embeddings of query images come from ``store`` if it
-    has them cached.
+    ``created`` defaults to now. If ``store`` has cached embeddings of query images, the
+    cached embeddings are used.
 
     Raises:
-        IntegrityError: the network, index and dataset do not match,
-            or a file changed.
+        IntegrityError: the network, index and dataset do not match, or a file has
+            changed.
         DataError: the query split is empty, so there are no smoke queries.
         EvernearError: torch-model-archiver fails.
-            StoreError: ``out_dir`` is not writable.
+        StoreError: ``out_dir`` is not writable.
     """
     created = created or datetime.now(UTC)
     dataset, network_dir = candidate.dataset, candidate.network_dir
@@ -213,14 +217,15 @@ def _describe(
 
 
 def _joined(dataset: Dataset, gallery: Gallery) -> dict[str, int]:
-    """The number of images per class that follow the gallery split in the index, in the
-    order of `evernear.data.gallery`."""
+    """For each class, the number of train images that follow the gallery split in the
+    index, in the order of `evernear.data.gallery`.
+    """
     numbers = Counter(gallery.label_indices[dataset.count("gallery") :].tolist())
     return {dataset.labels[number]: count for number, count in sorted(numbers.items())}
 
 
 def _embedded(dataset: Dataset, split: Split, embedder: ExportedEmbedder) -> EmbeddedBlocks:
-    """The blocks of a split with their embeddings."""
+    """The blocks of a split, each with its embeddings."""
     shards = ((dataset.shard_blocks(shard, SMOKE_BLOCK), shard.count) for shard in dataset.shards(split))
     return embedder.embed(shards)
 
@@ -228,8 +233,9 @@ def _embedded(dataset: Dataset, split: Split, embedder: ExportedEmbedder) -> Emb
 def _write_smoke_queries(
     parts: Path, dataset: Dataset, embedded: EmbeddedBlocks, gallery: Gallery, count: int
 ) -> list[SmokeQuery]:
-    """Store the clearest images of the query split.
-    Unsettled images are stored only if no image is settled."""
+    """Store the most clearly recognized images in the query split as smoke queries.
+    Unsettled images are stored only if no image is settled.
+    """
     first = next(embedded, None)
     if first is None:
         raise DataError(f"Dataset {dataset.manifest.name} has no query image; raise data.query_fraction.")
@@ -257,8 +263,9 @@ def _write_smoke_queries(
 def _drift_baseline(
     dataset: Dataset, embedder: ExportedEmbedder, gallery: Gallery
 ) -> tuple[DriftBaseline, float | None]:
-    """The predictions of the release on images that it was not built from, and the
-    `_group_distance` of these images."""
+    """The predictions of the release for images that were not used to build it, and the
+    `_group_distance` of these images.
+    """
     queries = _embed_evenly(dataset, "query", SIZE, embedder)
     tests = _embed_evenly(dataset, "test", max(0, SIZE - dataset.count("query")), embedder)
     images = np.concatenate([*queries, *tests])
@@ -277,7 +284,8 @@ def _drift_baseline(
 
 def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> float | None:
     """The midpoint between the median distance within a class and the median distance
-    between classes, or None if either is undefined."""
+    between classes, or None if either median is undefined.
+    """
     rows, columns = np.triu_indices(len(vectors), 1)
     distances = np.sqrt(np.maximum(2 - 2 * vectors @ vectors.T, 0))[rows, columns]
     same = labels[rows] == labels[columns]
@@ -289,7 +297,9 @@ def _group_distance(vectors: NDArray[np.float32], labels: NDArray[np.str_]) -> f
 def _embed_evenly(
     dataset: Dataset, split: Split, size: int, embedder: ExportedEmbedder
 ) -> Iterator[NDArray[np.float32]]:
-    """Embeddings of at most ``size`` images of a split, evenly spaced."""
+    """Yield the embeddings of at most ``size`` images, which are evenly spaced in a
+    split.
+    """
     positions = deque(evenly(dataset.count(split), size))
     before = 0
     for block, vectors in _embedded(dataset, split, embedder) if positions else ():
@@ -302,8 +312,9 @@ def _embed_evenly(
 
 
 def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tuple[str, ...]) -> Iterator[int]:
-    """Row numbers that alternate between the classes. Within each class,
-    correct and near rows come first."""
+    """Yield row numbers that alternate between classes. Within each class, correctly
+    recognized rows come first, sorted by distance.
+    """
     of_class: dict[int, list[int]] = {}
     for row in sorted(range(len(labels)), key=lambda row: (answers[row].pred != names[labels[row]], answers[row].dist)):
         of_class.setdefault(int(labels[row]), []).append(row)
@@ -313,7 +324,7 @@ def _clearest(labels: NDArray[np.int64], answers: list[Recognition], names: tupl
 
 
 def _png(image: NDArray[np.uint8]) -> bytes:
-    """Encode a uint8 image (H, W, C) as a PNG file."""
+    """Encode a uint8 array of shape (H, W, C) as a PNG file."""
     buffer = BytesIO()
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     return buffer.getvalue()
@@ -322,8 +333,8 @@ def _png(image: NDArray[np.uint8]) -> bytes:
 def _pack(directory: Path, model_name: str, version: str) -> None:
     """Run torch-model-archiver on ``directory``/parts.
 
-    The archiver stages its files in ``TMPDIR/<model name>``, which it deletes first.
-    Two concurrent runs that share the temporary directory would delete each other's
+    The archiver stages its files in ``TMPDIR/<model name>``, and deletes this directory
+    first. With a shared ``TMPDIR``, two concurrent runs would delete each other's
     files.
     """
     staging = directory / "staging"

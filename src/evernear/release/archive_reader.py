@@ -1,8 +1,8 @@
 """Open an untrusted archive. Each part is checked against the manifest before it is
 parsed.
 
-This module only handles names, sizes and hashes. It never unpickles,
-loads or runs any content.
+This module only handles names, sizes and hashes. This module never unpickles, loads or
+runs any content.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ _UTF8_NAME = 0x800  # the only flag allowed: members are not encrypted, and thei
 
 
 class SmokeQuery(Frozen):
-    """An image of the query split, and its prediction at the time of archiving."""
+    """An image in the query split, and its prediction when the release was archived."""
 
     file: PartName
     label: str
@@ -57,8 +57,9 @@ class SmokeQuery(Frozen):
     dist: float
     unknown: bool
     settled: bool = True
-    """Whether the label and the unknown flag stay the same if distances change by their
-    tolerance."""
+    """Whether the label and the unknown flag would stay the same if distances changed
+    by the tolerance.
+    """
 
 
 _SMOKE = TypeAdapter(tuple[SmokeQuery, ...])
@@ -72,7 +73,7 @@ class ReleaseParts:
     directory: Path
 
     def smoke_queries(self) -> list[tuple[bytes, SmokeQuery]]:
-        """PNG images and their expected predictions."""
+        """The PNG images for the smoke test and their expected predictions."""
         queries = _SMOKE.validate_json((self.directory / SMOKE_FILE).read_bytes())
         return [(self.read(query.file), query) for query in queries]
 
@@ -96,8 +97,8 @@ def open_parts(directory: Path) -> ReleaseParts:
     """Open an unpacked release and check every part.
 
     Raises:
-        IntegrityError: ``directory`` is not a release,
-            or a part is missing or was changed.
+        IntegrityError: ``directory`` is not a release, or a part is missing or
+            modified.
     """
     path = directory / MANIFEST_FILE
     if not path.is_file() or path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -111,13 +112,13 @@ def open_parts(directory: Path) -> ReleaseParts:
 
 
 def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE_BYTES) -> ReleaseParts:
-    """Unpack a ``.mar`` into ``out_dir``, an empty or new directory,
-    which is deleted on failure.
+    """Unpack a ``.mar`` file into ``out_dir``, which must be an empty or new directory.
+    On failure, ``out_dir`` is deleted.
 
     Raises:
         IntegrityError: the archive is not a release or is larger than
-            ``max_size_bytes``, a member is unknown, duplicate or compressed, a size
-            or a hash does not match, or TorchServe's manifest names a different
+            ``max_size_bytes``, a member is unknown, duplicate or compressed, a size or
+            a hash does not match, or TorchServe's manifest specifies a different
             version or handler.
         StoreError: ``out_dir`` is not writable.
     """
@@ -136,8 +137,8 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar``, and its JSON parts by name.
-    All parts are hashed. Nothing is written to disk.
+    """The manifest of a ``.mar`` file, and the file's JSON parts by name. All parts are
+    hashed. Nothing is written to disk.
 
     Raises:
         IntegrityError: as for `open_release`.
@@ -155,8 +156,8 @@ def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 
 def read_part(archive: Path, name: str) -> bytes | None:
-    """Read one small part of a ``.mar`` and check its hash.
-    Return None if the release has no such part.
+    """Read one small part of a ``.mar`` file, and check the part's hash. Return None if
+    the release has no such part.
 
     Raises:
         IntegrityError: as for `open_release`.
@@ -177,8 +178,9 @@ def read_release_manifest(archive: Path) -> ReleaseManifest:
 
 @contextmanager
 def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipFile, ReleaseManifest]]:
-    """Open an archive and check the names and sizes of its members against its
-    manifest, but not their contents."""
+    """Open an archive, and check the names and sizes of its members against its
+    manifest. The contents are not checked.
+    """
     with _zip(archive) as members:
         manifest = _read_manifest(members, archive)
         _check_members(members, manifest, archive, max_size_bytes)
@@ -186,8 +188,9 @@ def _checked(archive: Path, max_size_bytes: int) -> Generator[tuple[zipfile.ZipF
 
 
 class _BoundedReader(BufferedReader):
-    """A file that limits each read. `zipfile` reads the whole list of members, and then
-    needs 20 times its size in memory."""
+    """A file reader that limits the size of each read. `zipfile` reads the whole list
+    of members at once, and needs 20 times the size of this list in memory.
+    """
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > MAX_READ_BYTES:
@@ -246,9 +249,9 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
     """Check that the file consists only of the listed members, in order, with the
     headers that `zipfile` writes.
 
-    `zipfile` finds members through the list at the end of the file. TorchServe (Java's
-    ZipInputStream) reads them in sequence through their local headers, so it would also
-    unpack an unlisted member.
+    `zipfile` finds members through the list at the end of the file. TorchServe uses
+    Java's ``ZipInputStream``, which reads members in sequence through their local
+    headers, and would therefore also unpack an unlisted member.
     """
     scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0
@@ -271,15 +274,16 @@ def _require_plain(info: zipfile.ZipInfo, archive: Path) -> None:
     name = printable(info.filename, QUOTED_MAX)
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         raise IntegrityError(f"{name} in {archive} is not a plain file.")
-    # Without compression, no member can be larger than the archive,
-    # which rules out decompression bombs.
+    # An uncompressed member cannot be larger than the archive, so decompression bombs
+    # are impossible.
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & ~_UTF8_NAME:
         raise IntegrityError(f"{name} in {archive} is compressed or encrypted.")
 
 
 def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: Path) -> None:
-    """Check that TorchServe's manifest has this version and this handler,
-    and no requirements to install."""
+    """Check that TorchServe's manifest specifies the release's version and handler, and
+    no requirements to install.
+    """
     try:
         described: Any = json.loads(data)
         model: dict[str, Any] = described["model"]
@@ -297,8 +301,9 @@ def _check_torchserve_manifest(data: bytes, manifest: ReleaseManifest, archive: 
 
 
 def _content(members: zipfile.ZipFile, name: str, manifest: ReleaseManifest, archive: Path) -> Iterator[bytes]:
-    """The chunks of a part. Raise an error after the last chunk if the hash differs
-    from the manifest."""
+    """The chunks of a part. After the last chunk, raise an error if the hash differs
+    from the hash in the manifest.
+    """
     part = manifest.parts[name]
     digest = hashlib.sha256()
     left = part.size_bytes

@@ -1,14 +1,15 @@
-"""The state of a bake, and the releases that a bake rolled back, in the store.
+"""The stored state of a bake, and the stored records of releases that a bake rolled
+back.
 
 ::
 
-    triggers/bake.json               the pods' counters, the last hour of requests,
-    and the bake in progress
-    triggers/breaches/<version>.json a release that broke a rule;
-    never deployed again without a manual promotion
+    triggers/bake.json                 pod counters, the last hour of requests, the bake
+    triggers/breaches/<version>.json   a release that broke a rule
 
-One watcher writes the state, by compare-and-swap. The state includes the counters, so
-that a new process can continue after a killed one.
+A release that broke a rule is never deployed again without a manual promotion.
+
+One watcher writes the state with compare-and-swap. The state includes the pods'
+counters, so that a new watcher can continue after the previous watcher was killed.
 """
 
 from datetime import datetime, timedelta
@@ -28,14 +29,17 @@ STATE = "triggers/bake.json"
 BREACHES = "triggers/breaches/"
 CELL = timedelta(minutes=1)
 REFERENCE = timedelta(hours=1)
-"""The time window of the previous release.
-It is short because the mix of images changes during a day."""
+"""Length of the time window in which the previous release is observed. The window is
+short, because the mix of images changes during the day.
+"""
 MAX_CELLS = 240
-"""Maximum number of cells of a bake. Further cells are merged in pairs."""
+"""Maximum number of cells in a bake. If a bake has more cells, adjacent cells are
+merged in pairs.
+"""
 
 
 class PodCounters(Frozen):
-    """The counters of a pod at the last poll."""
+    """The counter values of a pod at the last poll."""
 
     version: str
     figures: Figures
@@ -58,14 +62,16 @@ class Bake(Frozen):
     previous: Version
     ends: AwareDatetime
     before: tuple[Figures, ...]
-    """The requests of the previous release, by minute."""
+    """The requests that the previous release answered, by minute."""
     seen: tuple[Figures, ...] = ()
     """The requests since the rollout, by poll."""
     breach: str = ""
-    """A sentence about the broken rule. If it is set, the rollback is in progress."""
+    """A sentence that describes the broken rule. If this field is not empty, the
+    rollback is in progress.
+    """
 
     def add(self, figures: Figures) -> Self:
-        """The bake with the requests of one more poll."""
+        """Return a copy of the bake that includes the requests from one more poll."""
         if not figures.requests:
             return self
         seen = (*self.seen, figures)
@@ -75,15 +81,16 @@ class Bake(Frozen):
 
 
 class BakeState(Frozen):
-    """The object at `STATE`. ``version`` is the champion of the newest promotion that
-    was noticed, ``number``."""
+    """The object at `STATE`. ``number`` is the newest promotion that the watcher has
+    noticed, and ``version`` is the champion of this promotion.
+    """
 
     remedy: ClassVar[str] = "remove it to start over"
 
     version: Version
     number: int
     pods: dict[str, PodCounters] = {}
-    """The pods' counters, keyed by address."""
+    """The counter values of each pod, keyed by the pod's address."""
     recent: tuple[Cell, ...] = ()
     bake: Bake | None = None
     last: str = ""
@@ -92,8 +99,8 @@ class BakeState(Frozen):
     def observe(self, pods: dict[str, PodCounters], now: datetime) -> Self:
         """The state after a poll of the pods.
 
-        Only increments count. The first counters of a new or restarted pod include its
-        start-up queries.
+        Only increments count. The first counter values of a new or restarted pod are
+        ignored, because they include start-up queries.
         """
         increments = self._increments(pods)
         bake = self.bake and self.bake.add(increments.get(self.bake.version, Figures()))
@@ -103,8 +110,8 @@ class BakeState(Frozen):
                 recent = _add(recent, Cell(version=version, at=now, figures=figures))
         if self.version in increments:
             recent = tuple(cell for cell in recent if now - REFERENCE <= cell.at <= now)
-        # A pod that did not respond to this poll is remembered while its release is
-        # live.
+        # A pod that did not respond to this poll is remembered as long as its release
+        # is live.
         known = {address: pod for address, pod in self.pods.items() if pod.version == self.version}
         return self.model_copy(update={"pods": known | pods, "recent": recent, "bake": bake})
 
@@ -142,7 +149,7 @@ class BakeStore:
         return BakeState.from_json(stored[0], f"{self._store.uri}/{STATE}"), stored[1]
 
     def save(self, state: BakeState, etag: str | None) -> str:
-        """Replace the state that has ``etag``, and return the new etag.
+        """Replace the state if it still has the etag ``etag``, and return the new etag.
 
         Raises:
             ConflictError: a different watcher wrote the state.
@@ -151,8 +158,9 @@ class BakeStore:
 
 
 class Breach(Frozen):
-    """A release that broke a rule after its rollout,
-    and the parts that determine its predictions."""
+    """The record of a release that broke a rule after its rollout. ``parts`` contains
+    the hashes of the parts that determine the release's predictions.
+    """
 
     remedy: ClassVar[str] = "a person who removes it allows the release again"
 
@@ -161,11 +169,11 @@ class Breach(Frozen):
     at: AwareDatetime
     parts: dict[str, str]
     overruled_by: str = ""
-    """The person who promoted the release in spite of the breach."""
+    """The person who promoted the release despite the breach."""
 
     @classmethod
     def of(cls, manifest: ReleaseManifest, rule: str, at: datetime) -> Self:
-        """Create the breach of a release."""
+        """Create the breach record of a release."""
         return cls(version=manifest.version, rule=rule, at=at, parts=deciding_parts(manifest))
 
 
@@ -178,14 +186,14 @@ class Breaches:
         self._store = store
 
     def add(self, breach: Breach) -> None:
-        """Record a breach. An existing breach of the release stays unchanged."""
+        """Record a breach. An existing breach record for the release is not changed."""
         try:
             self._store.put_if(_key(breach.version), breach.to_json(), None)
         except ConflictError:
             return
 
     def find(self, version: str) -> Breach | None:
-        """The breach of a release, whether or not it was overruled."""
+        """The breach record of a release, even if the breach was overruled."""
         stored = self._store.find(_key(version))
         return Breach.from_json(stored[0], f"{self._store.uri}/{_key(version)}") if stored else None
 
@@ -194,7 +202,8 @@ class Breaches:
         network and index.
 
         Raises:
-            ConflictError: a bake did, and no person has promoted the release since.
+            ConflictError: a bake rolled back such a release, and the release has not
+                been promoted manually since.
         """
         for info in list(self._store.list(BREACHES)):
             breach = self.find(info.key.removeprefix(BREACHES).removesuffix(".json"))
@@ -207,7 +216,9 @@ class Breaches:
             )
 
     def overrule(self, version: str, cause: Cause | None) -> None:
-        """Allow a release that a bake rolled back, because a person is promoting it."""
+        """Allow the deployment of a release that a bake rolled back, because the
+        release is being promoted manually.
+        """
         breach = self.find(version)
         if breach is not None:
             by = (cause or Cause.of_this_process()).by
@@ -215,8 +226,9 @@ class Breaches:
 
 
 def deciding_parts(manifest: ReleaseManifest) -> dict[str, str]:
-    """The sha256 of each part that determines the predictions of a release, and the
-    name of the release's collection."""
+    """The SHA-256 hash of each part that determines a release's predictions, and the
+    name of the release's collection.
+    """
     names = (NETWORK_FILE, DESCRIPTION_FILE, PREPROCESSING_FILE, *PARTS)
     parts = {name: manifest.parts[name].sha256 for name in names if name in manifest.parts}
     return parts | ({"collection": manifest.collection.name} if manifest.collection else {})

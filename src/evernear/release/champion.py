@@ -18,11 +18,11 @@ from evernear.settings import ClassSettings
 
 @contextmanager
 def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generator[ReleasedSystem | None]:
-    """Open the champion of a store, if any,
-    and apply its removed and renamed ``classes``.
+    """Open the champion of a store, if a champion exists, and apply the removed and
+    renamed ``classes``.
 
-    The recognizer is named after the champion's version. Its files are in a temporary
-    directory that is deleted on exit.
+    The recognizer is named after the champion's version. The champion's files are in a
+    temporary directory, which is deleted on exit.
 
     Raises:
         IntegrityError: the champion's archive is damaged.
@@ -44,13 +44,14 @@ def open_champion(store: Store, classes: ClassSettings = NO_CHANGES) -> Generato
 
 
 def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
-    """The labels that the champion knows; empty without a champion.
+    """The labels that the champion knows, or an empty tuple if there is no champion.
 
-    The evaluation checks the images too, but only after hours of training.
+    The image format is checked here, because the evaluation would check it only after
+    hours of training.
 
     Raises:
-        DataError: the champion takes images of another shape or bit depth than those of
-            ``dataset``.
+        DataError: the champion expects images with a different shape or bit depth than
+            the images in ``dataset``.
         IntegrityError: the champion's manifest is damaged.
         StoreError: the store cannot be reached.
     """
@@ -68,8 +69,8 @@ def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
 def open_anchor(
     store: Store, classes: ClassSettings = NO_CHANGES
 ) -> Generator[ReleasedSystem | UnavailableSystem | None]:
-    """Open the anchor of a store like `open_champion`.
-    Yield None if the anchor is the champion.
+    """Open the anchor of a store, as `open_champion` opens the champion. Yield None if
+    the anchor is the champion.
 
     Raises:
         TransientStoreError: the store is unreachable.

@@ -62,7 +62,9 @@ class Lineage(Frozen):
     git_commit: str
     evernear_version: str
     own_handler: bool
-    """Whether `HANDLER_FILE`, which TorchServe runs, equals the installed file."""
+    """Whether `HANDLER_FILE`, which TorchServe runs, is identical to the installed
+    handler.
+    """
 
 
 class Description(Frozen):
@@ -91,12 +93,12 @@ def describe(archive: Path, handler: Path) -> Description:
     """Describe an untrusted ``.mar``. ``handler`` is this installation's handler, which
     is compared with the archived handler.
 
-    All members are hashed before any is parsed. Only JSON is parsed,
-    and never the network or the index.
+    All members are hashed before any member is parsed. Only JSON files are parsed, so
+    the network and the index are never parsed.
 
     Raises:
-        IntegrityError: the archive is not a valid release,
-            or its parts contradict each other.
+        IntegrityError: the archive is not a valid release, or its parts contradict each
+            other.
     """
     manifest, texts = read_release(archive)
     index = IndexDescription.from_json(texts[DESCRIPTION_FILE], f"{DESCRIPTION_FILE} in {archive}")

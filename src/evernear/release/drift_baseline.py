@@ -1,14 +1,15 @@
-"""The drift reference of a release: its predictions, at archiving time,
-on images that it was not built from.
+"""The drift reference of a release. It contains predictions, made when the release was
+archived, for images that the release was not built from.
 
 The images come from the query split. If the query split has fewer than `SIZE` images,
-images of the test split are added, which are in neither the training split nor the
-gallery. Gallery images cannot be used because some of them are training images.
+images from the test split are added. Test images are in neither the training split nor
+the gallery. Gallery images cannot be used, because some gallery images are also
+training images.
 
-Embeddings are stored as 16 random projections. They preserve distances between points
-well enough to detect a shift (Johnson and Lindenstrauss), but an image cannot be
-reconstructed. The projection is part of the release, so that the server and the watcher
-use the same projection with any NumPy version.
+Embeddings are stored as 16 random projections. Random projections preserve distances
+well enough to detect a shift (Johnson and Lindenstrauss), but images cannot be
+reconstructed from them. The projection is part of the release, so that the server and
+the watcher use the same projection with any NumPy version.
 """
 
 import io
@@ -22,8 +23,9 @@ from numpy.typing import NDArray
 from evernear.errors import IntegrityError
 
 SIZE = 1000
-"""Maximum number of images in a baseline, evenly spaced over the split.
-They need 80 kB without their classes."""
+"""Maximum number of images in a baseline. The images are evenly spaced in each split. A
+baseline of this size takes 80 kB without the predicted classes.
+"""
 PROJECTED_DIM = 16
 _SEED = 0
 _NAMES = ("projection", "coordinates", "distances", "unknown")
@@ -34,18 +36,24 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class DriftBaseline:
-    """The projection (D, 16), and for N images the projected embeddings (N, 16),
-    distances (N,) and unknown flags (N,)."""
+    """A random projection, and the projected embeddings, distances and unknown flags of
+    N images. ``projection`` has the shape (D, 16), and ``coordinates`` has the shape
+    (N, 16).
+    """
 
     projection: Floats
     coordinates: Floats
     distances: Floats
     unknown: NDArray[np.bool_]
     labels: NDArray[np.str_] | None = None
-    """Predicted classes (N,), or None if an earlier version archived the release."""
+    """The predicted class of each image, or None if the release was archived by an
+    earlier version of evernear.
+    """
 
     def to_bytes(self) -> bytes:
-        """Serialize as ``.npz`` without pickle, the format in a release."""
+        """Serialize the baseline in the format that releases use, which is ``.npz``
+        without pickle.
+        """
         buffer = io.BytesIO()
         names = _NAMES if self.labels is None else (*_NAMES, _LABELS)
         np.savez(buffer, **{name: getattr(self, name) for name in names})
@@ -53,8 +61,8 @@ class DriftBaseline:
 
     @staticmethod
     def parse(data: bytes, source: str) -> "DriftBaseline":
-        """Parse the output of `to_bytes`. Error messages name ``source``,
-        which is where ``data`` comes from.
+        """Parse the output of `to_bytes`. ``source`` is the origin of ``data`` for
+        error messages.
 
         Raises:
             IntegrityError: ``data`` is not a drift baseline.
@@ -76,13 +84,14 @@ class DriftBaseline:
 
 
 def random_projection(dim: int) -> Floats:
-    """A projection from ``dim`` to 16 coordinates that preserves distances on
-    average."""
+    """A random projection from ``dim`` to 16 dimensions. On average, the projection
+    preserves distances.
+    """
     drawn = np.random.default_rng(_SEED).standard_normal((dim, PROJECTED_DIM))
     return (drawn / np.sqrt(PROJECTED_DIM)).astype(np.float32)
 
 
 def evenly(total: int, size: int = SIZE) -> Iterator[int]:
-    """Yield at most ``size`` of the integers below ``total``, evenly spaced."""
+    """Yield up to ``size`` evenly spaced integers between 0 and ``total`` (exclusive)."""
     chosen = min(total, size)
     return (number * total // chosen for number in range(chosen))

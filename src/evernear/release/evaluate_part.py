@@ -1,5 +1,6 @@
-"""Answer a part of the test split on a different machine. See
-`evernear.evaluation.in_parts`."""
+"""Recognize the images in one part of the test split on a different machine. See
+`evernear.evaluation.in_parts`.
+"""
 
 import tempfile
 from pathlib import Path

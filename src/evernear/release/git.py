@@ -5,8 +5,9 @@ from pathlib import Path
 
 
 def git_commit() -> str:
-    """The commit of the source tree, with ``-dirty`` if the tree has changes, or an
-    empty string for an installed package."""
+    """The Git commit of the source tree, with the suffix ``-dirty`` if the tree has
+    uncommitted changes. For an installed package, the result is an empty string.
+    """
     module = Path(__file__)
 
     def git(*words: str) -> str:

@@ -13,7 +13,9 @@ from evernear.index.description import PARTS as INDEX_PARTS
 from evernear.index.description import Collection, index_parts
 
 QUOTED_MAX = 100
-"""Maximum number of characters that an error quotes from an archive or a manifest."""
+"""Maximum number of characters that an error message quotes from an archive or a
+manifest.
+"""
 VERSION_PATTERN = r"^\d{8}\.\d{6}\.[0-9a-f]{8}$"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=VERSION_PATTERN)]
@@ -40,8 +42,9 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a format 1 release whose archive has its vectors,
-without the images that `SMOKE_FILE` names."""
+"""The parts of a release in format 1 whose archive contains the index vectors. The
+images that `SMOKE_FILE` lists are not included.
+"""
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
@@ -56,18 +59,19 @@ class Part(Frozen):
 class ReleaseManifest(Frozen):
     """The description of a release. It is immutable after archiving.
 
-    ``network_sha256`` is the hash of the TorchScript file that also computed the
-    vectors of the index. ``threshold`` is the L2 distance beyond which an image is
-    unknown. ``parent`` is the champion that this release was measured against, and
-    ``metrics`` are the measurement's results. ``source`` and ``training`` are the
-    ``data.source`` and ``train.*`` settings behind the dataset and the network.
+    ``network_sha256`` is the hash of the TorchScript file with which the index vectors
+    were computed. ``threshold`` is the L2 distance beyond which an image is unknown.
+    ``parent`` is the champion that was measured together with this release. ``metrics``
+    contains the results of this release. ``source`` is the ``data.source`` setting of
+    the dataset, and ``training`` contains the ``train.*`` settings of the network.
     ``pretrained_sha256`` is the hash of the weights file that initialized the backbone.
     ``network_identity`` is the key of the network's cached embeddings. ``collection``
-    contains the vectors of the index. It is None if they are in the archive.
-    ``joined_gallery`` counts the train images of each class that follow the gallery
-    split in the index. ``group_distance`` is the midpoint between the median L2
-    distance within a class and the median L2 distance between classes. Both are None if
-    an earlier version archived the release.
+    is the collection that contains the index vectors, or None if the vectors are in the
+    archive. For each class, ``joined_gallery`` contains the number of train images that
+    follow the gallery split in the index. ``group_distance`` is the midpoint between
+    the median L2 distance within a class and the median L2 distance between classes.
+    ``joined_gallery`` and ``group_distance`` are None in releases from earlier versions
+    of evernear.
     """
 
     format: Literal[1] = 1
@@ -110,10 +114,11 @@ class ReleaseManifest(Frozen):
 
 
 def new_version(created: datetime, content_sha256: str) -> str:
-    """Create a version that sorts by time,
-    distinguishes content and is valid in a URL: ``20261120.140501.1a2b3c4d``.
+    """Create a version such as ``20261120.140501.1a2b3c4d``. Versions sort by time,
+    differ if the content differs, and are valid in URLs.
 
-    The time is ``created`` in UTC. The last part is the start of ``content_sha256``.
+    The time in a version is ``created`` in UTC. The last part consists of the first
+    digits of ``content_sha256``.
     """
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 

@@ -1,4 +1,4 @@
-"""The pointer to the champion, the live release, and the history of its promotions."""
+"""The pointer to the champion (the live release), and the promotion history."""
 
 import getpass
 import logging
@@ -27,22 +27,24 @@ CHAMPION_ALONE = "is the champion; servers load it when they start"
 running."""
 How = Literal["deploy", "promote", "force", "apply", "anchor", "rollback", "restore"]
 
-# The release is live before the pointer moves, and a store may take minutes to restart.
+# The release is already live before the pointer moves, so the move is retried for as
+# long as a store may need to restart.
 _RETRY_TIMEOUT_S = 300.0
 _PAUSE_S = (1.0, 15.0)
-# The etag of a superseded pointer state, from which no update can succeed.
+# The etag of a superseded pointer state. An update with this etag cannot succeed.
 _SUPERSEDED = "superseded"
 _log = logging.getLogger(__name__)
 
 
 class Cause(Frozen):
-    """The cause of a champion change: who or what decided it, the reason,
-    and the pipeline run that made it."""
+    """The cause of a champion change: who or what decided on the change, the reason,
+    and the pipeline run that made the change.
+    """
 
     by: str
     why: str = ""
     run: str = ""
-    """The ID of the pipeline run, or empty for a command."""
+    """The ID of the pipeline run, or an empty string if a command made the change."""
 
     @classmethod
     def of_this_process(cls, why: str = "") -> "Cause":
@@ -51,8 +53,8 @@ class Cause(Frozen):
 
 
 class Promotion(Frozen):
-    """A state of the champion's pointer and its cause.
-    ``previous`` is the target of a rollback.
+    """A state of the champion pointer, and the cause of this state. ``previous`` is the
+    target of a rollback.
     """
 
     remedy = "`evernear registry promote VERSION` makes a release the champion without it"
@@ -61,35 +63,38 @@ class Promotion(Frozen):
     previous: Version | None
     since: AwareDatetime
     number: int = Field(default=1, ge=1)
-    """The sequence number of the promotion, from 1."""
+    """The sequence number of the promotion, starting at 1."""
     undo_to: int | None = None
     """The number of the promotion that a rollback restores,
     or None if no promotion precedes the current one."""
     anchor: Version | None = None
-    """The release that the gate also compares candidates with. The value None means
-    ``version``, as after the first promotion."""
+    """The release with which the gate compares candidates in addition to the champion.
+    If this field is None, as after the first promotion, the anchor is ``version``.
+    """
     how: How = "deploy"
     by: str = ""
     why: str = ""
     run: str = ""
-    """The ID of the pipeline run, or empty for a command."""
+    """The ID of the pipeline run, or an empty string if a command made the change."""
 
 
 class Pointer(Promotion):
     """The object at `CHAMPION`: the last promotion,
     and the releases that are being pruned.
 
-    A prune writes these releases here before it removes anything. A process that read
-    the pointer earlier then loses the compare-and-swap, so it cannot promote a release
-    that is about to be removed. The next prune completes a killed one. ``prunes``
-    counts prunes, so that the object never has the same content (etag) again.
+    Before a prune removes anything, it adds the affected releases to this object. The
+    compare-and-swap of a process that read the pointer earlier then fails, so this
+    process cannot promote a release that is about to be removed. If a prune is killed,
+    the next prune completes it. ``prunes`` is the number of prunes so far, so that the
+    object never returns to earlier content with the same etag.
     """
 
     remedy = "run `evernear registry restore`"
 
     pruning: dict[Version, Sha256] = {}
-    """Releases whose record and archive are being removed,
-    with the sha256 of each archive."""
+    """The releases whose records and archives are being removed, each with the hash of
+    its archive.
+    """
     prunes: int = 0
 
 
@@ -108,7 +113,7 @@ class Champion:
 
     @property
     def previous(self) -> str | None:
-        """The target of a rollback."""
+        """The version that a rollback restores, or None."""
         return self.pointer.previous
 
     def rollback_target(self) -> str:
@@ -123,8 +128,8 @@ class Champion:
 
     @property
     def anchor(self) -> str:
-        """The version of the anchor, the release that the gate also compares candidates
-        with.
+        """The version of the anchor, the release with which the gate compares
+        candidates in addition to the champion.
         """
         return self.pointer.anchor or self.version
 
@@ -135,7 +140,7 @@ class Champion:
 
 
 def whoami() -> str:
-    """``user@host`` of this process, for the history."""
+    """The user and host of this process as ``user@host``, for the promotion history."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a container user without an entry in passwd
@@ -144,7 +149,9 @@ def whoami() -> str:
 
 
 class ChampionPointer:
-    """Reads and moves the pointer of one store. Every method may raise `StoreError`."""
+    """Reads and moves the champion pointer of one store. Every method may raise
+    `StoreError`.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -194,8 +201,8 @@ class ChampionPointer:
         return Champion(pointer, etag)
 
     def move(self, promotion: Promotion, expected: Champion | None) -> Champion:
-        """Move the pointer if the champion is still ``expected``. After a lost
-        response, the call can be repeated.
+        """Move the pointer if the champion is still ``expected``. If the response was
+        lost, the call can be repeated.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -205,7 +212,7 @@ class ChampionPointer:
         if expected is not None:
             if promotion.version in expected.pointer.pruning:
                 raise StoreError(f"Release {promotion.version} is being pruned from {self._store.uri}.")
-            # The current state enters the history before the pointer moves, so that a
+            # Add the current state to the history before the pointer moves, so that a
             # killed process leaves no gap.
             self._record_in_history(expected.promotion)
             prune_state = {"pruning": expected.pointer.pruning, "prunes": expected.pointer.prunes}
@@ -214,8 +221,8 @@ class ChampionPointer:
             moved = self.replace(pointer, expected)
         except ConflictError:
             # An earlier attempt may have moved the pointer although its response was
-            # lost. A later update by a different process has then added this promotion
-            # to the history.
+            # lost. If a different process has moved the pointer since then, that
+            # process has added this promotion to the history.
             champion = self.find()
             if champion is not None and champion.promotion == promotion:
                 return champion
@@ -265,8 +272,9 @@ class ChampionPointer:
         return None
 
     def newest_in_history(self) -> tuple[int, Promotion | None]:
-        """The highest number in the history,
-        and the newest promotion that is readable."""
+        """The highest promotion number in the history, and the newest promotion whose
+        entry is readable.
+        """
         highest, newest = 0, None
         for entry in self._store.list(HISTORY):
             if (name := PurePosixPath(entry.key).stem).isdecimal():

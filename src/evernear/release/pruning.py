@@ -1,9 +1,9 @@
-"""Removal of old releases from a registry.
+"""Remove old releases from a registry.
 
-A prune first writes the versions into the champion's pointer, then removes the
-releases, and finally removes the versions from the pointer. A process that read the
-pointer earlier loses the compare-and-swap, so it cannot promote a release that is being
-removed. The next prune completes a killed one.
+A prune first writes the versions into the champion pointer, then removes the releases,
+and finally removes the versions from the pointer. The compare-and-swap of a process
+that read the pointer earlier fails, so this process cannot promote a release that is
+being removed. If a prune is killed, the next prune completes it.
 """
 
 import gzip
@@ -26,7 +26,7 @@ def prune_releases(registry: Registry, keep: int) -> tuple[str, ...]:
     """Remove the releases that `surplus_releases` lists, and return their versions.
 
     The records of removed releases remain available to `Registry.get` with
-    ``include_pruned``. Milvus collections that no remaining release names are deleted.
+    ``include_pruned``. Milvus collections that no remaining release uses are deleted.
 
     Raises:
         ConflictError: the champion changed in the meantime. Nothing was removed.
@@ -37,11 +37,11 @@ def prune_releases(registry: Registry, keep: int) -> tuple[str, ...]:
 
 
 def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
-    """The versions of all but the newest ``keep`` releases,
-    as `prune_releases` would remove them.
+    """The versions that `prune_releases` would remove, which are all but the newest
+    ``keep`` releases.
 
-    The champion, its parent, the target of a rollback, the anchor and releases with a
-    damaged record are never removed. Without a champion, no release is removed.
+    The champion, its parent, its rollback target, the anchor, and releases with damaged
+    records are never removed. If there is no champion, no release is removed.
     """
     champion = registry.champion()
     if champion is None:
@@ -50,16 +50,16 @@ def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
 
 
 def remove_releases(registry: Registry, versions: Collection[str]) -> tuple[str, ...]:
-    """Remove releases, including rollback targets but not the champion,
-    and return their versions.
+    """Remove releases, and return their versions. Rollback targets can be removed, but
+    not the champion.
 
     If one of the releases is the anchor, the champion becomes the anchor.
 
     Raises:
-        ConflictError: the champion is one of the releases,
-            or changed in the meantime. Nothing was removed.
-        StoreError: the store has no champion, or the store or Milvus fails.
-            Repeat the call.
+        ConflictError: the champion is one of the releases, or changed in the meantime.
+            Nothing was removed.
+        StoreError: the store has no champion, or the store or Milvus fails. Repeat the
+            call.
     """
     champion = registry.champion()
     if not versions:
@@ -96,7 +96,7 @@ def _prune(registry: Registry, versions: Collection[str], champion: Champion) ->
         if not faults:  # a release whose record is damaged may use the same collection
             _drop_collection(registry, version, remaining)
         _remove(registry.store, version, archive_sha256 if archive_sha256 not in archives else None)
-    # The counter prevents the pointer from returning to an earlier content, and
+    # The `prunes` counter prevents the pointer from returning to earlier content, and
     # therefore to an earlier etag.
     changes: dict[str, object] = {"pruning": {}, "prunes": champion.pointer.prunes + 1}
     with suppress(ConflictError):  # a concurrent promotion copied the list; the next prune then removes nothing
@@ -113,8 +113,9 @@ def _drop_collection(registry: Registry, version: str, remaining: Collection[Rec
 
 
 def _drop(registry: Registry, collection: VectorCollection) -> None:
-    """Delete a collection, unless it may belong to a store that this store was copied
-    or moved from."""
+    """Delete a collection, unless the collection may belong to a different store from
+    which this store was copied or moved.
+    """
     if registry.owns(collection):
         with index_backend(collection.backend) as backend:
             backend.drop(collection)
@@ -128,13 +129,13 @@ def _drop(registry: Registry, collection: VectorCollection) -> None:
 
 
 def _remove(store: Store, version: str, archive_sha256: str | None) -> None:
-    """Remove a release, and its archive unless ``archive_sha256`` is None.
-    A killed removal can be repeated.
+    """Remove a release. If ``archive_sha256`` is not None, also remove the release's
+    archive. A killed removal can be repeated.
     """
     entry = store.find(record_key(MANIFESTS, version))
     if entry is not None:
-        # Every release ever published leaves such a record,
-        # which consists mostly of names and settings.
+        # Compress the record, because every pruned release leaves a record, which
+        # consists mostly of names and settings.
         store.put(record_key(PRUNED, version), gzip.compress(entry[0], mtime=0))
     store.delete(record_key(MANIFESTS, version))
     if archive_sha256 is not None:

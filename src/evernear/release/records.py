@@ -1,4 +1,4 @@
-"""The published record of a release, and the store's keys of records and archives."""
+"""The published record of a release, and the store keys for records and archives."""
 
 import gzip
 import zlib
@@ -44,8 +44,9 @@ class Record(Frozen):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Like `Frozen.from_json`. Records of pruned releases are compressed, except
-        records that earlier versions wrote."""
+        """Like `Frozen.from_json`. Records of pruned releases are compressed, unless an
+        earlier version of evernear wrote them.
+        """
         if isinstance(data, bytes) and data.startswith(_GZIP):
             with suppress(OSError, EOFError, zlib.error):  # a damaged record is no JSON either
                 data = gzip.decompress(data)
@@ -58,7 +59,7 @@ def record_key(folder: str, version: str) -> str:
 
 
 def describe_archive(archive: Path) -> Record:
-    """Create the record of an archive.
+    """Create the record for an archive.
 
     Raises:
         IntegrityError: the archive is not a valid release.

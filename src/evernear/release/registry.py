@@ -1,4 +1,5 @@
-"""Releases in the object store, and the pointer to the champion, the live release.
+"""Releases in the object store, and the pointer to the champion, which is the live
+release.
 
 ::
 
@@ -39,8 +40,8 @@ class Registry:
         """Add a release. Publishing a release again changes nothing.
 
         Raises:
-            ConflictError: a different archive has this version,
-                or a release of this version was pruned.
+            ConflictError: a different archive with this version is already published,
+                or a release with this version was pruned.
             IntegrityError: the archive is not a valid release.
         """
         record = describe_archive(archive)
@@ -48,8 +49,8 @@ class Registry:
         key = record_key(MANIFESTS, manifest.version)
         if self.store.find(record_key(PRUNED, manifest.version)):
             raise ConflictError(f"Release {manifest.version} was pruned, and a version is never reused.")
-        # The archive is named by its content, and the record is written last, so a
-        # killed publish leaves no release.
+        # The archive's name is its hash, and the record is written last. A killed
+        # process therefore leaves no incomplete release.
         self.store.put(record.archive_key, archive)
         try:
             self.store.put_if(key, record.to_json(), None)
@@ -59,11 +60,11 @@ class Registry:
         return record
 
     def list(self, *, include_pruned: bool = False) -> Iterator[str]:
-        """All versions, oldest first. With ``include_pruned``,
-        the versions of pruned releases are included.
+        """All versions, oldest first. If ``include_pruned`` is set, the versions of
+        pruned releases are included.
 
-        A version that is dated after tomorrow sorts first, because its machine's clock
-        must have been set back since then.
+        A version with a date after tomorrow sorts first, because the clock of its
+        machine must have been set back after the release was created.
         """
         folders = (MANIFESTS, PRUNED) if include_pruned else (MANIFESTS,)
         names = {PurePosixPath(entry.key).stem for folder in folders for entry in self.store.list(folder)}
@@ -71,7 +72,8 @@ class Registry:
         yield from sorted(filter(is_version, names), key=lambda version: (version < tomorrow, version))
 
     def get(self, version: str, *, include_pruned: bool = False) -> Record:
-        """The record of a release. With ``include_pruned``, the release may be pruned.
+        """The record of a release. If ``include_pruned`` is set, the record of a pruned
+        release is also returned.
 
         Raises:
             StoreError: the release does not exist, or was pruned.
@@ -90,8 +92,8 @@ class Registry:
         raise StoreError(f"Release {version} {fault}.")
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, including a pruned release,
-        or None if the store has no record.
+        """The record of a release, or None if the store has no record. The release may
+        be pruned.
 
         Raises:
             IntegrityError: the record is damaged.
@@ -99,8 +101,9 @@ class Registry:
         return self._record(MANIFESTS, version) or self._record(PRUNED, version)
 
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
-        """The records of all releases by version, in the order of `list`, and the
-        faults of the damaged records."""
+        """The records of all releases, and the error message for each damaged record.
+        Both are keyed by version, in the order of `list`.
+        """
         records: dict[str, Record] = {}
         faults: dict[str, str] = {}
         for version in self.list(include_pruned=include_pruned):
@@ -114,7 +117,7 @@ class Registry:
         """Rewrite the missing or damaged record of a release from its archive.
 
         Raises:
-            IntegrityError: the store has no archive of this version.
+            IntegrityError: the store has no intact archive with this version.
         """
         described = {record.archive_sha256 for record in self.records()[0].values()}
         with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
@@ -130,17 +133,20 @@ class Registry:
         raise IntegrityError(f"No archive in {self.store.uri} is intact and of the version {version}.")
 
     def owns(self, collection: VectorCollection) -> bool:
-        """Whether a collection belongs or may belong to this store. Collections of
-        earlier versions do not name their store."""
+        """Whether a collection belongs, or may belong, to this store. Collections from
+        earlier versions of evernear do not record the store to which they belong.
+        """
         return collection.owner in (None, owner_of(self.store))
 
     def is_published(self, version: str) -> bool:
-        """Whether the release can be promoted: it exists, and was not pruned."""
+        """Whether the release can be promoted, which means that it exists and was not
+        pruned.
+        """
         return self.store.find(record_key(MANIFESTS, version)) is not None
 
     def contains(self, archive: Path) -> bool:
-        """Whether ``archive`` equals, byte for byte,
-        a published release that was not pruned.
+        """Whether ``archive`` is byte-for-byte identical to a published release that
+        was not pruned.
 
         Raises:
             IntegrityError: ``archive`` is not a release.
@@ -153,15 +159,16 @@ class Registry:
 
         Raises:
             StoreError: the release does not exist, or was pruned.
-                IntegrityError: the archive differs from the published archive.
+            IntegrityError: the archive differs from the published archive.
         """
         record = self.get(version)
         self.store.fetch(record.archive_key, path, sha256=record.archive_sha256)
         return record
 
     def explain_no_champion(self) -> str:
-        """Explain that the store has no champion,
-        and name the command that changes this."""
+        """A message that the store has no champion, with the command that promotes a
+        release.
+        """
         versions = [*self.list()]
         if not versions:
             return f"No release has been promoted in {self.uri} yet; run `evernear run` first."
@@ -178,7 +185,7 @@ class Registry:
 
         Raises:
             StoreError: no release has been promoted yet.
-            IntegrityError: the pointer is damaged or lost.
+            IntegrityError: the champion pointer is damaged or lost.
         """
         champion = self.champion()
         if champion is None:
@@ -189,19 +196,20 @@ class Registry:
         """The champion, or None before the first promotion.
 
         Raises:
-            IntegrityError: the pointer is damaged or lost.
+            IntegrityError: the champion pointer is damaged or lost.
         """
         return self.pointer.find()
 
     def restore(self, version: str | None = None, cause: Cause | None = None) -> Champion:
-        """Write the lost or damaged pointer again, as a new promotion of ``version``.
+        """Rewrite the lost or damaged champion pointer as a new promotion of
+        ``version``.
 
-        ``version`` defaults to the release of the newest promotion in the history. The
-        target of a rollback is then the same as before.
+        ``version`` defaults to the release of the newest promotion in the history. With
+        the default version, the rollback target stays the same.
 
         Raises:
-            StoreError: the pointer is intact, the history names no release,
-                or the release does not exist.
+            StoreError: the pointer is intact, the history contains no release, or the
+                release does not exist.
             ConflictError: a different process wrote the pointer in the meantime.
                 Nothing was changed.
         """
@@ -240,11 +248,12 @@ class Registry:
         cause: Cause | None = None,
         anchor: str | None = None,
     ) -> Champion:
-        """Make a published release the champion, if the champion is still ``expected``.
+        """If the champion is still ``expected``, make a published release the champion.
         ``anchor`` replaces the anchor.
 
-        ``cause`` is recorded in the history and defaults to this process. Attempts to
-        reach the store are repeated for 5 minutes.
+        ``cause`` is recorded in the promotion history. The default cause is this
+        process. If the store is unreachable, the request is retried for up to 5
+        minutes.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -264,22 +273,22 @@ class Registry:
         return self._promote(promotion, expected)
 
     def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Record that the champion's settings changed, if the champion is still
-        ``expected``. Rollbacks skip this entry.
+        """If the champion is still ``expected``, record that its settings changed.
+        Rollbacks skip this entry.
 
         Raises:
-            ConflictError, TransientStoreError, StoreError: as for `set_champion`.
+            ConflictError, TransientStoreError, StoreError: as in `set_champion`.
         """
         return self._record_again(expected, "apply", expected.anchor, cause)
 
     def set_anchor(self, version: str, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Make a published release the anchor,
-        if the champion is still ``expected``. Rollbacks skip this entry.
+        """If the champion is still ``expected``, make a published release the anchor.
+        Rollbacks skip this entry.
 
         Raises:
-            StoreError: the release does not exist, is being pruned,
-                or already is the anchor.
-            ConflictError, TransientStoreError: as for `set_champion`.
+            StoreError: the release does not exist, is being pruned, or is already the
+                anchor.
+            ConflictError, TransientStoreError: as in `set_champion`.
         """
         self.get(version)
         if version == expected.anchor:
@@ -302,20 +311,21 @@ class Registry:
         return self._promote(promotion, expected)
 
     def roll_back(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """Restore the champion before ``expected``,
-        if the champion is still ``expected``.
+        """If the champion is still ``expected``, restore the champion that preceded
+        ``expected``.
 
-        A rollback undoes the last promotion, and a second rollback undoes the promotion
-        before it. A rollback never returns to the release that the previous rollback
-        left. If the history entry of a promotion is lost, the promotion has no
-        predecessor. Attempts to reach the store are repeated for 5 minutes. The anchor
-        stays unless it is the release that the rollback leaves. In this case, the
-        previous anchor is restored.
+        A rollback undoes the last promotion, and a second rollback undoes the preceding
+        promotion. A rollback never restores a release that the previous rollback
+        replaced. If the history entry of a promotion is lost, the promotion has no
+        predecessor. If the store is unreachable, the request is retried for up to 5
+        minutes. The anchor does not change, unless the replaced release is the anchor.
+        If the replaced release is the anchor, the previous anchor is restored.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
             TransientStoreError: the store is unreachable. The pointer may have moved.
-            StoreError: no previous champion exists, or it was pruned.
+            StoreError: no previous champion exists, or the previous champion was
+                pruned.
         """
         undo_to = expected.pointer.undo_to
         restored = self.pointer.find_in_history(undo_to) if undo_to is not None else None

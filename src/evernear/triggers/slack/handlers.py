@@ -120,8 +120,8 @@ def create_slack_app(client: WebClient, signing_secret: str, handlers: Handlers)
     """Create the Bolt app.
 
     Raises:
-        slack_bolt.error.BoltError: Slack rejects the token of ``client``,
-            or is unavailable.
+        slack_bolt.error.BoltError: Slack rejects the token of ``client``, or is
+            unavailable.
         OSError: Slack is unreachable.
     """
     quiet = logging.getLogger("evernear.slack.bolt")
