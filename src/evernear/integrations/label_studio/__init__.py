@@ -1,1 +1,1 @@
-"""The review queue and suspect labels as Label Studio tasks."""
+"""Convert the review queue and suspect labels to Label Studio tasks."""

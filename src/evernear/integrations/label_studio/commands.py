@@ -1,5 +1,5 @@
-"""``evernear labels export`` and ``evernear labels import``:
-exchange with Label Studio.
+"""The commands ``evernear labels export`` and ``evernear labels import``, which
+exchange tasks and annotations with Label Studio.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""Exchange with Label Studio: tasks in its JSON format,
-and annotations in the same format.
+"""Write tasks and read annotations in Label Studio's JSON format.
 
 https://labelstud.io/guide/task_format
 """
@@ -52,7 +51,7 @@ class _Annotation(BaseModel):
 
 
 class _Data(BaseModel):
-    """The image's sha256 or, for a random query, the ID of the request."""
+    """The SHA-256 hash of the image or, for a random query, the ID of the request."""
 
     evernear: str = Field(default="", pattern=r"^[0-9a-f]{64}$")
     query: str = ""
@@ -71,7 +70,8 @@ class _Task(BaseModel):
 
 def labeling_config(labels: Sequence[str]) -> str:
     """The labeling interface of a project, which shows the image and its class. Paste
-    it into the project's settings."""
+    the result into the settings of the Label Studio project.
+    """
     choices = "".join(f"    <Choice value={quoteattr(label)}/>\n" for label in labels)
     return (
         f'<View>\n  <Image name="{TO_NAME}" value="$image"/>\n'
@@ -82,11 +82,11 @@ def labeling_config(labels: Sequence[str]) -> str:
 def to_tasks(
     items: Iterable[Item], suspects: Iterable[tuple[Suspect, bytes]], random_queries: Iterable[RandomQuery] = ()
 ) -> list[dict[str, Any]]:
-    """Create tasks with the image as a data URI and the suggested class as a
-    prediction. A suspect is paired with its picture.
+    """Create tasks, each with the image as a data URI and the suggested class as a
+    prediction. Each suspect comes with the PNG file of its image.
 
-    A random query has no prediction,
-    which would suggest a label and thereby distort the measured accuracy.
+    A task for a random query has no prediction, because a prediction would suggest a
+    label and thereby distort the measured accuracy.
     """
     tasks = [_task(item.id, item.image, "query", "", item.candidates[0] if item.candidates else "") for item in items]
     return [
@@ -140,8 +140,9 @@ def import_tasks(
 
 
 def _tasks(data: bytes) -> list[_Task]:
-    """Parse an export in UTF-8, UTF-16 or UTF-32, with or without a byte order mark,
-    because editors and shells convert it."""
+    """Parse an export. The encoding may be UTF-8, UTF-16 or UTF-32, with or without a
+    byte order mark, because editors and shells may convert the file.
+    """
     try:
         return TypeAdapter(list[_Task]).validate_json(data.decode(json.detect_encoding(data)))
     except UnicodeDecodeError as error:
@@ -196,7 +197,8 @@ def _import(task: _Task, answers: Answers, queue: Queue, suspect: Suspect | None
 
 def _label(annotation: _Annotation, is_query: bool) -> str | None:
     """The chosen class, an empty string if the annotator skipped a query, or None if
-    nothing was decided."""
+    the annotator made no decision.
+    """
     if annotation.was_cancelled:
         return "" if is_query else None
     choices = [choice for result in annotation.result if result.type == "choices" for choice in result.value.choices]
@@ -204,8 +206,9 @@ def _label(annotation: _Annotation, is_query: bool) -> str | None:
 
 
 def _who(completed_by: int | dict[str, Any] | None) -> str:
-    """The e-mail address of an annotator if the export contains it,
-    otherwise the annotator's number."""
+    """The e-mail address of an annotator if the export contains the address, otherwise
+    the annotator's number.
+    """
     if isinstance(completed_by, dict):
         return str(completed_by.get("email") or completed_by.get("id") or "unknown")
     return str(completed_by or "unknown")

@@ -8,10 +8,10 @@ from evernear.release.registry import Registry
 
 
 def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
-    """Point the alias at the champion's collection,
-    after the champion moved from ``before``.
+    """After the champion moved from ``before``, point the alias at the new champion's
+    collection.
 
-    The release does not use the alias, so a failure is reported as a warning.
+    evernear itself does not use the alias, so a failure is only reported as a warning.
     Repeating the call changes nothing.
     """
     try:
@@ -25,9 +25,9 @@ def point_alias(registry: Registry, before: Champion | None = None, *, take_over
     """Point the alias at the champion's collection, and return the collection. Return
     None if the champion's vectors are in its archive.
 
-    The alias of ``before`` is removed if it is a different alias. Without
-    ``take_over``, an alias that points at a collection of a different store stays,
-    because this store may be a copy.
+    If the collection of ``before`` has a different alias, that alias is removed. Unless
+    ``take_over`` is set, an alias that points at a different store's collection is not
+    changed, because this store may be a copy.
 
     Raises:
         StoreError: the alias belongs to a different store, or the registry or Milvus is
@@ -63,8 +63,9 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
 
 
 def _collection(registry: Registry, champion: Champion | None) -> Collection | None:
-    """The collection of a champion,
-    or None if the champion has no collection or its record is lost."""
+    """The collection of a champion, or None if the champion has no collection or the
+    release record is lost.
+    """
     if champion is None:
         return None
     try:

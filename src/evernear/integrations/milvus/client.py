@@ -22,15 +22,18 @@ asynchronous.
 CONNECT_TIMEOUT_S = 30.0
 TIMEOUT_S = 60.0
 GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
-"""Milvus Lite closes idle connections on which pymilvus sends a ping every 10 s."""
+"""These options disable pings on idle connections, because Milvus Lite closes a
+connection on which pymilvus sends a ping every 10 s.
+"""
 UNCONNECTED = 2
 """pymilvus's error code for a server to which it cannot connect."""
 MAX_MESSAGE = 300
 
 
 def connect(uri: str) -> Client:
-    """A client of the Milvus at ``uri``,
-    or at the address that the environment sets instead."""
+    """Create a client for the Milvus server. An address in the environment takes
+    precedence over ``uri``.
+    """
     os.environ.setdefault("PYTHON_DOTENV_DISABLED", "1")  # pymilvus would read .env files into the environment
     from pymilvus import MilvusClient
 
@@ -52,7 +55,8 @@ def uri_of(settings: IndexSettings) -> str:
 
 
 def require_reachable(settings: IndexSettings) -> None:
-    """Check, before a run starts, that its gallery can be written.
+    """Before a run starts, check that Milvus is reachable, so that the gallery can be
+    written.
 
     Raises:
         SettingsError: ``index.uri`` is missing, or the token is unusable.
@@ -63,15 +67,17 @@ def require_reachable(settings: IndexSettings) -> None:
 
 
 def address(uri: str) -> str:
-    """The address that the environment sets, or ``uri`` if it sets none."""
+    """The Milvus address in the environment, or ``uri`` if the environment contains no
+    address.
+    """
     return os.environ.get(MILVUS_URI_VARIABLE) or uri
 
 
 def _token() -> str:
     """The token from the environment, or an empty string.
 
-    The token is sent only to the address that the environment sets,
-    because a release could name someone else's server.
+    The token is sent only to the address in the environment, because a release could
+    contain the address of someone else's server.
     """
     token, file = usable(MILVUS_TOKEN_VARIABLE), os.environ.get(MILVUS_TOKEN_FILE_VARIABLE)
     if file and not token:
@@ -89,7 +95,7 @@ def _token() -> str:
 
 @contextmanager
 def milvus_errors(uri: str) -> Generator[None]:
-    """Convert pymilvus errors to one sentence."""
+    """Convert pymilvus errors to errors with a one-sentence message."""
     import grpc
     from pymilvus import MilvusException
 
@@ -121,8 +127,8 @@ def sentence(error: Exception) -> str:
 
 
 def point_alias(collection: Collection) -> None:
-    """Point the alias of ``collection`` at ``collection``.
-    Repeating the call changes nothing.
+    """Point the alias ``collection.alias`` at ``collection``. Repeating the call
+    changes nothing.
 
     Raises:
         TransientStoreError: Milvus is unreachable.
@@ -137,10 +143,10 @@ def point_alias(collection: Collection) -> None:
 
 
 def drop_alias(collection: Collection) -> None:
-    """Remove the alias of ``collection``, if it exists.
+    """Remove the alias of ``collection``, if the alias exists.
 
     Raises:
-        TransientStoreError, StoreError: as for `point_alias`.
+        TransientStoreError, StoreError: as in `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
@@ -149,10 +155,10 @@ def drop_alias(collection: Collection) -> None:
 
 
 def drop(collection: Collection) -> None:
-    """Delete a collection with its vectors, if it exists.
+    """If the collection exists, delete the collection and its vectors.
 
     Raises:
-        TransientStoreError, StoreError: as for `point_alias`.
+        TransientStoreError, StoreError: as in `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):

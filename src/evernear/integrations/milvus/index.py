@@ -1,10 +1,10 @@
 """Galleries in Milvus: one collection per index,
 and an alias for the champion's collection.
 
-The same code works with a cluster, a standalone server and Milvus Lite, which is a file
-on this machine. The name of a collection contains its store and its content hash. A
-collection is never changed after it is filled, so a release that names a collection
-also identifies its vectors.
+The same code works with a Milvus cluster, a standalone server, and Milvus Lite, which
+stores its data in a local file. Each collection name contains an identifier of the
+store and a hash of the collection's content. A collection is never changed after it is
+filled. A release that contains a collection name therefore also identifies the vectors.
 """
 
 import json
@@ -40,11 +40,13 @@ from evernear.integrations.milvus.client import (
 from evernear.settings import IndexSettings
 
 ROW, LABEL, IMAGE, EMBEDDING = "row", "label", "image", "embedding"
-"""The fields of a collection. ``label`` and ``image`` (the sha256 of the image) are for
-other readers of the alias."""
+"""The fields of a collection. ``label`` and ``image`` (the SHA-256 hash of the image)
+are intended for other programs that read the collection through its alias.
+"""
 ROW_BLOCK_SIZE = 1000
-"""Number of rows per insert: 16 MB at 4096 dimensions.
-A server accepts messages of up to 64 MB."""
+"""Number of rows per insert. With 4096 dimensions, an insert takes 16 MB. A Milvus
+server accepts messages of up to 64 MB.
+"""
 QUERY_BLOCK_SIZE = 1024
 SEARCH_TIMEOUT_S = 10.0
 INDEX_TIMEOUT_S = 4 * 3600.0
@@ -52,13 +54,13 @@ POLL_S = 0.2
 MAX_LABEL_BYTES = 65_535
 INDEX_TYPES = ("FLAT", "IVF_FLAT", "IVF_SQ8", "IVF_PQ", "HNSW", "SCANN", "DISKANN", "AUTOINDEX")
 EXACT, GRAPH = "FLAT", "HNSW,M=32,efConstruction=360"
-"""The index types for ``index.type = auto``."""
+"""The index types from which ``index.type = auto`` chooses."""
 BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
-"""Search parameters of `GRAPH`, from the fastest to the most exact."""
+"""Search parameters for `GRAPH`, from fastest to most accurate."""
 
 
 class MilvusBackend:
-    """The backend of ``index.backend = milvus``. It implements
+    """The index backend for ``index.backend = milvus``. It implements
     `evernear.plugins.IndexBackend`.
     """
 
@@ -93,8 +95,8 @@ class MilvusIndex:
     ) -> None:
         """Connect to an existing collection.
 
-        ``strongly_consistent`` makes every search wait for all earlier writes, which
-        costs up to 0.2 s on a cluster.
+        If ``strongly_consistent`` is set, every search waits for all earlier writes. On
+        a cluster, this takes up to 0.2 s.
         """
         self.collection = collection
         self.shape = shape
@@ -104,7 +106,7 @@ class MilvusIndex:
 
     @staticmethod
     def open(collection: Collection, shape: tuple[int, int], search: str) -> "MilvusIndex":
-        """Open the collection of a release for search. ``shape`` is the number of
+        """Open the collection of a release for search. ``shape`` contains the number of
         vectors and the number of dimensions.
 
         Raises:
@@ -126,11 +128,12 @@ class MilvusIndex:
         return index
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """L2 distances and rows of the nearest vectors, both (N, k). See `VectorIndex`.
+        """The L2 distances and the row numbers of the nearest vectors, both of shape
+        (N, k). See `VectorIndex`.
 
         Raises:
-            TransientStoreError: Milvus is unreachable,
-                or does not respond within `SEARCH_TIMEOUT_S`.
+            TransientStoreError: Milvus is unreachable, or does not respond within
+                `SEARCH_TIMEOUT_S`.
             StoreError: Milvus rejects the request.
         """
         scores = np.full((len(vectors), k), -np.inf, np.float32)
@@ -143,10 +146,10 @@ class MilvusIndex:
         return np.where(rows >= 0, np.sqrt(np.maximum(squared, 0)), np.float32(np.inf)), rows
 
     def set_search(self, parameters: str) -> None:
-        """Set the parameters of later searches, such as ``ef=64``.
+        """Set the parameters for subsequent searches, such as ``ef=64``.
 
         Raises:
-            RuntimeError: the parameters do not have the form name=number.
+            RuntimeError: the parameters do not have the form ``name=number``.
         """
         self._parameters = _numbers(parameters.split(",") if parameters else [])
 
@@ -175,21 +178,22 @@ class MilvusIndex:
             except Exception as error:
                 if is_transient(error):
                     raise
-            # After a restart, Milvus Lite no longer knows which collections are loaded.
+            # Load the collection again, because Milvus Lite forgets after a restart
+            # which collections were loaded.
             self._client.load_collection(self.collection.name, timeout=SEARCH_TIMEOUT_S)
             return search()
 
 
 def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> MilvusIndex:
-    """Fill a collection with ``gallery``. Its index has the type ``factory``,
-    such as ``HNSW,M=32``.
+    """Fill a collection with ``gallery``. ``factory`` is the type of the collection's
+    index, such as ``HNSW,M=32``.
 
-    A collection with the same store and content is reused. A collection that a killed
-    run left unfinished is completed.
+    If a collection with the same store and content exists, it is reused. If a killed
+    run left the collection unfinished, the collection is completed.
 
     Raises:
-        SettingsError: ``index.uri`` is missing, the index type does not work,
-            or pymilvus is not installed.
+        SettingsError: ``index.uri`` is missing, the index type does not work, or
+            pymilvus is not installed.
         TransientStoreError: Milvus is unreachable.
         StoreError: Milvus rejects the request.
     """
@@ -213,11 +217,11 @@ def fill(gallery: GalleryVectors, settings: IndexSettings, factory: str) -> Milv
 
 
 def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingBlock, exact: ExactNeighbors) -> Choice:
-    """Fill a collection for ``index.type = auto``,
-    and choose its search parameters on ``queries``.
+    """Fill a collection for ``index.type = auto``, and use ``queries`` to choose its
+    search parameters.
 
     Raises:
-        SettingsError, TransientStoreError, StoreError: as for `fill`.
+        SettingsError, TransientStoreError, StoreError: as in `fill`.
     """
     size_bytes = gallery.size * gallery.embeddings.dim * 4
     if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):
@@ -257,7 +261,8 @@ def _create_collection(client: Client, collection: Collection, gallery: GalleryV
         index.add_index(EMBEDDING, index_type=kind, metric_type="IP", params=_numbers(build))
         client.create_collection(collection.name, schema=schema, index_params=index, timeout=TIMEOUT_S)
     except (MilvusException, RuntimeError) as error:
-        # Milvus creates the collection before its index.
+        # Milvus creates the collection before the index, so an empty collection may
+        # remain.
         client.drop_collection(collection.name, timeout=TIMEOUT_S)
         raise SettingsError(
             f"index.type = {factory!r} does not work in Milvus at {address(collection.uri)}: {sentence(error)}; use "
@@ -303,8 +308,9 @@ def _dim(client: Client, name: str) -> int:
 
 
 def _await_index(client: Client, name: str) -> None:
-    """Wait until Milvus has indexed every vector. It searches other vectors exactly, so
-    the recall would appear too high."""
+    """Wait until Milvus has indexed every vector. Milvus uses exact search for vectors
+    that are not indexed yet, so the measured recall would be too high.
+    """
     deadline_s = time.monotonic() + INDEX_TIMEOUT_S
     while client.describe_index(name, EMBEDDING, timeout=TIMEOUT_S)["pending_index_rows"]:
         if time.monotonic() > deadline_s:

@@ -1,1 +1,1 @@
-"""Runs in MLflow, for teams that compare their runs there."""
+"""Log runs to MLflow, for teams that compare runs there."""

@@ -1,5 +1,6 @@
-"""The MLflow plugin: it logs runs if ``MLFLOW_TRACKING_URI`` contains the server's
-address."""
+"""The MLflow plugin, which logs runs if ``MLFLOW_TRACKING_URI`` is set to the server's
+address.
+"""
 
 import os
 from typing import TYPE_CHECKING

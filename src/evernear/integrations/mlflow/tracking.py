@@ -1,5 +1,6 @@
-"""Runs in MLflow. The run's record in the store remains authoritative,
-so a failure here is a warning."""
+"""Log runs to MLflow. The run record in the store remains authoritative, so a failure
+to log to MLflow is only a warning.
+"""
 
 import os
 import re
@@ -14,11 +15,11 @@ from evernear.reporting.run_report import RunReport
 
 TIMEOUT_S = 10
 EXPERIMENT = "evernear"
-"""The MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
+"""Name of the MLflow experiment, unless ``MLFLOW_EXPERIMENT_NAME`` is set."""
 STATES = {"failed": "FAILED", "stopped": "KILLED"}
 """The MLflow status of failed and stopped runs. All other runs are FINISHED."""
 PARAMETERS_MAX, METRICS_MAX = 100, 1000
-"""Maximum number of entries in one request to MLflow."""
+"""Maximum numbers of parameters and metrics in one request to MLflow."""
 PARAMETER_MAX_CHARACTERS = 6000
 _MLFLOW_DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -29,7 +30,7 @@ _MLFLOW_DEFAULTS = {
 
 
 def track(record: RunRecord, page: str) -> list[str]:
-    """Log a run that has ended, unless it has no settings. If logging fails,
+    """Log a run that has ended. A run without settings is not logged. If logging fails,
     return a warning.
 
     ``page`` is the HTML of the run page.
@@ -47,7 +48,9 @@ def track(record: RunRecord, page: str) -> list[str]:
 
 
 def _log_to_mlflow(report: RunReport, page: str) -> None:
-    """Log parameters, metrics and the run page. A retried step logs to the same run."""
+    """Log parameters, metrics and the run page. If a step is retried, it logs to the
+    same MLflow run.
+    """
     for variable, value in _MLFLOW_DEFAULTS.items():
         os.environ.setdefault(variable, value)
     from mlflow import MlflowClient
@@ -74,17 +77,18 @@ def _log_to_mlflow(report: RunReport, page: str) -> None:
 
 
 def _artifact_location() -> str | None:
-    """The ``mlruns`` directory next to a SQLite database.
+    """The URI of the ``mlruns`` directory next to a SQLite database, or None for other
+    tracking servers.
 
-    MLflow's default is ``mlruns`` in the current directory,
-    which is a temporary directory in a step.
+    By default, MLflow uses ``mlruns`` in the current directory, which is a temporary
+    directory in a pipeline step.
     """
     database = re.fullmatch(r"sqlite(?:\+\w+)?:///([^:?][^?]*).*", os.environ[ADDRESS])
     return (Path(database[1]).absolute().parent / "mlruns").as_uri() if database else None
 
 
 def _curves(report: RunReport) -> Iterator[tuple[str, float, int]]:
-    """Name, value and epoch of each point of the training curves."""
+    """Yield the name, value and epoch of each point in the training curves."""
     for epoch in report.training.get("epochs", ()):
         for key in ("train_loss", "gallery_loss", "gallery_accuracy", "learning_rate"):
             yield key, epoch[key], epoch["epoch"]

@@ -1,1 +1,1 @@
-"""Releases in Kubeflow's model registry, for teams that look up their models there."""
+"""Register releases in Kubeflow's model registry, for teams that look up models there."""

@@ -1,8 +1,8 @@
 """Releases in Kubeflow's model registry: an entry for each release,
 and a mark on the champion's entry.
 
-The store remains authoritative, so a failure here is a warning.
-The next entry or promotion repairs it.
+The store remains authoritative, so a failure in the model registry is only a warning.
+The next registration or promotion repairs the entries.
 """
 
 import os
@@ -34,11 +34,12 @@ _ERRORS = (EvernearError, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError
 
 
 def register(record: RunRecord) -> list[str]:
-    """Register the release of a run and mark the champion. If this fails,
-    return a warning.
+    """Register the release that a run created, and mark the champion. If the
+    registration fails, return a warning.
 
-    A release that was not published because its deployment failed gets no entry. A run
-    without a release may have been a rollback or the promotion of an earlier release.
+    If the deployment failed, the release was not published and gets no entry. A run
+    without a release may have been a rollback or the promotion of an earlier release,
+    so the champion is always marked.
     """
     report = RunReport.load(record)
     if version := report.outcome.candidate:
@@ -50,7 +51,7 @@ def register(record: RunRecord) -> list[str]:
 
 
 def follow_champion(registry: Registry) -> list[str]:
-    """Mark the champion as promoted. If this fails, return a warning."""
+    """Mark the champion as promoted. If marking fails, return a warning."""
     try:
         _mark_champion(registry)
     except _ERRORS as error:
@@ -85,9 +86,9 @@ def _mark_champion(registry: Registry) -> None:
     """Set the `PROMOTED` property of the champion's entry,
     and clear it on other entries.
 
-    The entries belong to the datasets of the champion and its predecessor. They are
-    compared with the champion and not with the last promotion, so that a later call
-    repairs a missed call.
+    Only entries for the datasets of the champion and its predecessor are updated. Each
+    entry is compared with the champion and not with the last promotion, so that a later
+    call makes up for a missed call.
     """
     promotions = deque(registry.history(), maxlen=2)
     releases = [registry.get(promotion.version, include_pruned=True) for promotion in promotions]

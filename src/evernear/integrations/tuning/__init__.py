@@ -1,2 +1,3 @@
-"""Tuning: trials with different settings, on a laptop with Optuna or in a cluster with
-Katib (``pipelines/tune.py``)."""
+"""Tune settings with trials, on one machine with Optuna or in a cluster with Katib
+(``pipelines/tune.py``).
+"""

@@ -93,8 +93,9 @@ def trial(
 
 
 def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
-    """Ingest the source, and return the dataset.
-    Its manifest is written to ``directory``."""
+    """Ingest the source, and return the dataset. The dataset's manifest is written to
+    ``directory``.
+    """
     from evernear.data.ingest import ingest_source
     from evernear.data.manifest import save_manifest
     from evernear.data.shards import Dataset

@@ -12,14 +12,16 @@ from evernear.errors import SettingsError
 from evernear.settings import load
 
 SECTIONS = ("train", "index")
-"""Sections that may be tuned. Other sections decide what is measured,
-or how it is judged."""
+"""Sections that may be tuned. Other sections determine what is measured, or how the
+result is judged.
+"""
 BUILT_IN = Path(__file__).parent / "space.toml"
 
 
 class Range(Frozen):
-    """Numbers between ``low`` and ``high``.
-    They are integers if both bounds are integers."""
+    """Numbers between ``low`` and ``high``. If both bounds are integers, only integers
+    are sampled.
+    """
 
     low: int | float
     high: int | float
@@ -50,7 +52,9 @@ Parameter = Range | Choices
 
 
 class SearchSpace(Frozen):
-    """Parameters by the name of their setting, such as ``train.learning_rate``."""
+    """The parameters to tune, keyed by the setting's name, such as
+    ``train.learning_rate``.
+    """
 
     parameters: dict[str, Parameter] = Field(min_length=1)
 

@@ -1,8 +1,8 @@
 """A study on one machine, in which Optuna chooses the settings of each trial from the
 results of earlier trials.
 
-The study is a journal file in the study's directory.
-A killed study continues with the next trial.
+The study is stored as a journal file in the study directory. If a study is killed and
+started again, it continues with the next trial.
 """
 
 from collections.abc import Callable
@@ -33,15 +33,18 @@ class StudyResult(Frozen):
     """The best trial of a study, compared with the unchanged settings."""
 
     trials: int
-    """Number of trials with a result, without the trial of the unchanged settings."""
+    """Number of trials with a result. The trial with the unchanged settings is not
+    counted.
+    """
     failed: int
-    """Number of trials that failed to train."""
+    """Number of trials in which training failed."""
     baseline: Proportion
-    """Accuracy of the unchanged settings on the query split."""
+    """Accuracy with the unchanged settings on the query split."""
     best: Proportion
     settings: dict[str, int | float | str]
-    """The best trial's settings, keyed by name. They are empty if no trial was better
-    than the unchanged settings."""
+    """The best trial's settings, keyed by name. The mapping is empty if no trial was
+    better than the unchanged settings.
+    """
 
 
 def run_study(
@@ -64,7 +67,7 @@ def run_study(
     _require_same(study, identity(dataset, settings, space), directory)
 
     while _baseline(study) is None or len(_finished(study)) <= trials:
-        # With the same seed, a continued study would repeat its random choices.
+        # With the same seed, a continued study would repeat its earlier random choices.
         study.sampler = optuna.samplers.TPESampler(seed=settings.train.seed + len(study.trials))
         _run_trial(study, dataset, settings, space, directory, report)
     return _conclude(study, directory)
@@ -93,7 +96,7 @@ def _run_trial(
 
 
 def suggest(trial: Trial, space: SearchSpace) -> dict[str, int | float | str]:
-    """The settings of ``trial``, by name."""
+    """Sample settings for ``trial`` from ``space``, keyed by name."""
     return {name: _suggest(trial, name, parameter) for name, parameter in space.parameters.items()}
 
 
@@ -136,12 +139,12 @@ def _require_same(study: optuna.Study, expected: str, directory: Path) -> None:
 
 
 def _finished(study: optuna.Study) -> list[FrozenTrial]:
-    """Trials with an outcome. A killed process leaves trials without one."""
+    """Trials with an outcome. A killed process leaves trials without an outcome."""
     return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.FAIL))
 
 
 def _baseline(study: optuna.Study) -> FrozenTrial | None:
-    """The trial of the unchanged settings, if it has a result."""
+    """The trial with the unchanged settings, or None if that trial has no result."""
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return next((trial for trial in complete if not trial.params), None)
 

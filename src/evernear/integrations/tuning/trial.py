@@ -1,5 +1,6 @@
-"""One trial: train with given settings,
-and measure the recognizer as it would be served."""
+"""One trial: train with the given settings, and measure the recognizer in the form in
+which it would be served.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +23,12 @@ from evernear.settings import RunSettings
 def measure_trial(
     dataset: Dataset, settings: RunSettings, directory: Path, report: Callable[[str], None]
 ) -> Proportion:
-    """Measure the accuracy on the query split,
-    which neither the network nor the index was built from.
+    """Measure the accuracy on the query split, from which neither the network nor the
+    index was built.
 
-    The test split is not measured: the gate judges the chosen settings on images that
-    were not used to choose them. The features of a backbone that is not trained come
-    from the store of ``dataset``, and so do their other splits.
+    The test split is not measured, so that the gate can judge the chosen settings on
+    images that were not used to choose them. If the backbone is not trained, its
+    features for all splits are cached in the store of ``dataset``.
 
     Raises:
         TrainingError: training fails with these settings.
