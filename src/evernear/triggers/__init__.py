@@ -1,3 +1,3 @@
-"""Triggers: decide to train again, ask for confirmation,
-start a pipeline run and follow it.
+"""Triggers: decide to train again, ask for confirmation, start a pipeline run, and
+follow the run.
 """

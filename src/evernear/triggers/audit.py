@@ -1,4 +1,4 @@
-"""The audit log: one immutable object in the store for each action of a person.
+"""The audit log, which contains one immutable object in the store for each user action.
 
 ::
 
@@ -24,11 +24,13 @@ class AuditEvent(Frozen):
     """One action of a person."""
 
     request: str
-    """Id of the request. An action repeated after a crash writes the same object."""
+    """Id of the request. If an action is repeated after a crash, the same object is
+    written.
+    """
     at: AwareDatetime
     who: str
     what: str
-    """The action: start, stop, promote, roll_back ..."""
+    """The action, such as ``start``, ``stop``, ``promote`` or ``roll_back``."""
     result: Result
     where: str = ""
     """Id of the channel."""

@@ -1,5 +1,5 @@
-"""User requests and the watcher's requests, in the store: one object each,
-changed by compare-and-swap.
+"""User requests and the watcher's requests. Each request is an object in the store,
+which is changed with compare-and-swap.
 
 ::
 
@@ -10,9 +10,9 @@ changed by compare-and-swap.
        ├──────> expired         │
        └───────────┴────────────┴──────> failed
 
-A request to run a pipeline is pending until a person answers its prompt in Slack. All
-other kinds of requests are accepted from the beginning. The id of a request is derived
-from its content, so that copies of a delivery, double clicks and concurrent watchers
+A request to run a pipeline is pending until a person answers the prompt in Slack.
+Requests of all other kinds start in the accepted state. The id of a request is derived
+from its content. Duplicate deliveries, double clicks and concurrent watchers therefore
 compete for one conditional write. The id is also the idempotency key of the run in KFP
 (`Request.key`). If a process stops between two states, the next process therefore
 continues the request.
@@ -32,8 +32,8 @@ from evernear.errors import ConflictError, IntegrityError
 
 REQUESTS = "triggers/requests/"
 RETENTION = timedelta(days=7)
-"""Age at which finished user requests are removed.
-Slack's last retry of a delivery comes after an hour.
+"""Age at which finished user requests are removed. Slack retries a delivery for the
+last time after an hour.
 """
 TEXT_MAX_CHARACTERS = 2000
 """Maximum length of a command's text."""
@@ -51,7 +51,9 @@ _log = logging.getLogger(__name__)
 
 
 class Person(Frozen):
-    """A member of the Slack workspace, or a part of evernear, which has no id."""
+    """A member of the Slack workspace, or a component of evernear. Components have no
+    id.
+    """
 
     id: str
     name: str = ""
@@ -64,7 +66,7 @@ class Person(Frozen):
 
 WATCHER = Person(id="", name="the watcher")
 POLICY = Person(id="", name="the watcher's policy")
-"""Accepts the watcher's requests if ``watch.policy`` is ``start``."""
+"""The `Person` that accepts the watcher's requests if ``watch.policy`` is ``start``."""
 
 
 class Request(Frozen):
@@ -77,7 +79,7 @@ class Request(Frozen):
     expires: AwareDatetime | None = None
     """Time until which a pending request can be answered.
 
-    The watcher's requests stay open while their causes last.
+    The watcher's requests stay open as long as their causes last.
     """
     asked_by: Person
     answered_by: Person | None = None
@@ -87,28 +89,28 @@ class Request(Frozen):
 
     pipeline: str = TRAINING
     text: str = ""
-    """Kind ``run``: the settings as typed.
-    Kind ``stop`` without ``run``: the beginning of the run's id.
+    """For the kind ``run``: the settings as the user typed them. For the kind ``stop``
+    without ``run``: the beginning of the run id.
     """
     parameters: dict[str, Any] = Field(default={})
-    """Arguments of the run. They take precedence over the settings of the process that
-    starts the run.
+    """Arguments of the run. The arguments take precedence over the settings of the
+    process that starts the run.
     """
     causes: tuple[str, ...] = ()
-    """Names of the watcher's causes.
-    Empty in user requests and in requests of earlier versions.
+    """Names of the watcher's causes. Empty in user requests and in requests from
+    earlier versions of evernear.
     """
     reasons: tuple[str, ...] = ()
     """The watcher's reasons, one sentence each."""
     figures: dict[str, float] = Field(default={})
     """The watcher's measurements at the time of the request."""
     champion: str | None = None
-    """The champion at the time of the watcher's request,
-    or None in requests of earlier versions.
+    """The champion at the time of the watcher's request, or None in requests from
+    earlier versions of evernear.
     """
     listing: str = ""
-    """A digest of the source listing at the time of the request,
-    to detect later changes.
+    """A digest of the source listing at the time of the request, with which later
+    changes are detected.
     """
     seen: AwareDatetime | None = None
     """Time of the last check that found one of the request's causes."""
@@ -120,25 +122,27 @@ class Request(Frozen):
     """The value of ``grown`` that the prompt shows."""
     run: str = ""
     release: str = ""
-    """Kind ``promote``: the release to promote. Kind ``roll_back``:
-    the champion to replace.
+    """For the kind ``promote``: the release to promote. For the kind ``roll_back``: the
+    champion to replace.
     """
     move: int = 0
-    """Number of the promotion that the button showed.
-    The request fails after a later promotion.
+    """Number of the newest promotion when the button was shown. If the champion pointer
+    has moved since then, the request fails.
     """
 
     trigger: str = ""
-    """Slack's id of the click or command. Copies of a delivery share this id."""
+    """Slack's id of the click or command. Duplicate deliveries have the same id."""
     channel: str = ""
     thread: str = ""
     """Timestamp of the message whose thread receives the answer.
     Empty without a thread.
     """
     message: str = ""
-    """The message with the prompt, later with the run's status, as ``channel/ts``."""
+    """The address (``channel/ts``) of the message that shows the prompt, and later the
+    run's status.
+    """
     progress: str = ""
-    """The message with the steps of the run."""
+    """The address of the message that lists the run's steps."""
     verdict: str = ""
     is_closed: bool = False
     """Whether ``message`` says that the request was declined or has expired."""
@@ -162,8 +166,8 @@ class Request(Frozen):
 
     @property
     def by(self) -> Person:
-        """The responsible person: the person who accepted the request,
-        or else the person who made it.
+        """The responsible person: whoever answered the request, or whoever made the
+        request if it has not been answered.
         """
         return self.answered_by or self.asked_by
 
@@ -177,7 +181,7 @@ class Request(Frozen):
         return f"{self.asked_by}, accepted by {self.by}"
 
     def is_expired(self, now: datetime) -> bool:
-        """Whether the time to answer has passed."""
+        """Whether the deadline for answering has passed."""
         return self.state == "expired" or (self.state == "pending" and self.expires is not None and now >= self.expires)
 
 
@@ -187,15 +191,15 @@ class RequestStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._cache: dict[str, tuple[str, Request | None]] = {}
-        """Etag and content by key, so that a poll reads only changed objects.
-        None if not readable.
+        """The etag and content of each object, keyed by the object's key, so that a
+        poll reads only changed objects. None if not readable.
         """
 
     def add(self, request: Request) -> None:
         """Create a request.
 
         Raises:
-            ConflictError: a request with this id exists.
+            ConflictError: a request with this id already exists.
         """
         self._store.put_if(_key(request.id), request.to_json(), None)
 
@@ -206,8 +210,8 @@ class RequestStore:
     def list(self) -> Iterator[Request]:
         """All requests, sorted by id.
 
-        A request that is damaged or from a different version of evernear is logged once
-        and skipped.
+        A request is logged once and skipped if it is damaged or comes from a different
+        version of evernear.
         """
         for info in list(self._store.list(REQUESTS)):
             etag, request = self._cache.get(info.key, ("", None))
@@ -222,7 +226,7 @@ class RequestStore:
                 yield request
 
     def find(self, request_id: str) -> Request | None:
-        """The request with this id, or None."""
+        """The request with this id, or None if no such request exists."""
         return self._read(_key(request_id))[1]
 
     def change(self, request: Request, **fields: object) -> Request:
@@ -231,7 +235,8 @@ class RequestStore:
 
         Raises:
             ConflictError: a different process changed the request.
-            ValueError: the new state does not follow from the current state.
+            ValueError: the transition from the current state to the new state is not
+                allowed.
         """
         key = _key(request.id)
         etag, current = self._read(key)
@@ -244,9 +249,9 @@ class RequestStore:
         return changed
 
     def remove_old(self, now: datetime) -> None:
-        """Remove finished user requests after `RETENTION`.
+        """Remove finished user requests that are older than `RETENTION`.
 
-        The watcher's requests stay, so that nothing is proposed twice.
+        The watcher's requests are not removed, so that nothing is proposed twice.
         """
         for request in self.list():
             if not request.is_open and not request.is_proposal and now - request.created > RETENTION:
@@ -263,8 +268,8 @@ class RequestStore:
 
 
 def request_id(kind: str, *subject: object) -> str:
-    """The id of a request of ``kind`` about ``subject``.
-    Equal arguments give equal ids.
+    """The id for a request of the kind ``kind`` about ``subject``. Equal arguments give
+    equal ids.
     """
     return f"{kind}-{sha256_bytes(repr(subject).encode())[:20]}"
 

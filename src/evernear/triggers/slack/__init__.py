@@ -1,5 +1,5 @@
-"""The Slack bot: starts runs after confirmation,
-follows them and reports their verdicts.
+"""The Slack bot, which starts runs after confirmation, follows the runs, and reports
+their verdicts.
 
 ::
 
@@ -20,6 +20,6 @@ follows them and reports their verdicts.
     client.py      Slack's Web API             services.py    the dependencies of all of these
     server.py      the process                 heartbeat.py   its health, for `evernear slack ready`
 
-A handler and its messages are in the same module. To follow a run from its prompt to
+Each handler is in the same module as its messages. To follow a run from its prompt to
 its verdict, read `commands.retrain`, then `prompts`, then `runs.RunTracker`.
 """  # noqa: W505

@@ -25,23 +25,23 @@ _GROUP_CACHE_TIME = timedelta(minutes=1)
 
 
 class RequestRefusedError(EvernearError):
-    """The bot rejects a command or click. The message is shown to the person."""
+    """The bot rejected a command or a click. The error message is shown to the user."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The person who typed or clicked, and the channel."""
+    """The user who typed a command or clicked a button, and the channel."""
 
     person: Person
     channel: str
     is_of_workspace: bool
-    """False for members of a different organization in a shared channel."""
+    """False for members of other organizations in a shared channel."""
 
     @staticmethod
     def of(context: BoltContext, body: Mapping[str, Any]) -> "Caller":
         """The caller of a command, a click or an event.
 
-        Bolt has resolved the workspace of the bot's token.
+        Bolt has already resolved the workspace to which the bot's token belongs.
         """
         user: Any = body.get("user") or {}
         own = context.authorize_result
@@ -78,7 +78,7 @@ class Access:
         """Check that ``caller`` has ``permission``.
 
         Raises:
-            RequestRefusedError: ``caller`` is not on the list.
+            RequestRefusedError: ``caller`` does not have the permission.
         """
         setting, allowed = f"slack.may_{permission}", self._lists[permission]
         if not caller.is_of_workspace:
@@ -88,7 +88,7 @@ class Access:
                 f"Sorry, no one may {_VERBS[permission]} from Slack yet. The operator of evernear can add your id, "
                 f"{caller.person.id}, a user group's or this channel's, {caller.channel}, to {setting}."
             )
-        # Groups come last, because each group needs a call to Slack.
+        # User groups are checked last, because each group requires a call to Slack.
         for allowed_id in sorted(allowed, key=_is_group):
             if allowed_id in (caller.person.id, caller.channel) or (
                 _is_group(allowed_id) and caller.person.id in self._members(allowed_id)

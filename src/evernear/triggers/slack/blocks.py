@@ -1,7 +1,7 @@
 """Building blocks of messages, and escaping for untrusted text.
 
-Slack's limits apply: 3000 characters in a section, 2000 in a field,
-and 150 in a header.
+Slack limits a section to 3000 characters, a field to 2000 characters, and a header to
+150 characters.
 """
 
 import json
@@ -37,7 +37,7 @@ TEXT_MAX = 3000
 FIELD_MAX = 2000
 HEADER_MAX = 150
 LINK = "link"
-"""Action of the buttons that open a page."""
+"""Action id of the buttons that open a page."""
 EMOJI = {
     State.PENDING: ":white_circle:",
     State.RUNNING: ":hourglass_flowing_sand:",
@@ -51,13 +51,13 @@ EMOJI = {
 
 
 def line(text: str) -> Message:
-    """A message of one line. ``text`` is plain text of any origin."""
+    """A message of one line. ``text`` is untrusted plain text."""
     return Message(text=escape(text), blocks=(section(escape(text)),))
 
 
 def error_text(error: Exception) -> str:
-    """The message of an expected error, or the type of an unexpected error,
-    whose message is untrusted.
+    """The message of an expected error. An unexpected error has an untrusted message,
+    so only its type is shown.
     """
     if isinstance(error, EvernearError):
         return str(error)
@@ -65,11 +65,12 @@ def error_text(error: Exception) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape untrusted text for mrkdwn: one line, without links or mentions.
+    """Escape untrusted text for Slack's mrkdwn format. The result is one line without
+    links or mentions.
 
-    Text that Slack parses consists of this package's literals and of strings that
-    passed through this function, such as names, versions, sentences and ids of any
-    origin. https://docs.slack.dev/messaging/formatting-message-text#escaping
+    Text that Slack parses consists of literals in this package and of strings that
+    passed through this function, such as names, versions, sentences and ids. See
+    https://docs.slack.dev/messaging/formatting-message-text#escaping
     """
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -80,17 +81,17 @@ def mention(person: Person) -> str:
 
 
 def date(at: datetime) -> str:
-    """A time in the reader's time zone."""
+    """Format a time in the reader's time zone."""
     return f"<!date^{int(at.timestamp())}^{{date_short_pretty}} {{time}}|{at:%Y-%m-%d %H:%M} UTC>"
 
 
 def duration(time: timedelta) -> str:
-    """A duration in its two largest units."""
+    """A duration, expressed in its two largest units."""
     return seconds_in_words(max(0.0, time.total_seconds()))
 
 
 def link(url: str, name: str) -> str:
-    """A link, or the escaped name without a URL."""
+    """A link, or only the escaped name if there is no URL."""
     if not url.startswith("http"):
         return escape(name)
     return f"<{escape(url).replace('|', '%7C')}|{escape(name).replace('|', '/')}>"
@@ -107,7 +108,9 @@ def cut(text: str, length: int) -> str:
 
 
 def join_lines(lines: Sequence[str]) -> str:
-    """As many whole lines as fit into a section. A cut line could end within a link."""
+    """Join as many whole lines as fit into a section. A truncated line could end inside
+    a link.
+    """
     ends = accumulate(len(line) + 1 for line in lines)
     fitting = [line for line, end in zip(lines, ends, strict=True) if end < TEXT_MAX]
     return "\n".join([*fitting, "…"] if len(fitting) < len(lines) else fitting)
@@ -124,7 +127,7 @@ def section(text: str) -> Block:
 
 
 def fields(texts: Mapping[str, str]) -> Block:
-    """Fields of mrkdwn with their titles, in two columns."""
+    """Fields with titles and mrkdwn texts, in two columns."""
     return SectionBlock(fields=[_mrkdwn(f"*{title}*\n{text}", FIELD_MAX) for title, text in texts.items()]).to_dict()
 
 
@@ -154,8 +157,8 @@ def button(
 
 
 def select(placeholder: str, action: str, options: Mapping[str, str]) -> Block:
-    """A menu of up to 100 options.
-    It sends the chosen value to the handler of ``action``.
+    """A menu of up to 100 options. The menu sends the chosen value to the handler of
+    ``action``.
 
     ``options`` maps texts of at most 75 characters to values of at most 150 characters.
     """
@@ -169,7 +172,7 @@ def image(file: str, alt_text: str) -> Block:
 
 
 def link_button(url: str, value: str) -> list[Block]:
-    """The button that opens a run. Empty if the URL is not known."""
+    """The button that opens the page of a run. The list is empty if the URL is unknown."""
     return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []
 
 

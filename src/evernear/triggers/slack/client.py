@@ -1,5 +1,5 @@
-"""Client of Slack's Web API: the calls that the bot makes,
-with one error class for each kind of remedy.
+"""A client for the calls that the bot makes to Slack's Web API. Errors that need
+different remedies have different classes.
 """
 
 from collections.abc import Generator
@@ -15,10 +15,10 @@ from evernear.errors import SlackError
 
 Block = dict[str, Any]
 DEFAULT_RETRY_AFTER_S = 30
-"""Seconds to wait after a rate limit without ``Retry-After``."""
+"""Seconds to wait if a rate limit response has no ``Retry-After`` header."""
 
-# A retry does not help: the bot has no access to the channel,
-# or the message no longer exists.
+# Errors for which a retry does not help, for example because the bot has no access to
+# the channel, or because the message no longer exists.
 _NOT_WRITABLE = frozenset({
     "cant_update_message",
     "channel_not_found",
@@ -59,8 +59,8 @@ class FileNotReadyError(NotWritableError):
 
 @dataclass(frozen=True)
 class Message:
-    """A message: blocks, and ``text`` for notifications and clients that do not render
-    blocks.
+    """A message with blocks, and with ``text`` for notifications and for clients that
+    do not render blocks.
     """
 
     text: str
@@ -84,8 +84,8 @@ class SlackClient:
             self._client.auth_test()
 
     def post(self, channel: str, message: Message, thread: str = "") -> str:
-        """Post ``message`` and return its address.
-        If ``thread`` (a timestamp) is set, reply there.
+        """Post ``message`` and return its address. If ``thread``, the timestamp of a
+        message, is set, reply in that thread.
         """
         with translated_errors("chat.postMessage"):
             response = self._client.chat_postMessage(
@@ -134,7 +134,7 @@ class SlackClient:
         return str(files[0]["id"])
 
     def members(self, group: str) -> frozenset[str]:
-        """The ids of the members of a user group."""
+        """The user ids of all members of a user group."""
         with translated_errors("usergroups.users.list"):
             users: list[str] = self._client.usergroups_users_list(usergroup=group)["users"] or []
             return frozenset(users)
@@ -142,7 +142,7 @@ class SlackClient:
 
 @contextmanager
 def translated_errors(call: str) -> Generator[None]:
-    """Convert the SDK's errors in ``call`` to `SlackError`."""
+    """Convert SDK errors in ``call`` to `SlackError`."""
     try:
         yield
     except SlackApiError as error:

@@ -1,5 +1,5 @@
-"""The slash commands, each with its name, permission, help line,
-handler and message.
+"""The slash commands. Each command has a name, a permission, a help line, a handler and
+a message.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,9 @@ def help_message() -> Message:
 def status_message(
     current: Champion | None, active: Sequence[Run], pending: int, watcher: str, now: datetime
 ) -> Message:
-    """The live release, active runs, open prompts and the watcher."""
+    """A message with the live release, the active runs, the open prompts and the
+    watcher's state.
+    """
     running = ", ".join(f"{link(run.url, run.name)} for {duration(now - run.created)}" for run in active)
     lines = [
         f"*Live release* {escape(current.version)} since {date(current.promotion.since)}"
@@ -135,7 +137,7 @@ def status_message(
 
 
 def runs_message(newest: Sequence[Run], now: datetime) -> Message:
-    """The newest runs, one per line."""
+    """A message that lists the newest runs, one per line."""
     lines = [
         f"{EMOJI[run.state]} {code(run.id[:8])} {link(run.url, run.name)}: {run.state}, "
         f"{duration((run.ended or now) - run.created)}, {date(run.created)}"
@@ -145,7 +147,7 @@ def runs_message(newest: Sequence[Run], now: datetime) -> Message:
 
 
 def champion_message(current: Champion | None, record: Record | None) -> Message:
-    """The live release and its promotion."""
+    """A message that describes the live release and its promotion."""
     if current is None or record is None:
         return line("No release has been promoted yet.")
     promotion, accuracy = current.promotion, record.manifest.metrics.get("accuracy")

@@ -1,9 +1,9 @@
-"""Bolt handlers: resolve the caller, check the permission,
-run the registered command or button, acknowledge.
+"""Bolt handlers: resolve the caller, check the permission, run the registered command
+or button handler, and acknowledge.
 
-An acknowledgement means that the request is in the store. Copies of a delivery and
-second clicks lead to the same request. If the store is unavailable, the bot tells the
-person that nothing was done.
+The bot acknowledges a delivery only after the request is in the store. Duplicate
+deliveries and repeated clicks lead to the same request. If the store is unavailable,
+the bot tells the user that nothing was done.
 """
 
 import logging
@@ -28,13 +28,15 @@ _log = logging.getLogger(__name__)
 
 
 class Handlers:
-    """The handlers of one bot. Bolt passes the arguments that each handler names."""
+    """The handlers of one bot. Bolt passes arguments to a handler according to the
+    names of its parameters.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     def register(self, app: App) -> None:
-        """Register the handlers of all deliveries with ``app``."""
+        """Register the handlers for all kinds of deliveries with ``app``."""
         for slash in {name.partition(" ")[0] for name in COMMANDS}:
             app.command(slash)(ack=self.command, lazy=[self.query])
         app.event("app_mention")(self.mention)
@@ -43,7 +45,7 @@ class Handlers:
         app.error(self.error)
 
     def command(self, ack: Ack, command: Payload, body: Payload, context: BoltContext) -> BoltResponse:
-        """Run a command that changes something. A query is only acknowledged here."""
+        """Run a command that changes something. Queries are only acknowledged here."""
         match = routes.find(str(command["command"]), str(command.get("text") or ""))
         if match is None:
             return _acknowledge(ack, help_message())
@@ -76,13 +78,15 @@ class Handlers:
             _respond(respond, message)
 
     def mention(self, event: Payload, body: Payload, context: BoltContext) -> None:
-        """Reply to a mention with help, in its thread. Bolt acknowledges on return."""
+        """Reply to a mention with the help message, in the thread of the mention. Bolt
+        acknowledges on return.
+        """
         thread = str(event.get("thread_ts") or event.get("ts") or "")
         call = self._call(context, body, str(body["event_id"]), thread=thread)
         call.record("help", request_id("help", call.trigger))
 
     def click(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:
-        """Run the handler of a button or of a menu."""
+        """Run the handler of a button or a menu."""
         button = BUTTONS[str(action["action_id"])]
         option: Payload = action.get("selected_option") or action
         value = str(option.get("value") or "")
@@ -93,9 +97,9 @@ class Handlers:
         return ack()
 
     def error(self, error: Exception, body: Payload, respond: Respond, context: BoltContext) -> BoltResponse | None:
-        """Tell the person why nothing was done.
+        """Tell the user why nothing was done.
 
-        Internal errors stay unacknowledged, so that Slack reports a failure.
+        Internal errors are not acknowledged, so that Slack reports a failure.
         """
         if not isinstance(error, EvernearError):
             _log.error("internal error in a delivery of Slack", exc_info=error)
@@ -141,7 +145,9 @@ def _respond(respond: Respond, message: Message) -> None:
 
 
 def _thread(body: Mapping[str, Any]) -> str:
-    """The thread of the message with the button. Empty for an ephemeral message."""
+    """The thread of the message that contains the button. Empty for an ephemeral
+    message.
+    """
     container: Mapping[str, Any] = body.get("container") or {}
     if container.get("thread_ts"):
         return str(container["thread_ts"])

@@ -1,7 +1,7 @@
-"""Promotions and rollbacks: the buttons, and the work behind them.
+"""The buttons for promotions and rollbacks, and the code that executes the requests.
 
 In a cluster, a pipeline moves the champion, because the bot has no permissions there.
-Elsewhere, the bot's process moves the champion.
+Outside a cluster, the bot itself moves the champion.
 """
 
 import logging
@@ -46,7 +46,7 @@ def request_rollback(call: Call) -> None:
 
 
 def is_done_here(services: Services, request: Request) -> bool:
-    """Whether this process executes the request itself."""
+    """Whether this process itself executes the request."""
     return request.kind in ("promote", "roll_back") and services.settings.target != "kubernetes"
 
 
@@ -70,7 +70,7 @@ def prepare_run(services: Services, request: Request) -> Request | None:
 def move(services: Services, request: Request) -> None:
     """Promote or roll back in this process.
 
-    A promotion that a stopped process completed is not repeated.
+    If a stopped process already completed the promotion, the promotion is not repeated.
     """
     before = services.registry.champion()  # raises if the store is unavailable, and is retried
     if (before.promotion.number if before else 0) == request.move:
@@ -130,7 +130,7 @@ def _record(call: Call, kind: Literal["promote", "roll_back"]) -> None:
 
 
 def _try_move(services: Services, request: Request) -> str:
-    """Promote or roll back. Returns the error, or an empty string."""
+    """Promote or roll back. Returns the error message, or an empty string on success."""
     cause = Cause(by=str(request.by), why=_reason(request))
     try:  # the bot's image lacks the serving packages, but there a pipeline moves the champion
         from evernear.deployment import promote_release, roll_back

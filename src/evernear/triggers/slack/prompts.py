@@ -38,7 +38,7 @@ _VERBS = {TRAINING: "train", "reindex": "index the gallery"}
 
 
 def request_run(call: Call, pipeline: str) -> None:
-    """Record a request to run ``pipeline`` with the settings of ``call.text``.
+    """Record a request to run ``pipeline`` with the settings in ``call.text``.
 
     The worker prompts for confirmation.
     """
@@ -54,7 +54,7 @@ def request_run(call: Call, pipeline: str) -> None:
 
 
 def advance(services: Services, request: Request) -> None:
-    """Post the prompt of a pending request, or let the request expire."""
+    """Post or update the prompt of a pending request, or let the request expire."""
     if request.is_expired(services.clock()) and (request.message or request.is_proposal):
         services.requests.change(request, state="expired")
     elif request.message and request.shown < request.grown:
@@ -95,7 +95,7 @@ def prompt(
 ) -> Message:
     """The prompt that asks whether to start a run.
 
-    It shows the settings, the data, the duration of the last run,
+    The prompt shows the settings, the data, the duration of the last successful run,
     and other active runs.
     """
     changed = [code(f"{name} = {as_text(value)}") for name, value in _changes(parameters, defaults)]
@@ -124,7 +124,9 @@ def prompt(
 
 
 def proposal(request: Request) -> Message:
-    """The watcher's prompt that asks whether to start a run, with the reasons."""
+    """The prompt with which the watcher asks whether to start a run, including the
+    reasons.
+    """
     text = "Train" if request.pipeline == TRAINING else "Index"
     buttons = [button(text, ACCEPT, request.id, style="primary"), button("Not now", DECLINE, request.id)]
     origin = f"Proposed by the watcher {date(request.created)}. Nothing starts without confirmation."
@@ -188,11 +190,12 @@ def _find(call: Call) -> Request:
 def _answer(call: Call, request: Request, answer: State) -> None:
     """Write the answer if the request is pending.
 
-    Also write the address of the prompt, because `advance` may not have recorded it.
+    Also write the address of the prompt, because `advance` may not have recorded the
+    address yet.
 
     Raises:
-        RequestRefusedError: the request has expired,
-            or a person has already given a different answer.
+        RequestRefusedError: the request has expired, or a person has already given a
+            different answer.
     """
     services, person, channel = call.services, call.caller.person, call.caller.channel
     while request.state == "pending" and not request.is_expired(services.clock()):
@@ -222,9 +225,7 @@ def _expiry(request: Request) -> str:
 
 
 def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The parameters that differ from the defaults, and the settings that do,
-    by full name.
-    """
+    """The parameters and settings that differ from the defaults, with their full names."""
     values, default_values = flat(parameters), flat(defaults)
     return [
         (name.removeprefix("settings."), value) for name, value in values.items() if default_values.get(name) != value

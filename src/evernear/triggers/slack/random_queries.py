@@ -1,5 +1,5 @@
-"""Random live queries in Slack: images with a class picker,
-whose labels measure the accuracy of the release.
+"""Random live queries in Slack: images with a class picker. The labels measure the
+release's accuracy.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _ACTION = "random"
 
 @query("/evernear labels", "posts random live queries to label, which measure accuracy", permission="label")
 def ask(call: Call) -> Message | None:
-    """Post random queries of this week that have no label yet."""
+    """Post this week's random queries that have no label yet."""
     services = call.services
     champion = services.registry.champion()
     if champion is None:
@@ -47,7 +47,7 @@ def label(call: Call) -> None:
 
 
 def is_for_one(request: Request) -> bool:
-    """Whether a request is the label of a random query."""
+    """Whether a request contains the label of a random query."""
     return request.text.startswith(f"{_ACTION} ")
 
 
@@ -89,8 +89,8 @@ def labels_message(week: Week, shown: Sequence[RandomQuery], files: Sequence[str
 
 
 def label_message(query: str, label: str, request: Request) -> Message:
-    """A message with a person's label.
-    Choosing a different class in the picker replaces the label.
+    """A message that reports a user's label. Choosing a different class in the picker
+    replaces the label.
     """
     text = f"{code(query[:8])} labeled {code(label)} by {mention(request.by)}"
     return Message(text=text, blocks=(section(text),))

@@ -1,6 +1,6 @@
-"""The review in Slack: live queries as images with a class picker.
+"""Review in Slack: live queries are shown as images with a class picker.
 
-`evernear.review` processes the answers. A click is only recorded as a request, and the
+`evernear.review` processes the answers. A click is only recorded as a request. The
 worker executes the request, because listing the source takes longer than Slack waits.
 """
 
@@ -23,8 +23,8 @@ SHOWN = 8
 LABEL, SKIP, UNDO = "review_label", "review_skip", "review_undo"
 OPTIONS_MAX = 100
 _FILE_PAUSES_S = (0.5, 1, 2, 4, 8)
-"""Waits for Slack to process an upload,
-which happens after the call that completes the upload.
+"""Pauses between attempts to show an uploaded image. Slack processes an upload only
+after the call that completes the upload.
 
 See github.com/slackapi/node-slack-sdk/issues/1865.
 """
@@ -33,7 +33,7 @@ LABEL_MAX_CHARACTERS = 75
 
 @query("/evernear review", "posts live queries that the release was unsure of, to label", permission="label")
 def review(call: Call) -> Message | None:
-    """Post the newest uncertain queries of the queue."""
+    """Post the newest uncertain queries from the review queue."""
     services = call.services
     target = open_label_target(services.settings.data.source, services.settings.data)
     items = Queue(services.store).pending(Answers(services.store, target).latest().keys(), SHOWN)
@@ -45,8 +45,8 @@ def review(call: Call) -> Message | None:
 
 
 def post_images(call: Call, message: Message) -> None:
-    """Post a message with newly uploaded images,
-    as soon as Slack has processed the images.
+    """Post a message with newly uploaded images as soon as Slack has processed the
+    images.
     """
     slack, channel = call.services.slack, call.caller.channel
     retry(lambda: slack.post(channel, message), on=FileNotReadyError, pauses_s=_FILE_PAUSES_S)
@@ -54,8 +54,8 @@ def post_images(call: Call, message: Message) -> None:
 
 @on_button(LABEL, permission="label")
 def label(call: Call) -> None:
-    """Record an answer with a class.
-    The option's value contains the image and the class.
+    """Record an answer that assigns a class. The option's value contains the image and
+    the class.
     """
     call.record("label", request_id("label", call.trigger), text=f"label {call.text}")
 
@@ -115,7 +115,7 @@ def review_message(items: Sequence[Item], files: Sequence[str], labels: Sequence
 
 
 def answer_message(answer: Answer, request: Request) -> Message:
-    """A message with a person's answer and a button to undo it."""
+    """A message that reports a user's answer, with a button that undoes the answer."""
     done = {"label": f"labeled {code(answer.label)}", "skip": "skipped", "undo": "back in the queue"}[answer.action]
     text = f"{code(answer.image[:8])} {done} by {mention(request.by)}"
     buttons = [] if answer.action == "undo" else [button("Undo", UNDO, answer.image)]

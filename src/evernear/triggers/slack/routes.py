@@ -1,8 +1,9 @@
 """The registry of slash commands and buttons.
 
-A command needs only a function with a decorator of this module. `handlers` checks the
-permission, and `/evernear help` lists the command. The modules `commands`, `prompts`,
-`runs` and `promotions` register their commands and buttons on import.
+To add a command, decorate a function with a decorator from this module. `handlers`
+checks the permission, and `/evernear help` lists the command. The modules `commands`,
+`prompts`, `runs`, `promotions`, `reviews` and `random_queries` register their commands
+and buttons on import.
 """
 
 import logging
@@ -28,7 +29,7 @@ class Call:
     services: Services
     caller: Caller
     trigger: str
-    """Slack's id of the call. Copies of a delivery share this id."""
+    """Slack's id of the call. Duplicate deliveries have the same id."""
     text: str = ""
     """The arguments of the command, or the value of the button."""
     thread: str = ""
@@ -48,9 +49,9 @@ class Call:
             raise
 
     def record(self, kind: Kind, record_id: str, **fields: Any) -> None:
-        """Store a request for the worker. A copy of a delivery changes nothing.
+        """Store a request for the worker. A duplicate delivery changes nothing.
 
-        If an earlier attempt at the request failed and this call is not a copy,
+        If an earlier attempt at the request failed and this call is not a duplicate,
         the request is accepted again.
         """
         services = self.services
@@ -99,7 +100,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Button:
-    """The handler of a button's clicks."""
+    """The handler for clicks on a button."""
 
     permission: Permission | None
     run: Callable[[Call], None]
@@ -115,9 +116,10 @@ def command(
     """Register a command that changes something, as in
     ``@command("/evernear stop", "ends a run", usage="RUN")``.
 
-    The command runs before the acknowledgement, for which Slack waits 3 seconds. The
-    command may therefore record a request for the worker, but must not wait for KFP. A
-    returned message is shown to the caller.
+    The command runs before the acknowledgement. Slack waits 3 seconds for the
+    acknowledgement. The command may therefore record a request for the worker, but must
+    not wait for KFP. If the command returns a message, the message is shown to the
+    caller.
     """
 
     def register(run: Handler) -> Handler:
@@ -138,7 +140,7 @@ def query(name: str, help: str, *, permission: Permission | None = None) -> Call
 def button(
     action: str, permission: Permission | None = None
 ) -> Callable[[Callable[[Call], None]], Callable[[Call], None]]:
-    """Register the handler of the buttons with ``action`` as their id.
+    """Register the handler of all buttons with the action id ``action``.
 
     The handler runs before the acknowledgement.
     """
@@ -151,7 +153,9 @@ def button(
 
 
 def find(slash: str, text: str) -> tuple[Command, str] | None:
-    """The typed command (the longest name that matches) and its arguments."""
+    """The typed command and its arguments. If several command names match, the longest
+    name is used.
+    """
     words = text.split()
     for count in range(min(2, len(words)), -1, -1):
         command = COMMANDS.get(" ".join([slash, *words[:count]]))

@@ -1,5 +1,5 @@
-"""Runs: start accepted requests, follow each run in a message and its thread,
-post verdicts, stop runs.
+"""Runs: start accepted requests, follow each run in a message and its thread, post
+verdicts, and stop runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ from evernear.triggers.slack.services import Services
 STOP = "run.stop"
 STEPS_MAX = 40
 OUTCOME_GRACE = timedelta(minutes=1)
-"""Time after a successful run's end in which its outcome may become visible in the
-store.
+"""Time after the end of a successful run during which its outcome may not be visible in
+the store yet.
 """
 _OUTCOME_EMOJI = {
     "promoted": ":tada:",
@@ -63,8 +63,8 @@ def request_stop(call: Call) -> None:
 
 @on_click(LINK)
 def open_link(_: Call) -> None:
-    """Acknowledge a button that opens a page,
-    because Slack also reports these clicks.
+    """Acknowledge a click on a button that opens a page, because Slack also reports
+    such clicks.
     """
 
 
@@ -74,12 +74,15 @@ class RunTracker:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._shown: dict[str, tuple[Message, datetime]] = {}
-        """The content of each edited message and the time of the edit, by address."""
+        """The last content of each edited message and the time of the edit, keyed by
+        address.
+        """
 
     def start(self, request: Request) -> None:
         """Start the run of an accepted request.
 
-        The request's key is passed on, so that a repeated start finds the first run.
+        The request's key is passed to the pipeline server, so that a repeated start
+        finds the first run.
         """
         services = self._services
         request = self._with_message(request)
@@ -101,7 +104,7 @@ class RunTracker:
         self._services.finish(request, "failed")
 
     def follow(self, request: Request) -> None:
-        """Show the progress of a started run, and its verdict after the end."""
+        """Show the progress of a started run, and its verdict after the run has ended."""
         services = self._services
         run = services.runs.show(request.run)
         outcome = load_outcome(services.store, run.id) if run.state.is_final else None
@@ -121,8 +124,8 @@ class RunTracker:
             self._edit(request.message, self._status(request, run, None))
 
     def stop(self, request: Request) -> None:
-        """Stop the run that ``request`` names by its id or by the beginning of its
-        id.
+        """Stop the run that ``request`` identifies by the run id or by the beginning of
+        the run id.
         """
         services = self._services
         if request.run:
@@ -193,7 +196,7 @@ class RunTracker:
 def starting(request: Request, error: str = "") -> Message:
     """The message for an accepted request whose run has not started yet.
 
-    ``error`` says why the last attempt failed.
+    ``error`` is the reason why the last attempt failed.
     """
     blocks = [section(f":hourglass_flowing_sand: *Starting.* {_people(request)}")]
     if error:
@@ -208,7 +211,7 @@ def not_started(request: Request, error: str) -> Message:
 
 
 def status(request: Request, run: Run, outcome: RunOutcome | None, can_stop: bool) -> Message:
-    """The summary of a run: the message in the channel, above the thread."""
+    """The summary of a run, which is the message in the channel above the thread."""
     if run.state.is_final:
         emoji, result = _result(run, outcome)
         text = f"{emoji} *{escape(result)}* after {duration(_age(run))}. The thread has the verdict."
@@ -269,7 +272,7 @@ def stopping(request: Request, run: Run) -> Message:
 
 
 def _result(run: Run, outcome: RunOutcome | None) -> tuple[str, str]:
-    """Emoji and words for the result of a run that has ended."""
+    """The emoji and the text for the result of a run that has ended."""
     if run.state is State.CANCELED and (outcome is None or outcome.state == "failed"):
         return EMOJI[State.CANCELED], "Stopped"
     if outcome is not None:

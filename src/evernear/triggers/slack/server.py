@@ -43,19 +43,21 @@ if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
 PING_S = 5
-"""Interval of pings, and of the SDK's check that the connection is alive."""
+"""Interval of pings, and of the SDK's checks whether the connection is alive."""
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
 POLL_MAX_S = 300.0
-"""Maximum duration of a poll, after which it counts as stuck.
-A rollout is added if the poll moves the champion.
+"""Maximum duration of a poll. A longer poll counts as stuck. If a poll moves the
+champion, the duration of a rollout is added.
 """
 DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops,
 so that the orchestrator restarts the process.
 """
 SHUTDOWN_S = 25.0
-"""Time to finish at shutdown. Less than the 30 s that Kubernetes grants a pod."""
+"""Time to finish at shutdown. The timeout is less than the 30 s that Kubernetes gives a
+pod to shut down.
+"""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -73,8 +75,9 @@ class Secrets:
         """Read ``SLACK_BOT_TOKEN``,
         and ``SLACK_APP_TOKEN`` or ``SLACK_SIGNING_SECRET``.
 
-        Each secret may also be in a file that ``..._FILE`` names. The secrets are
-        removed from the environment, so that child processes do not inherit them.
+        Each secret may instead be in a file, whose path is in the variable with the
+        suffix ``_FILE``. The secrets are removed from the environment, so that child
+        processes do not inherit them.
 
         Raises:
             SettingsError: a secret that the mode needs is missing or of the wrong kind.
@@ -114,7 +117,7 @@ def serve_slack(
     Raises:
         SettingsError: a token is missing.
         SlackError: Slack rejects a token.
-        PortInUseError: ``slack.port`` is in use, in mode http.
+        PortInUseError: the mode is ``http``, and ``slack.port`` is in use.
     """
     secrets = Secrets.of_environment(settings.slack)
     client = WebClient(token=secrets.bot_token, base_url=settings.slack.api_url, timeout=TIMEOUT_S)
@@ -135,7 +138,7 @@ def serve_slack(
 
     def sign_in() -> App:
         slack.sign_in()
-        # The token is valid, so any later BoltError is an outage.
+        # The token is valid, so any later `BoltError` means an outage.
         return create_slack_app(client, secrets.signing_secret, Handlers(services))
 
     app = _retry_until_available(sign_in, stop)
@@ -152,8 +155,8 @@ def serve_slack(
 def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Loop]", stop: threading.Event) -> None:
     """Write heartbeats until ``stop`` is set.
 
-    A heartbeat requires that the threads work and that Slack is or was recently
-    connected.
+    A heartbeat is written only if all threads are working, and if Slack is connected or
+    was connected recently.
     """
     connected_s = time.monotonic()
     while True:
@@ -166,8 +169,8 @@ def _beat(settings: Settings, is_connected: Callable[[], bool], loops: "list[_Lo
 
 
 class _Loop:
-    """A thread that polls every ``poll_s`` seconds,
-    and immediately when it is woken.
+    """A thread that polls every ``poll_s`` seconds, and immediately when the thread is
+    woken.
     """
 
     def __init__(self, name: str, poll: Callable[[], None], poll_s: float, poll_max_s: float) -> None:
@@ -218,9 +221,9 @@ def _running(loops: list[_Loop]) -> Generator[None]:
 
 
 def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
-    """The result of ``connect``, which is retried until Slack is available.
+    """Call ``connect`` until Slack is available, and return its result.
 
-    Returns None if ``stop`` is set first.
+    Returns None if ``stop`` is set before that.
     """
     wait_s = 1.0
     while not stop.is_set():
@@ -254,7 +257,7 @@ def _socket_mode(app: App, app_token: str, stop: threading.Event) -> Generator[C
 
 @contextmanager
 def _http_mode(app: App, settings: SlackSettings) -> Generator[Callable[[], bool]]:
-    """Listen for Slack's calls, behind a proxy that terminates TLS.
+    """Listen for requests from Slack, behind a proxy that terminates TLS.
 
     Yields a function that returns whether the server is up.
     """

@@ -47,8 +47,8 @@ class Services:
             self.requests.change(current, state=state, **fields)
 
     def notify(self, request: Request, text: str) -> None:
-        """Notify the person responsible for ``request``,
-        or the channel if no person is.
+        """Notify the person responsible for ``request``, or the channel if no person is
+        responsible.
         """
         if request.by.id:
             self.slack.post_ephemeral(request.channel, request.by.id, line(text))

@@ -21,16 +21,18 @@ from evernear.triggers.slack.services import Clock, Services
 
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
-"""Number of consecutive failures before a request fails: about a day at
-`BACKOFF_MAX_S`.
+"""Number of consecutive failures after which a request fails. At `BACKOFF_MAX_S`, this
+takes about a day.
 """
 FOLLOW_MAX_AGE = timedelta(days=1)
-"""Maximum age at which a run that the watcher started without asking is reported."""
+"""Maximum age of a run that the watcher started without asking. Older runs are not
+reported.
+"""
 _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The worker of one bot. `follow` and `move` may run in two threads.
+    """The worker of one bot. `follow` and `move` may run in two different threads.
     Neither raises.
     """
 
@@ -41,8 +43,8 @@ class Worker:
         self._removed_old = services.clock()
 
     def follow(self) -> None:
-        """Advance all requests, except promotions and rollbacks that this process
-        executes.
+        """Advance all requests except the promotions and rollbacks that this process
+        itself executes.
         """
         self._attempt("requests", lambda: self._advance_all(changes_champion=False))
         if self._services.clock() - self._removed_old > timedelta(hours=1):
@@ -50,7 +52,9 @@ class Worker:
             self._attempt("removal", lambda: self._services.requests.remove_old(self._services.clock()))
 
     def move(self) -> None:
-        """Execute promotions and rollbacks. Each may take as long as a rollout."""
+        """Execute promotions and rollbacks. Each promotion or rollback may take as long
+        as a rollout.
+        """
         self._attempt("moves", lambda: self._advance_all(changes_champion=True))
 
     def _advance_all(self, changes_champion: bool) -> None:
@@ -68,8 +72,8 @@ class Worker:
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run ``step`` unless it is backing off.
-        An error only delays the next attempt.
+        """Run ``step``, unless it must wait after a failure. An error only delays the
+        next attempt.
         """
         if not self._backoff.is_due(name):
             return
@@ -163,9 +167,10 @@ class Worker:
 
 
 class _Backoff:
-    """Consecutive failures by name, and the time of the next attempt.
+    """The number of consecutive failures and the time of the next attempt, for each
+    name.
 
-    Both are only in memory, so every step is due after a restart.
+    This state is only in memory, so after a restart, every step is due.
     """
 
     def __init__(self, clock: Clock) -> None:

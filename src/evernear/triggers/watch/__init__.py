@@ -1,5 +1,5 @@
-"""The watcher: check the source and the live queries, choose an action,
-and propose or start it.
+"""The watcher: check the source and the live queries, choose an action, and propose or
+start the action.
 
 ::
 

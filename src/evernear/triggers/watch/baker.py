@@ -1,11 +1,11 @@
-"""The bake: after a rollout, compare a release with the previous release,
-and roll back if it is worse.
+"""After a rollout, the bake compares the new release with the previous release, and
+rolls back if the new release is worse.
 
-The watcher runs the bake, because it outlives the deploy step. Promotions by a run, by
-a command and by a button are all baked in the same way. No process waits for the end of
-a bake, and a new process continues the bake of a killed process. The watcher only reads
-the pods' metrics. The ``rollback`` pipeline rolls back, so the watcher needs no
-permissions in the cluster.
+The watcher runs the bake, because the watcher outlives the deploy step. All promotions
+are baked in the same way, whether a run, a command or a button made them. No process
+waits for the end of a bake. If a process is killed, a new process continues its bake.
+The watcher only reads the pods' metrics. The ``rollback`` pipeline performs rollbacks,
+so the watcher needs no permissions in the cluster.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 BAKER = "the watcher's bake"
 SAVE_INTERVAL = timedelta(minutes=1)
-"""Time between two saves of the counters.
-A killed process loses at most the requests since the last save.
+"""Time between two saves of the counter values. If the process is killed, at most the
+requests since the last save are lost.
 """
 FIRST_RETRY = timedelta(seconds=30)
 LAST_RETRY = timedelta(minutes=10)
 
 
 class Baker:
-    """Bakes the releases of one store. ``read_pods`` returns the counters of the pods
-    by address.
+    """Bakes the releases of one store. ``read_pods`` returns the counter values of each
+    pod, keyed by the pod's address.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Baker:
         return f"{moved} {judged}".strip()
 
     def _follow(self, state: BakeState, champion: Champion, now: datetime) -> tuple[BakeState, str]:
-        """The state after the champion pointer moved: the bake in progress ends,
-        and a new bake may begin.
+        """The state after the champion pointer moved. The bake in progress ends, and a
+        new bake may begin.
         """
         promotion, bake = champion.promotion, state.bake
         moved = {"version": promotion.version, "number": promotion.number}
@@ -106,8 +106,8 @@ class Baker:
         return state.model_copy(update=moved | {"bake": new, "last": ended + sentence}), ended + sentence
 
     def _begin(self, state: BakeState, promotion: Promotion, now: datetime) -> tuple[Bake | None, str]:
-        """A bake of the champion and a sentence about the bake,
-        or None and the reason not to bake.
+        """Return a bake of the champion and a sentence about the bake, or None and the
+        reason why the champion is not baked.
         """
         version, previous, since = promotion.version, promotion.previous, min(promotion.since, now)
         ends = since + timedelta(seconds=self._settings.watch.bake_s)
@@ -119,7 +119,7 @@ class Baker:
             return None, f"Release {version} is not baked: {promotion.by} promoted it after a bake had rolled it back."
         if ends <= now:
             return None, f"Release {version} was not baked: no watcher ran in time after its rollout."
-        # A release that did not complete its bake is not a reference.
+        # A release that did not complete its bake is not used as a reference.
         before = state.bake.before if state.bake else state.answered_by(previous, since)
         count = total(before).requests
         reference = f"{quantity(count, 'request')} of the hour before" if count else "a fixed limit of errors"
@@ -142,8 +142,8 @@ class Baker:
         return state.model_copy(update={"bake": None, "last": sentence}), sentence
 
     def _undo(self, bake: Bake, now: datetime) -> None:
-        """Roll back. Each step can be repeated,
-        so that the next process completes the rollback of a killed process.
+        """Roll back. Each step can be repeated, so that the next process can complete
+        the rollback if this process is killed.
         """
         manifest = self._registry.get(bake.version, include_pruned=True).manifest
         self._breaches.add(Breach.of(manifest, bake.breach, now))
@@ -157,7 +157,7 @@ class Baker:
             roll_back(self._settings, cause=Cause(by=BAKER, why=bake.breach), expected=bake.version)
 
     def _start_rollback(self, bake: Bake, runs: "KfpRuns", now: datetime) -> None:
-        """Start the ``rollback`` pipeline, and start it again after a failed run.
+        """Start the ``rollback`` pipeline. If its run fails, start the pipeline again.
         Slack follows the request.
         """
         request = self._requests.find(request_id("bake", bake.version, bake.number)) or self._request(bake, now)
@@ -212,7 +212,7 @@ def _interrupted(bake: Bake, promotion: Promotion) -> str:
 
 
 def _result(bake: Bake, is_reached: bool) -> str:
-    """A sentence about the end of a bake without a breach.
+    """A sentence that describes the end of a bake without a breach.
 
     ``is_reached`` says whether a pod of the release reported metrics.
     """

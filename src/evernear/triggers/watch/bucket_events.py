@@ -1,9 +1,10 @@
-"""MinIO's ListenBucketNotification: an endless response with a JSON line for each
-change, and blanks in between.
+"""MinIO's ``ListenBucketNotification`` request, whose endless response contains a JSON
+line for each change and whitespace in between.
 
-This request is a MinIO extension. AWS and other servers do not support it, so the
-watcher only checks on its schedule. A dead connection is detected after
-`evernear.common.store.s3_connection.READ_TIMEOUT_S` without a blank.
+The request is a MinIO extension. AWS and other servers do not support this request.
+With these servers, the watcher checks only on its schedule. A dead connection is
+detected after `evernear.common.store.s3_connection.READ_TIMEOUT_S` seconds without any
+data.
 """
 
 from collections.abc import Callable
@@ -51,8 +52,8 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
         raise _unsupported(connection.endpoint)
     filters: dict[str, Any] = {"prefix": f"{folder}/" if folder else "", "suffix": "", "events": EVENTS}
     with connection.errors("s3:ListenBucketNotification", bucket, folder):
-        # minio's `listen_bucket_notification` is not used, because it repeats the
-        # request immediately and forever when a stream ends.
+        # minio's `listen_bucket_notification` is not used, because it would repeat the
+        # request immediately and forever after a stream ends.
         response = connection.http.request("GET", _url(connection, bucket, filters), preload_content=False)
         try:
             if response.status == 501:
@@ -70,7 +71,7 @@ def listen(source: str, on_change: Callable[[], None]) -> None:
 
 
 def _url(connection: S3Connection, bucket: str, query: dict[str, Any]) -> str:
-    """A presigned URL, or a plain URL without keys."""
+    """A presigned URL, or a plain URL if no keys are configured."""
     region, keys = connection.region, connection.credentials.retrieve() if connection.credentials else None
     if keys and keys.session_token:
         query = query | {"X-Amz-Security-Token": keys.session_token}

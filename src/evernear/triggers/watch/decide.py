@@ -15,12 +15,12 @@ from evernear.triggers.watch.schedule_state import Action
 DRIFT = "drift"
 ACCURACY = "accuracy"
 _DRIFT_RATIO = 1.5
-"""Drift counts as worse if its effect has grown by this factor,
-because daily effects vary by chance.
+"""Factor by which the effect of drift must grow for the drift to count as worse. Daily
+effects vary by chance.
 """
 _NOTHING_NEW = "But the source has nothing new to train on: label images like the live queries first."
 _LOSS_STEP = 0.05
-"""A loss of accuracy counts as worse if it has grown by 5 points."""
+"""Increase in a loss of accuracy that counts as worse: 5 percentage points."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Cause:
     """Identifies the cause in requests."""
     reasons: tuple[str, ...]
     steps: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Figures that measure the size of the cause,
-    each with the smallest increase that counts.
+    """Figures that measure the size of the cause, each with the smallest increase for
+    which the cause counts as worse.
     """
     ratio: float = 1.0
-    """In addition, the smallest ratio to the earlier figure that counts."""
+    """A figure must also have grown by at least this factor."""
 
     def is_worse(self, figures: Mapping[str, float], earlier: Mapping[str, float]) -> bool:
-        """Whether one of the cause's ``figures`` has grown since ``earlier``."""
+        """Whether any of the cause's ``figures`` has grown enough since ``earlier``."""
         return any(
             figures.get(name, 0.0) >= max(earlier.get(name, 0.0) + step, self.ratio * earlier.get(name, 0.0))
             for name, step in self.steps.items()
@@ -65,15 +65,16 @@ class WatchDecision:
 
 
 def decide_action(observation: Observation, settings: Settings) -> WatchDecision:
-    """Choose retrain for many new training images, drift or a loss of live accuracy.
+    """Choose ``retrain`` if there are many new training images, drift, or a loss of
+    live accuracy.
 
-    Choose reindex for new classes or gallery images.
-    Retrain takes precedence because it also builds an index.
+    Choose ``reindex`` if there are new classes or gallery images. ``retrain`` takes
+    precedence because a training run also builds an index.
     """
     figures = _figures(observation, settings)
     remarks = (*_remarks(observation), *_gone_classes(observation, settings))
     if causes := _causes_to_train(observation, settings):
-        # New images are counted since the training and not since the last reindex,
+        # New images are counted since the last training and not since the last reindex,
         # because the network was not trained on the images that a reindex adds.
         is_worth_it = observation.changes is not None and observation.changes.train_images > 0
         return WatchDecision("retrain", causes, remarks, figures, for_a_person=not is_worth_it)
@@ -83,7 +84,7 @@ def decide_action(observation: Observation, settings: Settings) -> WatchDecision
 
 
 def _valid_classes(changes: SourceChanges, settings: Settings) -> dict[str, int]:
-    """New classes with enough images to pass the pipeline's validation."""
+    """New classes that have enough images to pass the pipeline's validation."""
     min_images = settings.validation.min_class_images
     return {label: count for label, count in sorted(changes.new_classes.items()) if count >= min_images}
 
@@ -130,7 +131,7 @@ def _causes_to_index(observation: Observation, settings: Settings) -> tuple[Caus
 
 
 def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
-    """A sentence about classes that the source no longer has."""
+    """A sentence about classes that the source no longer contains."""
     if observation.changes is None:
         return []
     former = settings.classes.former_names
@@ -148,7 +149,7 @@ def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
 
 
 def _counted(classes: Mapping[str, int]) -> str:
-    """Text that lists the first classes of ``classes`` with their numbers of images."""
+    """List the first classes in ``classes`` as text, each with its number of images."""
     named = ", ".join(f"{label} ({quantity(count, 'image')})" for label, count in list(classes.items())[:5])
     return f"{named} and {len(classes) - 5:,} more" if len(classes) > 5 else named
 

@@ -8,17 +8,17 @@ from evernear.triggers.watch.observe import ClassShare, Drift
 
 _CLASSES = 3
 _MIX_DIFFERENCE = 0.1
-"""Smallest difference of a class share at which the class mix is mentioned."""
+"""Smallest difference in a class share for which the class mix is mentioned."""
 
 
 def drift_reasons(drift: Drift) -> list[str]:
-    """One sentence for each shift that was detected."""
+    """One sentence for each detected shift."""
     return [_shift_sentence(shift, drift) for shift in drift.shifts if shift.detected]
 
 
 def no_drift_reasons(drift: Drift) -> list[str]:
-    """The reason why nothing was detected,
-    and the smallest shift that would have been.
+    """The reason why no drift was detected, and the smallest shift that would have been
+    detected.
     """
     queries = f"{quantity(drift.queries, 'live query', 'live queries')}{_age(drift)}"
     if drift.shifts:
@@ -35,8 +35,8 @@ def no_drift_reasons(drift: Drift) -> list[str]:
 
 
 def mix_remarks(drift: Drift) -> list[str]:
-    """The classes whose share of the live queries differs from the reference.
-    A different mix is not drift.
+    """A remark about the classes whose share in the live queries differs from the
+    reference. A different class mix is not drift.
 
     The list is empty if drift was not tested or was detected, because drift may make
     one class look like a different class.

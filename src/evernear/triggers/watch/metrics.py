@@ -13,14 +13,14 @@ FIGURES = {
     "live_accuracy_high": "Upper end of the 95% interval of evernear_live_accuracy.",
     "class_mix_difference": "Share of live queries that would need another predicted class for the reference's mix.",
 }
-"""Figures of a `CheckReport` that are exported as ``evernear_<figure>``,
-by ``version``.
+"""Figures in a `CheckReport` that are exported as ``evernear_<figure>`` with the label
+``version``.
 """
 
 
 def exposition(report: CheckReport | None) -> bytes:
-    """The metrics in Prometheus' text format,
-    without values before the first check or the first label.
+    """The metrics in Prometheus text format. A metric has no value before the first
+    check or before the first label.
     """
     registry = CollectorRegistry()
     for figure, meaning in FIGURES.items():

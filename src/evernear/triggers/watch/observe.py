@@ -1,13 +1,14 @@
-"""Observe changes: images that are new to the champion,
-and differences between live queries and the reference.
+"""Observe images that are new to the champion, and differences between live queries and
+the reference.
 
-The training images and the gallery images are read from releases. The champion names
-the snapshot of its gallery. The champion's oldest ancestor with the same network names
-the snapshot of the training, because a reindex reuses the network. The watcher stores
-neither snapshot, so a restart changes nothing.
+The releases specify which images were used for training and for the gallery. The
+champion's manifest specifies the snapshot of its gallery. The manifest of the
+champion's oldest ancestor with the same network specifies the snapshot that was used
+for training, because a reindex reuses the network. The watcher itself does not store
+these snapshots, so a restart changes nothing.
 
-A snapshot also names the source that it was ingested from. The watcher observes this
-source unless the settings name a different source.
+A snapshot also records the source from which it was ingested. The watcher observes this
+source unless a different source is configured.
 """
 
 import tempfile
@@ -37,8 +38,8 @@ from evernear.settings import DataSettings, Settings
 
 _T = TypeVar("_T")
 _WINDOW_MARGIN = 1.2
-"""A window is extended by this factor more than its rate of independent queries
-needs.
+"""Safety factor for extending a window. The window is this factor longer than the rate
+of independent queries requires.
 """
 
 
@@ -49,7 +50,7 @@ class SourceChanges:
     train_images: float
     """Expected number of new training images since the network was trained."""
     trained_on: int
-    """Number of images that the network was trained on."""
+    """Number of images with which the network was trained."""
     gallery_images: float
     """Expected number of new gallery images since the champion's index was built."""
     new_files: int
@@ -57,10 +58,10 @@ class SourceChanges:
     gone_files: int
     listed_files: int
     new_classes: dict[str, int]
-    """Number of files by class, for classes that the champion does not know."""
+    """Number of files in each class that the champion does not know."""
     gone_classes: dict[str, int]
-    """Number of files in the champion's snapshot by class,
-    for classes that the source no longer has.
+    """For each class that the source no longer contains, the number of files in the
+    champion's snapshot.
     """
     listing: str
     """A digest of the listing."""
@@ -68,8 +69,8 @@ class SourceChanges:
 
 @dataclass(frozen=True)
 class ClassShare:
-    """The share of the live queries, and of the reference,
-    that are predicted as one class.
+    """The share of live queries, and the share of reference images, for which one class
+    is predicted.
     """
 
     label: str
@@ -93,16 +94,16 @@ class Drift:
     """
     gap_s: float
     window_s: float
-    """Age of the oldest queries: longer than ``watch.drift_window_s`` if that has too
-    few independent ones.
+    """Age of the oldest queries. The age exceeds ``watch.drift_window_s`` if that
+    window contains too few independent queries.
     """
     unknown_rate: float
     reference_unknown_rate: float
     reference: int
     """Number of images in the reference."""
     mix: tuple[ClassShare, ...] | None
-    """The class shares, sorted by difference, largest first,
-    or None if the reference has no classes.
+    """The class shares, sorted by descending difference, or None if the reference has
+    no classes.
     """
 
 
@@ -110,7 +111,8 @@ class Drift:
 class Observation:
     """The input of a decision.
 
-    If a part could not be observed, its field is None and ``faults`` has a message.
+    If a part of the observation failed, its field is None, and ``faults`` contains a
+    message.
     """
 
     champion: str | None
@@ -120,16 +122,16 @@ class Observation:
     changes: SourceChanges | None = None
     drift: Drift | None = None
     live: Assessment | None = None
-    """The champion's accuracy on labeled live queries,
-    or None without recent labels.
+    """The champion's accuracy on labeled live queries, or None if there are no recent
+    labels.
     """
     faults: tuple[str, ...] = ()
 
 
 @dataclass
 class Observer:
-    """Observes one source and one store. ``cache`` is a directory for ledgers,
-    which never change.
+    """Observes one source and one store. ``cache`` is a directory for downloaded
+    ledgers, which never change.
     """
 
     settings: Settings
@@ -140,8 +142,8 @@ class Observer:
     def observe(self, now: datetime) -> Observation:
         """Compare the source and the live queries with the champion.
 
-        If the source or a part of the store fails, ``faults`` reports it,
-        and all other parts are still observed.
+        If the source or a part of the store is unavailable, ``faults`` reports the
+        failure, and all other parts are still observed.
 
         Raises:
             StoreError, IntegrityError: the champion cannot be read.
@@ -175,8 +177,8 @@ class Observer:
         return self._watched(registry.get(pointer.version).manifest if pointer else None).source
 
     def _watched(self, champion: ReleaseManifest | None) -> DataSettings:
-        """The data settings. If they name no source,
-        the source of the champion's snapshot is filled in.
+        """The data settings. If no source is configured, the source of the champion's
+        snapshot is used.
         """
         data = self.settings.data
         if champion is None or "source" in data.model_fields_set:
@@ -218,8 +220,8 @@ class Observer:
         window_s = float(watch.drift_window_s)
         live, damaged = live_queries(self.store, champion.version, now - timedelta(seconds=window_s), now)
         independent, gap_s = independent_queries(live)
-        # Of few queries, chance differences exceed the bounds,
-        # so that only the p-value prevents false alarms.
+        # With few queries, random differences exceed the bounds, and only the p-value
+        # prevents false alarms. The window is therefore extended.
         if len(independent) < watch.min_queries and window_s < watch.query_retention_s:
             wanted_s = _WINDOW_MARGIN * window_s * watch.min_queries / max(1, len(independent))
             window_s = min(wanted_s, watch.query_retention_s)
@@ -273,8 +275,8 @@ def _class_mix(reference: Queries, live: Queries) -> tuple[ClassShare, ...] | No
 
 
 def _first_with_network(registry: Registry, champion: ReleaseManifest) -> ReleaseManifest:
-    """The champion's oldest ancestor with the same network,
-    which was trained on the ancestor's snapshot.
+    """The champion's oldest ancestor with the same network. The network was trained on
+    the snapshot of this ancestor.
     """
     release = champion
     while release.parent is not None:

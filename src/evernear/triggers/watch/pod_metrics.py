@@ -1,4 +1,4 @@
-"""The counters of the TorchServe pods, from their metrics ports."""
+"""The counter values of the TorchServe pods, read from their metrics ports."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ Address = tuple[str, int]
 TIMEOUT_S = 3.0
 MAX_BYTES = 2**22
 REFUSALS = ("Overloaded", "GalleryUnavailable")
-"""The outcomes of `evernear.serving.core` with a status of 500 or more."""
+"""The outcomes in `evernear.serving.core` that have a status of 500 or more."""
 PODS_SERVICE_SUFFIX = "-pods"
-"""The headless Service of the pods, in deploy/base/prep.yaml,
-is named after their Deployment with this suffix.
+"""Suffix of the pods' headless Service in ``deploy/base/prep.yaml``. The Service is
+named after the Deployment.
 """
 
 
@@ -35,8 +35,8 @@ def addresses(host: str, port: int) -> list[Address]:
 
 
 class PodMetrics:
-    """Reads the pods that ``find`` returns.
-    A pod that does not respond in time is left out.
+    """Reads the metrics of the pods that ``find`` returns. A pod that does not respond
+    in time is left out.
     """
 
     def __init__(self, find: Callable[[], Sequence[Address]]) -> None:
@@ -44,7 +44,7 @@ class PodMetrics:
         self._http = urllib3.PoolManager(retries=False, timeout=urllib3.Timeout(total=TIMEOUT_S))
 
     def __call__(self) -> dict[str, PodCounters]:
-        """The counters of each pod, by address."""
+        """The counter values of each pod, keyed by address."""
         pods = [host_and_port(*address) for address in self._find()]
         if not pods:
             return {}
@@ -65,11 +65,11 @@ class PodMetrics:
 
 
 def parse_counters(text: str) -> PodCounters | None:
-    """The counters in a TorchServe response, or None if it names no release yet,
-    or several releases.
+    """The counter values in a TorchServe response, or None if the response does not
+    contain exactly one release.
 
     Raises:
-        ValueError: the text is not in Prometheus' format.
+        ValueError: the text is not in Prometheus text format.
     """
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     versions = {sample.labels["version"] for sample in samples if sample.name == "evernear_release_info"}

@@ -1,12 +1,12 @@
-"""Propose or start a decision once.
+"""Propose a decision, or start its run, only once.
 
-A cause has at most one open proposal, which grows with the cause and stays open while
-the cause lasts. A declined cause leads to a new proposal only if it is worse or if a
-different release is live.
+A cause has at most one open proposal. The proposal grows with the cause, and stays open
+as long as the cause lasts. A declined cause leads to a new proposal only if it is worse
+or if a different release is live.
 
-The watcher remembers only its requests in the store. The id of the next request is
-derived from the earlier requests. If two watchers run concurrently, one creates the
-request and the other gets a conflict.
+The requests in the store are the watcher's only memory. The id of the next request is
+derived from the earlier requests. If two watchers run concurrently, one of them creates
+the request, and the other gets a conflict.
 """
 
 import re
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
 _CLOCK_TOLERANCE = timedelta(hours=1)
-"""Largest difference between the clocks of several watchers."""
+"""Largest tolerated difference between the clocks of several watchers."""
 _TESTED = {DRIFT}
-"""Causes that a statistical test detects.
-A check may miss such a cause although it lasts.
+"""Causes that a statistical test detects. A check may miss such a cause although the
+cause lasts.
 """
 _PIPELINES = {"retrain": TRAINING, "reindex": "reindex"}
 
@@ -47,8 +47,8 @@ class Outcome:
 
 
 class ProposalService:
-    """Executes decisions about one store.
-    ``runs`` is None without a pipeline server.
+    """Executes decisions about one store. ``runs`` is None if no pipeline server is
+    configured.
     """
 
     def __init__(self, settings: Settings, store: Store, runs: "KfpRuns | None") -> None:
@@ -59,15 +59,15 @@ class ProposalService:
         self._cooldown = timedelta(seconds=settings.watch.cooldown_s)
 
     def act(self, decision: WatchDecision, observation: Observation, watcher_id: str, now: datetime) -> Outcome:
-        """Propose the decision or start its run, unless something prevents it.
+        """Propose the decision or start its run, unless there is a reason not to.
 
         ``watcher_id`` identifies the store.
 
         Raises:
             StoreError: the store is unavailable.
-            PipelineServerError: the pipeline server is unavailable, so that active runs
-                are unknown. An accepted request stays accepted, and the next check
-                starts its run.
+            PipelineServerError: the pipeline server is unavailable, so it is unknown
+                whether runs are active. An accepted request stays accepted, and the
+                next check starts its run.
         """
         # The id is computed before the requests are read, so that a proposal that a
         # different watcher adds in the meantime has the same id.
@@ -103,8 +103,8 @@ class ProposalService:
         return Outcome(self._start(request))
 
     def _expire(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> Request:
-        """Expire a pending request if its causes are gone,
-        or if a release or a larger proposal replaces it.
+        """Mark a pending request as expired if its causes are gone, or if a release or
+        a larger proposal replaces it.
         """
         if request.state != "pending":
             return request
@@ -116,18 +116,18 @@ class ProposalService:
         return self._change(request, state="expired")
 
     def _lasts(self, request: Request, decision: WatchDecision, now: datetime) -> bool:
-        """Whether a cause of ``request`` lasts: it was observed,
-        or a test detected it recently.
+        """Whether a cause of ``request`` still exists, which means that the cause was
+        observed or that a test detected it recently.
 
-        A test may miss a cause that it has detected before.
+        A test may miss a cause that it detected before.
         """
         if any(_covers(request, cause) for cause in decision.causes):
             return True
         return bool(_TESTED & set(request.causes)) and now - (request.seen or request.created) < self._cooldown
 
     def _update(self, request: Request, decision: WatchDecision, observation: Observation, now: datetime) -> str:
-        """Let a pending proposal grow with its causes.
-        Returns the reason not to make a second proposal.
+        """If the causes of a pending proposal have grown, update the proposal. Returns
+        the reason why no second proposal is made.
         """
         if request.pipeline == _PIPELINES[decision.action]:
             if any(not _covers(request, c) or c.is_worse(decision.figures, request.figures) for c in decision.causes):
@@ -145,7 +145,9 @@ class ProposalService:
         observation: Observation,
         now: datetime,
     ) -> str:
-        """The reason to propose nothing now, or an empty string."""
+        """The reason why nothing is proposed now, or an empty string if there is no
+        reason.
+        """
         if accepted := [request.id for request in requests if request.state == "accepted"]:
             return f"Proposal {accepted[-1]} is accepted, and its run is about to start."
         if self._runs:
@@ -175,11 +177,11 @@ class ProposalService:
         return self._without_release(last, observation)
 
     def _without_release(self, request: Request, observation: Observation) -> str:
-        """The reason not to repeat a run that led to no release, however it ended,
-        or an empty string.
+        """The reason not to repeat a run that did not lead to a release, or an empty
+        string if there is no reason.
 
-        A failed, stopped or killed run would end in the same way until something
-        changes.
+        A run that failed, was stopped or was killed would end in the same way until
+        something changes.
         """
         if not request.run or _has_new_champion(request, observation):
             return ""
@@ -198,8 +200,8 @@ class ProposalService:
     def _start(self, request: Request) -> Request:
         """Start the run that the policy accepted.
 
-        The request's id is the key of the run,
-        so that a repeated start finds the first run.
+        The request's id is the idempotency key of the run, so that a repeated start
+        finds the first run.
         """
         if self._runs is None or request.state != "accepted" or request.answered_by != POLICY:
             return request
@@ -220,7 +222,7 @@ class ProposalService:
 
 
 def _content(decision: WatchDecision, observation: Observation, now: datetime) -> dict[str, Any]:
-    """The fields of a request that change as it grows."""
+    """The fields that are updated when a request grows."""
     return {
         "causes": tuple(cause.name for cause in decision.causes),
         "reasons": decision.reasons,
@@ -231,8 +233,8 @@ def _content(decision: WatchDecision, observation: Observation, now: datetime) -
 
 
 def _covers(request: Request, cause: Cause) -> bool:
-    """Whether ``request`` names ``cause``.
-    Requests of earlier versions name no causes and cover all.
+    """Whether ``request`` names ``cause``. Requests from earlier versions of evernear
+    contain no causes, and therefore cover every cause.
     """
     return not request.causes or cause.name in request.causes
 
@@ -253,13 +255,13 @@ def _has_new_champion(request: Request, observation: Observation) -> bool:
 
 
 def _is_ahead(request: Request, now: datetime) -> bool:
-    """Whether a wrong clock dated the request or its answer."""
+    """Whether the date of the request or of its answer comes from a wrong clock."""
     return max(request.created, request.answered or request.created) > now + _CLOCK_TOLERANCE
 
 
 def _next_id(ids: Sequence[str], watcher_id: str) -> str:
-    """The id of the next request.
-    It depends only on the earlier requests and the store.
+    """The id of the next request. The id depends only on the earlier requests and the
+    store.
 
     Concurrent watchers of one store therefore compute the same id.
     """

@@ -1,8 +1,8 @@
-"""The watcher's state in the store, ``triggers/watch.json``: on or off,
-and the last check.
+"""The watcher's state, which is the object ``triggers/watch.json`` in the store. The
+state contains whether the watcher is on, and the last check.
 
-The state is changed by compare-and-swap, from the command line, from Slack and by the
-watcher. The watcher reads the state before every check.
+The command line, Slack and the watcher change the state with compare-and-swap. The
+watcher reads the state before every check.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from evernear.errors import ConflictError
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5
 _WRONG_CLOCK = timedelta(days=1)
-"""If a stored report is later than a new report by more than this time,
-a wrong clock dated it.
+"""If a stored report is newer than a new report by more than this time, the stored
+report is assumed to have a wrong date.
 """
 
 Action = Literal["retrain", "reindex", "nothing"]
@@ -31,19 +31,20 @@ class CheckReport(Frozen):
 
     at: AwareDatetime
     source: str = ""
-    """The source that was checked, or empty if it is unknown."""
+    """The source that was checked, or an empty string if the source is unknown."""
     champion: str = ""
-    """The champion at the time of the check. Empty without a champion,
-    or in reports of earlier versions.
+    """The champion at the time of the check. Empty if there was no champion, and in
+    reports from earlier versions of evernear.
     """
     action: Action
     reasons: tuple[str, ...]
-    """The reasons for the action, and any reason not to propose it now."""
+    """The reasons for the action, and the reason not to propose the action now, if any.
+    """
     figures: dict[str, float] = {}
     faults: tuple[str, ...] = ()
-    """The parts of the check that failed, one message each."""
+    """One message for each part of the check that failed."""
     proposal: str | None = None
-    """Id of the request that the check created."""
+    """The id of the request that the check created."""
 
 
 class ScheduleState(Frozen):
@@ -52,8 +53,8 @@ class ScheduleState(Frozen):
     remedy: ClassVar[str] = "remove it to start over"
 
     id: str
-    """Identifies the store in proposal ids. They are run keys in KFP,
-    which may serve several stores.
+    """Identifies the store in proposal ids. Proposal ids are also run keys in KFP, and
+    one KFP server may serve several stores.
     """
     on: bool = True
     since: AwareDatetime
@@ -63,22 +64,24 @@ class ScheduleState(Frozen):
 
 
 class ScheduleStore:
-    """The schedule's state in one store.
-    Every method may raise `StoreError` or `IntegrityError`.
+    """The schedule state in one store. Every method may raise `StoreError` or
+    `IntegrityError`.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def find(self) -> ScheduleState | None:
-        """The current state, or None before the first `read`,
-        such as in a store that no watcher has checked.
+        """The current state, or None before the first `read`, for example if no watcher
+        has used the store yet.
         """
         stored = self._store.find(STATE)
         return self._parse(stored[0]) if stored else None
 
     def read(self) -> ScheduleState:
-        """The current state. The first call creates it, switched on."""
+        """The current state. The first call creates the state with the watcher switched
+        on.
+        """
         return self._change(lambda state: state)
 
     def switch(self, on: bool, by: str) -> ScheduleState:
@@ -87,7 +90,7 @@ class ScheduleStore:
         return self._change(lambda state: state if state.on == on else state.model_copy(update=update))
 
     def save(self, report: CheckReport) -> ScheduleState:
-        """Store the last check, unless a later check is already stored."""
+        """Store the report of the last check, unless a later report is already stored."""
 
         def save(state: ScheduleState) -> ScheduleState:
             if state.last and report.at < state.last.at < report.at + _WRONG_CLOCK:
@@ -97,7 +100,7 @@ class ScheduleStore:
         return self._change(save)
 
     def _change(self, change: Callable[[ScheduleState], ScheduleState]) -> ScheduleState:
-        """Apply ``change``, and repeat it if other processes write at the same time."""
+        """Apply ``change``, and retry if other processes write at the same time."""
         for _ in range(_ATTEMPTS):
             stored = self._store.find(STATE)
             state = self._parse(stored[0]) if stored else ScheduleState(id=uuid4().hex[:8], since=datetime.now(UTC))

@@ -2,8 +2,8 @@
 and soon after the bucket reports a change.
 
 SIGTERM or Ctrl-C ends the process after the current check. A killed check leaves no
-incomplete state. If the source, the store or the pipeline server fails, the check is
-retried with backoff, before the next scheduled check.
+incomplete state. If the source, the store or the pipeline server is unavailable, the
+check is retried with backoff, before the next scheduled check.
 """
 
 import json
@@ -32,15 +32,15 @@ from evernear.triggers.watch.watcher import Watcher
 
 FIRST_RETRY_S = 30.0
 DEBOUNCE_MAX = 10
-"""Maximum delay of a check by further changes,
-as a multiple of ``watch.debounce_s``.
+"""Maximum delay of a check if further changes keep arriving, as a multiple of
+``watch.debounce_s``.
 """
 STUCK_AFTER_S = 1800.0
 CLOCK_CHECK_S = 60.0
 PRUNE_INTERVAL = timedelta(days=1)
 PRUNE_RETRY = timedelta(hours=1)
-"""Time to the next attempt to prune the store,
-after a prune failed or found a run in progress.
+"""Time to wait before pruning the store again, if a prune failed or found a run in
+progress.
 """
 BAKE_INTERVAL_S = 10.0
 """Time between two reads of the pods' metrics.
@@ -112,8 +112,8 @@ class WatchService:
                 self._scheduler.shutdown(wait=True)
 
     def check(self) -> None:
-        """Check unless the watcher is paused.
-        A failure is reported and retried soon.
+        """Run a check, unless the watcher is paused. If the check fails, the failure is
+        reported and the check is retried soon.
         """
         with self._lock:
             self._changed_s = None
@@ -137,7 +137,7 @@ class WatchService:
     def prune(self) -> None:
         """Prune the store to ``watch.prune_keep`` releases.
 
-        Retry after a failure, or if a run is in progress.
+        If pruning fails or a run is in progress, pruning is retried later.
         """
         try:
             pruning = prune_store(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
@@ -167,7 +167,9 @@ class WatchService:
         self._bake_fault = fault
 
     def changed(self) -> None:
-        """Check when the source has not changed for ``watch.debounce_s``."""
+        """Schedule a check for the time when the source has not changed for
+        ``watch.debounce_s`` seconds.
+        """
         debounce_s, now_s = self._settings.watch.debounce_s, time.monotonic()
         with self._lock:
             self._changed_s = self._changed_s or now_s
@@ -206,8 +208,8 @@ class WatchService:
     def _follow_clock(self) -> None:
         """Correct the schedule after the clock was set back.
 
-        Otherwise, the next check could be years late if the clock had jumped ahead
-        before.
+        If the clock had jumped ahead before, the next check could otherwise be
+        scheduled years in the future.
         """
         intervals = {_JOB: timedelta(seconds=self._settings.watch.interval_s), _PRUNE_JOB: PRUNE_INTERVAL}
         intervals[_BAKE_JOB] = timedelta(seconds=BAKE_INTERVAL_S)
@@ -217,7 +219,7 @@ class WatchService:
                 job.modify(next_run_time=latest)
 
     def _listen(self) -> None:
-        """Listen for changes of the bucket, and reconnect with backoff."""
+        """Listen for changes to the bucket, and reconnect with backoff."""
         failures = 0
         while not self.stopping.is_set():
             begin_s = time.monotonic()
@@ -248,8 +250,8 @@ class WatchService:
 
     @contextmanager
     def _health_probe(self) -> Generator[None]:
-        """Serve ``GET /`` on ``watch.health_port``,
-        with status 200 or 503 and the details of `health`.
+        """Serve ``GET /`` on ``watch.health_port``. The status is 200 or 503, and the
+        body contains the details from `health`.
 
         ``GET /metrics`` returns the metrics of the last check.
         """

@@ -1,4 +1,4 @@
-"""A check from end to end: observe, decide, act, save."""
+"""A complete check: observe, decide, act, and save the report."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -27,7 +27,7 @@ Clock = Callable[[], datetime]
 
 
 class Watcher:
-    """Checks one source for one store. ``cache`` is a directory for copies."""
+    """Checks one source for one store. ``cache`` is a directory for downloaded files."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Watcher:
         return self._observer.source()
 
     def check(self, act: bool = True) -> CheckReport:
-        """Check once. With ``act``, propose or start the decision and save the report
-        in the store.
+        """Check once. If ``act`` is set, propose the decision or start its run, and
+        save the report in the store.
 
-        If a part that the decision does not need fails, ``faults`` reports it.
+        Failures that do not affect the decision are reported in ``faults``.
 
         Raises:
             EvernearError: the store is unavailable, or the champion cannot be read.
@@ -94,8 +94,8 @@ class Watcher:
         return report
 
     def _maintain_logs(self, now: datetime) -> tuple[str, list[str]]:
-        """Upload the query logs of a server on this machine,
-        and remove old logs. Returns a report and errors.
+        """Upload the query logs of a server on this machine, and remove old query logs.
+        Returns a report and errors.
         """
         removal, faults = "", list[str]()
         try:
@@ -109,11 +109,11 @@ class Watcher:
         return removal, faults
 
     def _remove_old_logs(self, now: datetime) -> str:
-        """Remove the query logs that were already too old at the last check.
-        Returns a report or an empty string.
+        """Remove the query logs that were already too old at the time of the last
+        check. Returns a sentence for the report, or an empty string.
 
-        A clock that jumps ahead makes all logs too old at once. The first check after
-        the jump warns and removes no logs.
+        If a clock jumps ahead, all logs become too old at once. The first check after
+        the jump only warns, and removes no logs.
         """
         last = self.schedule.read().last
         if last is None:
