@@ -28,7 +28,8 @@ def deploy_release(archive: Path, verdict_file: Path, settings: RunSettings, cau
     champion.
 
     Deploying the champion again repeats the verification and changes nothing else.
-    ``cause`` is recorded in the promotion history. The default cause is this process.
+    ``cause`` is recorded in the promotion history. By default, the cause is the user
+    and host of this process.
 
     Raises:
         IntegrityError, ConflictError: the promotion policy rejects the release (see
@@ -73,10 +74,11 @@ def promote_release(
     Raises:
         StoreError: the release does not exist or is already the champion, or the
             registry is unreachable.
-        IntegrityError: the archive is damaged, or its verdict is hold and ``force`` is
-            not set.
+        IntegrityError: the archive is damaged, or the release has a hold verdict and
+            ``force`` is not set.
         SettingsError: ``force`` is set without a reason.
-        ServingError, ClusterError, BusyError, ConflictError: as in `deploy_release`.
+        ServingError, ClusterError, BusyError, ConflictError: for the same reasons as in
+            `deploy_release`.
     """
     if force and not (cause and cause.why.strip()):
         raise SettingsError("Promoting against a verdict needs a reason; add --why 'the reason'.")
@@ -103,8 +105,8 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
     Raises:
         SettingsError: the target cannot apply settings to a live release.
         StoreError: no release has been promoted yet, or the registry is unreachable.
-        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: as in
-            `promote_release`. The previous settings are live.
+        ServingError, ClusterError, BusyError, ConflictError, IntegrityError: for the
+            same reasons as in `promote_release`. The previous settings are live.
     """
     if settings.target != "kubernetes":
         raise SettingsError(
@@ -131,7 +133,8 @@ def roll_back(settings: RunSettings, *, cause: Cause | None = None, expected: st
         ConflictError: the champion is not ``expected``.
         StoreError: no previous champion exists, the previous champion was pruned, or
             the registry is unreachable.
-        ServingError, ClusterError, BusyError, IntegrityError: as in `promote_release`.
+        ServingError, ClusterError, BusyError, IntegrityError: for the same reasons as
+            in `promote_release`.
     """
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
@@ -153,7 +156,7 @@ def forget_releases(settings: RunSettings) -> None:
     that are no longer in the registry.
 
     Raises:
-        StoreError, ServingError, BusyError: as in
+        StoreError, ServingError, BusyError: for the same reasons as in
             `evernear.deployment.local.serve_local`.
     """
     if settings.target == "local" and LocalTarget(settings).is_running():

@@ -1,13 +1,13 @@
 """`evernear serve --follow`: the TorchServe server of a working directory follows the
 champion pointer.
 
-The server polls the champion pointer, and only needs read access to the store. Before
+The server polls the champion pointer, and needs only read access to the store. Before
 the switch, the server downloads the release, checks the archive hash and every part,
 loads the release next to the live release, and runs the smoke test. If any of these
-steps fails, the live release stays live. The server reports the reason once per
-release, and retries with increasing pauses. After a restart, the server first loads the
-last live release from its own disk. The server can therefore answer requests even if
-the store is unreachable.
+steps fails, the live release stays live. The server reports the reason for a failed
+switch once per release, and retries with increasing pauses. After a restart, the server
+first loads the last live release from its own disk. The server can therefore answer
+requests even if the store is unreachable.
 """
 
 import os
@@ -86,8 +86,8 @@ class Follower:
         self._failed = ""
 
     def start(self) -> None:
-        """Start the last live release from this machine's disk. If that fails, wait for
-        a champion, and start the champion.
+        """Start the last live release from this machine's disk. If the last live
+        release cannot be started, wait for a champion, and start the champion.
         """
         self._restore()
         while True:

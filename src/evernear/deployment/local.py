@@ -137,8 +137,8 @@ class LocalTarget:
                 self._unload(version)
             raise
         self._management.set_default(self._model, version)
-        # The release is already live, so a failure is ignored. The next deployment
-        # tries to prune again.
+        # The release is already live, so a failure to prune is ignored. The next
+        # deployment tries to prune again.
         with contextlib.suppress(ServingError, StoreError, IntegrityError):
             self._prune()
 
@@ -235,8 +235,9 @@ class LocalTarget:
         self._unload_unpublished(champion.version)
 
     def _unload_unpublished(self, live: str) -> None:
-        """Unload releases that were never published or were removed from the registry,
-        except the ``live`` release."""
+        """Except for the ``live`` release, unload all releases that were never
+        published or were removed from the registry.
+        """
         for version in self._registered().keys() - {live, *self._registry.list()}:
             self._unload(version)
 
@@ -274,8 +275,8 @@ class LocalTarget:
         stored = self._stored(version)
         try:
             with disk_errors(self._home):
-                # TorchServe unpacks the archive in its home directory. TorchServe's
-                # error message would not say that the disk is full.
+                # TorchServe unpacks the archive in its home directory. If the disk is
+                # full, TorchServe's error message does not mention the disk.
                 if shutil.disk_usage(self._home).free < stored.stat().st_size + SPARE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._management.register(stored.name, self._settings.serving)
@@ -294,8 +295,9 @@ class LocalTarget:
                 self._management.unregister(self._model, version)
 
     def _prune(self) -> None:
-        """Unload all releases beyond the first ``serving.keep_registered``. The
-        champion comes first, then its rollback target, then the newest releases.
+        """Unload all releases except the first ``serving.keep_registered`` releases.
+        The champion is first, followed by its rollback target, followed by the newest
+        releases.
         """
         champion = self._registry.champion()
         if champion is None:

@@ -19,12 +19,12 @@ def check_candidate(
     """Unpack ``archive`` into ``out_dir``, and check that the release may replace
     ``champion``.
 
-    Return the release's parts and the anchor in its verdict. The anchor is None if the
-    verdict has no anchor, if no champion exists, or if the release is already the
+    Return the release's parts and the anchor from the verdict. The anchor is None if
+    the verdict has no anchor, if no champion exists, or if the release is already the
     champion.
 
     Raises:
-        IntegrityError: the archive is damaged, or its verdict is missing, is hold, or
+        IntegrityError: the archive is damaged, or its verdict is missing, says hold, or
             was issued for a different network, index or champion.
         ConflictError: the release was measured against a different champion or anchor.
     """
@@ -57,8 +57,8 @@ def check_promotable(parts: ReleaseParts, *, force: bool) -> None:
     ``force`` overrules a hold verdict.
 
     Raises:
-        IntegrityError: the verdict is hold and ``force`` is not set, or the verdict is
-            invalid.
+        IntegrityError: the verdict says hold and ``force`` is not set, or the verdict
+            is invalid.
     """
     verdict = Verdict.from_json(parts.read(VERDICT_FILE), f"{VERDICT_FILE} of release {parts.manifest.version}")
     if not verdict.promote and not force:

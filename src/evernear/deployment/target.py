@@ -52,8 +52,9 @@ class Deployment(Frozen):
 
 
 class DeploymentTarget(Protocol):
-    """A place where one release is live.
-    `evernear.deployment` calls these methods to deploy a release."""
+    """A place where one release is live. `evernear.deployment` calls the methods of a
+    target to deploy a release.
+    """
 
     def require_deployable(self) -> None:
         """Before hours of training, check that a deployment can succeed."""
@@ -96,7 +97,7 @@ class RegistryTarget:
         self._registry = Registry(open_store(settings.store_uri))
 
     def require_deployable(self) -> None:
-        """Do nothing, because the pipeline writes to the store before it trains."""
+        """Do nothing, because the pipeline already writes to the store before training."""
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Take no lock, because moving the champion pointer with compare-and-swap is

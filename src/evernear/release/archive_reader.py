@@ -137,11 +137,11 @@ def open_release(archive: Path, out_dir: Path, max_size_bytes: int = MAX_RELEASE
 
 
 def read_release(archive: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
-    """The manifest of a ``.mar`` file, and the file's JSON parts by name. All parts are
-    hashed. Nothing is written to disk.
+    """The manifest of a ``.mar`` file, and the file's JSON parts, keyed by name. All
+    parts are hashed. Nothing is written to disk.
 
     Raises:
-        IntegrityError: as for `open_release`.
+        IntegrityError: for the same reasons as in `open_release`.
     """
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         texts: dict[str, bytes] = {}
@@ -160,7 +160,7 @@ def read_part(archive: Path, name: str) -> bytes | None:
     the release has no such part.
 
     Raises:
-        IntegrityError: as for `open_release`.
+        IntegrityError: for the same reasons as in `open_release`.
     """
     with _checked(archive, MAX_RELEASE_BYTES) as (members, manifest):
         return b"".join(_content(members, name, manifest, archive)) if name in manifest.parts else None
@@ -251,7 +251,7 @@ def _check_layout(members: zipfile.ZipFile, archive: Path) -> None:
 
     `zipfile` finds members through the list at the end of the file. TorchServe uses
     Java's ``ZipInputStream``, which reads members in sequence through their local
-    headers, and would therefore also unpack an unlisted member.
+    headers. An unlisted member would therefore also be unpacked.
     """
     scattered = IntegrityError(f"{archive} must consist of its listed members only, one after another.")
     end = 0

@@ -33,8 +33,8 @@ REFERENCE = timedelta(hours=1)
 short, because the mix of images changes during the day.
 """
 MAX_CELLS = 240
-"""Maximum number of cells in a bake. If a bake has more cells, adjacent cells are
-merged in pairs.
+"""Maximum number of cells in a bake. If a bake would have more than `MAX_CELLS` cells,
+adjacent cells are merged in pairs.
 """
 
 
@@ -62,9 +62,9 @@ class Bake(Frozen):
     previous: Version
     ends: AwareDatetime
     before: tuple[Figures, ...]
-    """The requests that the previous release answered, by minute."""
+    """The requests that the previous release answered, for each minute."""
     seen: tuple[Figures, ...] = ()
-    """The requests since the rollout, by poll."""
+    """The requests since the rollout, for each poll."""
     breach: str = ""
     """A sentence that describes the broken rule. If this field is not empty, the
     rollback is in progress.
@@ -116,7 +116,7 @@ class BakeState(Frozen):
         return self.model_copy(update={"pods": known | pods, "recent": recent, "bake": bake})
 
     def _increments(self, pods: dict[str, PodCounters]) -> dict[str, Figures]:
-        """The requests since the last poll, by release."""
+        """The requests since the last poll, grouped by release."""
         increments: dict[str, Figures] = {}
         for address, pod in pods.items():
             earlier = self.pods.get(address)
@@ -126,8 +126,8 @@ class BakeState(Frozen):
         return increments
 
     def answered_by(self, version: str, before: datetime) -> tuple[Figures, ...]:
-        """The requests that ``version`` answered in the hour before ``before``,
-        by minute.
+        """The requests that ``version`` answered in the hour before ``before``, for
+        each minute.
         """
         cells = [cell for cell in self.recent if cell.version == version and before - REFERENCE <= cell.at <= before]
         return tuple(cell.figures for cell in cells)

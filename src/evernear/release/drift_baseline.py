@@ -1,5 +1,6 @@
-"""The drift reference of a release. It contains predictions, made when the release was
-archived, for images that the release was not built from.
+"""The drift reference of a release. The reference contains predictions for images that
+the release was not built from. These predictions were made when the release was
+archived.
 
 The images come from the query split. If the query split has fewer than `SIZE` images,
 images from the test split are added. Test images are in neither the training split nor
@@ -92,6 +93,8 @@ def random_projection(dim: int) -> Floats:
 
 
 def evenly(total: int, size: int = SIZE) -> Iterator[int]:
-    """Yield up to ``size`` evenly spaced integers between 0 and ``total`` (exclusive)."""
+    """Yield up to ``size`` evenly spaced integers between 0 and ``total``
+    (exclusive).
+    """
     chosen = min(total, size)
     return (number * total // chosen for number in range(chosen))

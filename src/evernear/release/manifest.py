@@ -42,8 +42,8 @@ PARTS = frozenset(
         DRIFT_BASELINE_FILE,
     }
 )
-"""The parts of a release in format 1 whose archive contains the index vectors. The
-images that `SMOKE_FILE` lists are not included.
+"""The parts of a format 1 release whose archive contains the index vectors. The images
+that `SMOKE_FILE` lists are not included.
 """
 
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
@@ -117,8 +117,8 @@ def new_version(created: datetime, content_sha256: str) -> str:
     """Create a version such as ``20261120.140501.1a2b3c4d``. Versions sort by time,
     differ if the content differs, and are valid in URLs.
 
-    The time in a version is ``created`` in UTC. The last part consists of the first
-    digits of ``content_sha256``.
+    The time in a version is ``created`` in UTC. The last part of a version consists of
+    the first digits of ``content_sha256``.
     """
     return f"{created.astimezone(UTC):%Y%m%d.%H%M%S}.{content_sha256[:8]}"
 

@@ -51,7 +51,7 @@ def surplus_releases(registry: Registry, keep: int) -> tuple[str, ...]:
 
 def remove_releases(registry: Registry, versions: Collection[str]) -> tuple[str, ...]:
     """Remove releases, and return their versions. Rollback targets can be removed, but
-    not the champion.
+    the champion cannot.
 
     If one of the releases is the anchor, the champion becomes the anchor.
 

@@ -102,7 +102,7 @@ class Registry:
 
     def records(self, *, include_pruned: bool = False) -> tuple[dict[str, Record], dict[str, str]]:
         """The records of all releases, and the error message for each damaged record.
-        Both are keyed by version, in the order of `list`.
+        Both mappings are keyed by version, in the order of `list`.
         """
         records: dict[str, Record] = {}
         faults: dict[str, str] = {}
@@ -251,9 +251,9 @@ class Registry:
         """If the champion is still ``expected``, make a published release the champion.
         ``anchor`` replaces the anchor.
 
-        ``cause`` is recorded in the promotion history. The default cause is this
-        process. If the store is unreachable, the request is retried for up to 5
-        minutes.
+        ``cause`` is recorded in the promotion history. By default, the cause is the
+        user and host of this process. If the store is unreachable, the request is
+        retried for up to 5 minutes.
 
         Raises:
             ConflictError: the pointer moved in the meantime. Nothing was changed.
@@ -273,11 +273,12 @@ class Registry:
         return self._promote(promotion, expected)
 
     def record_settings(self, expected: Champion, cause: Cause | None = None) -> Champion:
-        """If the champion is still ``expected``, record that its settings changed.
-        Rollbacks skip this entry.
+        """If the champion is still ``expected``, record that the champion's settings
+        changed. Rollbacks skip this entry.
 
         Raises:
-            ConflictError, TransientStoreError, StoreError: as in `set_champion`.
+            ConflictError, TransientStoreError, StoreError: for the same reasons as in
+                `set_champion`.
         """
         return self._record_again(expected, "apply", expected.anchor, cause)
 
@@ -288,7 +289,8 @@ class Registry:
         Raises:
             StoreError: the release does not exist, is being pruned, or is already the
                 anchor.
-            ConflictError, TransientStoreError: as in `set_champion`.
+            ConflictError, TransientStoreError: for the same reasons as in
+                `set_champion`.
         """
         self.get(version)
         if version == expected.anchor:

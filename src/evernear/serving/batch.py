@@ -238,8 +238,8 @@ def _row(file: ImageFile, image: bytes | Rejection, answer: Prediction | Rejecti
 def _ahead(
     batches: Iterable[list[ImageFile]], start: Callable[[list[ImageFile]], T]
 ) -> Iterator[tuple[list[ImageFile], T]]:
-    """Yield each batch with its result from ``start``. ``start`` is called for the next
-    batch before a batch is yielded.
+    """Yield each batch with its result from ``start``. Before a batch is yielded,
+    ``start`` is called for the next batch.
     """
     waiting: tuple[list[ImageFile], T] | None = None
     for batch in batches:

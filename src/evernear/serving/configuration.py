@@ -96,8 +96,8 @@ def _properties(settings: ServingSettings, home: Path, tokens: bool) -> dict[str
         "grpc_management_port": settings.grpc_management_port,
         "model_store": model_store(home),
         "load_models": "" if settings.model_api else "all",
-        # TorchServe splits `allowed_urls` at commas. The pattern therefore has a dot,
-        # which matches any character, in place of each comma.
+        # TorchServe splits `allowed_urls` at commas. In the pattern, each comma is
+        # replaced with a dot, which matches any character.
         "allowed_urls": "file://" + re.escape(str(model_store(home))).replace(",", ".") + "/.*",
         "enable_model_api": str(settings.model_api).lower(),
         "enable_envvars_config": "false",

@@ -1,5 +1,5 @@
-"""Image decoding in servers. Malicious files raise no errors other than `DataError`.
-Large images do not delay small images.
+"""Image decoding in servers. Decoding a malicious file raises no error other than
+`DataError`. Large images do not delay small images.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ def decode_image(file: EncodedImage, shape: Preprocessing) -> Pixels:
 
 @contextmanager
 def _only_data_errors(size_bytes: int) -> Generator[None]:
-    """Convert every other decoder exception to a `DataError`, so that the rest of the
-    batch is still answered.
+    """Convert every decoder exception other than `DataError` to a `DataError`, so that
+    the rest of the batch is still answered.
     """
     try:
         yield

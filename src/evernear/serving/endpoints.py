@@ -62,8 +62,8 @@ class Endpoints(Frozen):
 
     @property
     def management_url(self) -> str:
-        """The base URL of the management API. This API can load code and therefore
-        listens only on the loopback interface.
+        """The base URL of the management API. The management API can load code and
+        therefore listens only on the loopback interface.
         """
         return f"http://127.0.0.1:{self.management_port}"
 

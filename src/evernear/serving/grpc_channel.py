@@ -25,10 +25,10 @@ KEEPALIVE_MS = 600_000
 enables `DEAD_CONNECTION_MS`.
 """
 RETRY_TOKENS = 200
-"""Number of retry tokens. A failed attempt removes a token, and a successful attempt
-adds a token.
+"""Number of retry tokens. A failed attempt removes a retry token, and a successful
+attempt adds a retry token.
 
-While at most half of the tokens remain, calls are not retried.
+While at most half of the retry tokens remain, calls are not retried.
 """
 
 

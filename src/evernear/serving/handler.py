@@ -166,7 +166,8 @@ def _with_embeddings(result: BatchResult, wanted: Sequence[bool]) -> Iterator[Pr
 def _is_probe(context: Any, position: int) -> bool:
     """Whether the frontend marked the request as a readiness probe.
 
-    The frontend removes the probe header from all other requests.
+    The frontend removes the probe header from all requests that are not readiness
+    probes.
     """
     return bool(context.get_request_header(position, PROBE_HEADER))
 

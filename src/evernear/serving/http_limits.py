@@ -1,5 +1,5 @@
-"""Limits for HTTP clients. uvicorn itself limits neither the size of request bodies nor
-the upload time.
+"""Limits for HTTP clients, because uvicorn itself limits neither the size of request
+bodies nor the upload time.
 """
 
 import asyncio

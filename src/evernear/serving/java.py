@@ -24,7 +24,7 @@ JAVA_MAJOR_VERSION = 17  # the oldest version that runs TorchServe 0.12
 IDLE_TIMEOUT_S = 75  # for the head of the next request, longer than the 60 s of proxies
 UPLOAD_TIMEOUT_S = 60  # for a body: 6.5 MB at 1 Mbit/s
 # Heap memory reserved for each connection. A connection actually uses less than a tenth
-# of this amount, for 8 KiB of headers and for parsing.
+# of the reserved memory, for 8 KiB of headers and for parsing.
 CONNECTION_BYTES = 512 * 2**10
 
 SECRETS_VARIABLE = "_EVERNEAR_SECRETS"
@@ -98,10 +98,9 @@ def frontend_limits(settings: ServingSettings) -> dict[str, int]:
     in-flight requests.
 
     Each request is stored once on the Java heap. In addition to the heap, Java may use
-    the same amount of off-heap memory. In off-heap memory, each byte is stored at most
-    twice, while a growing buffer is copied and sent to a worker. In-flight requests are
-    limited to a quarter of the heap, which leaves enough memory for all of these
-    copies.
+    the same amount of off-heap memory. While a growing buffer is copied and sent to a
+    worker, each byte is stored at most twice in off-heap memory. In-flight requests are
+    limited to a quarter of the heap, which leaves enough memory for the copies.
     """
     batches_ahead = math.ceil(settings.queue_size / settings.batch_size)
     return {
@@ -164,7 +163,7 @@ def _is_withheld(name: str, value: str) -> bool:
 
 def _major_version(java: Path) -> int:
     """The major version that ``java -version`` prints. The result is 0 if Java cannot
-    run, as with the macOS stub.
+    run, as with the ``java`` stub on macOS.
     """
     try:
         process = subprocess.run(

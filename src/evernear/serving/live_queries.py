@@ -31,9 +31,9 @@ def live_queries(store: Store, version: str, since: datetime, until: datetime) -
     each damaged file.
 
     If enough queries remain, the result is a uniform sample of all queries in the
-    periods of the files. Files that contain a larger share of their period's queries
-    than the busiest file are thinned, as long as at least `WANTED` queries remain in
-    total.
+    periods that the files cover. Files that contain a larger share of their period's
+    queries than the busiest file are thinned, as long as at least `WANTED` queries
+    remain in total.
 
     Raises:
         StoreError: the store is unavailable.

@@ -2,8 +2,8 @@
 to TorchServe once a second.
 
 TorchServe's histograms have fixed buckets with bounds up to 10. Each observed value
-takes a separate line of worker output. evernear exports its histograms as counters with
-an upper-bound label (``le``). To Prometheus, these counters look like a normal
+takes a separate line of worker output. In evernear, histograms are exported as counters
+with an upper-bound label (``le``). To Prometheus, these counters look like a normal
 histogram. These histograms have suitable bounds, and do not slow down a batch.
 """
 
@@ -16,8 +16,8 @@ BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # The L2 distance between unit vectors is 2 sin(angle / 2). A distance of 0.1
 # corresponds to 6 degrees, 1.4 to nearly a right angle, and 2 to opposite directions.
 DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
-# From 5 ms to 40 s. Each bound is 1.5 times the previous bound. This resolution is
-# sufficient to compare 99th percentiles.
+# The bounds range from 5 ms to 40 s. Each bound is 1.5 times the previous bound. This
+# resolution is sufficient to compare 99th percentiles.
 SECONDS_BOUNDS = tuple(float(f"{0.005 * 1.5**step:.2g}") for step in range(23))
 FLUSH_EVERY_S = 1.0
 

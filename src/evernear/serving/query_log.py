@@ -8,14 +8,14 @@ The log files are written on the server's machine and then shipped to the store.
     queries/<day>/<same name>                                                   in the store
 
 Each worker samples the queries of a period uniformly in memory. At the end of each
-period, the worker writes a log file. The first line of a log file contains the number
-of all queries, and each other line contains a sampled query. If ``serving.query_log``
-is ``images``, uncertain queries also contain the preprocessed image and its embedding.
-Queries in a smaller uniform sample (`SampledFiles`) also contain the file that the
-client sent. Log files are written atomically, and have a limited number of rows and
-bytes. File names are unique, so any number of workers and pods may write log files.
-Logging never makes a prediction fail or wait for a disk. A separate thread writes the
-files. Queries that cannot be written are dropped.
+period, the worker writes a log file. The first line of a log file contains the total
+number of queries, and each other line contains a sampled query. If
+``serving.query_log`` is ``images``, uncertain queries also contain the preprocessed
+image and its embedding. Queries in a smaller uniform sample (`SampledFiles`) also
+contain the file that the client sent. Log files are written atomically, and have a
+limited number of rows and bytes. File names are unique, so any number of workers and
+pods may write log files. Logging never makes a prediction fail or wait for a disk. A
+separate thread writes the files. Queries that cannot be written are dropped.
 """  # noqa: W505
 
 import base64

@@ -22,9 +22,7 @@ TIME_FORMAT = "%Y%m%dT%H%M%SZ"
 
 
 class Period(Frozen, allow_inf_nan=False):
-    """The first line of a log file, which summarizes all queries of one worker in one
-    period.
-    """
+    """The first line of a log file: a summary of one worker's queries in one period."""
 
     format: Literal[1] = 1
     version: str

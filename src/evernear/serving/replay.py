@@ -4,7 +4,7 @@ would in production.
 The candidate uses the files that the archive step packs: the exported network with its
 preprocessing, the index and its labels. The queries are a uniform sample
 (`evernear.serving.query_log_files.sampled_queries`). The query files are decoded as in
-a server. If the champion answered a query live, its logged answer is used. Otherwise,
+a server. If the champion answered a query live, the logged answer is used. Otherwise,
 the champion's answer is computed in the same way as the candidate's answer.
 """
 
@@ -93,8 +93,8 @@ class Replayer:
         """Replay the `stored_queries`, and compare the changed answers with the changed
         answers on the test split.
 
-        ``evaluation`` is the result of the measurement on the test split. Without a
-        champion, both results are None.
+        ``evaluation`` is the result of the measurement on the test split. If there is
+        no champion, both results are None.
 
         Raises:
             StoreError: the store is unavailable.

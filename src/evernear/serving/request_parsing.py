@@ -74,7 +74,9 @@ def decode_base64(text: str) -> bytes:
 
 
 def compression(body: bytes) -> str | None:
-    """The error message for a compressed body, or None if the body is not compressed."""
+    """The error message for a compressed body, or None if the body is not
+    compressed.
+    """
     kind = next((kind for signature, kind in _COMPRESSED.items() if body.startswith(signature)), None)
     return kind and f"The request's body is compressed with {kind}; send it uncompressed."
 

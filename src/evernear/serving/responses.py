@@ -23,8 +23,8 @@ class Neighbor(Frozen, extra="ignore"):
     """A gallery image near the query.
 
     ``row`` is the row number in the release's gallery, from which
-    `evernear.serving.gallery_images` finds the image. Servers of an earlier version do
-    not return the row, and ``row`` is then -1.
+    `evernear.serving.gallery_images` finds the image. Servers from earlier versions of
+    evernear do not return ``row``, which is then -1.
     """
 
     label: str

@@ -55,8 +55,9 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
 
     Raises:
         PortInUseError: a different program uses a port.
-        ServingError: Java or TorchServe is not installed, the server runs on other
-            ports, or it does not start within ``settings.startup_timeout_s``.
+        ServingError: Java or TorchServe is not installed, the server is already running
+            on different ports, or it does not start within
+            ``settings.startup_timeout_s``.
         StoreError: ``home``, or the server's directory in /tmp, cannot be created.
         BusyError: a different process is starting or stopping this server, and does not
             finish in time.

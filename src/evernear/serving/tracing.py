@@ -2,8 +2,8 @@
 handler and KServe's containers.
 
 This module needs only OpenTelemetry's API. Unless an integration exports spans
-(`evernear.integrations.tracing`), no span is created. The client's trace is then only
-logged and passed on.
+(`evernear.integrations.tracing`), no span is created. Without an exporter, the client's
+trace is only logged and passed on.
 """
 
 from collections.abc import Mapping

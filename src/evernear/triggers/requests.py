@@ -1,5 +1,5 @@
-"""User requests and the watcher's requests. Each request is an object in the store,
-which is changed with compare-and-swap.
+"""User requests and the watcher's requests. Each request is an object in the store.
+Requests are changed with compare-and-swap.
 
 ::
 
@@ -14,8 +14,8 @@ A request to run a pipeline is pending until a person answers the prompt in Slac
 Requests of all other kinds start in the accepted state. The id of a request is derived
 from its content. Duplicate deliveries, double clicks and concurrent watchers therefore
 compete for one conditional write. The id is also the idempotency key of the run in KFP
-(`Request.key`). If a process stops between two states, the next process therefore
-continues the request.
+(`Request.key`). If a process stops between two states, the next process continues the
+request.
 """
 
 import logging
@@ -85,12 +85,12 @@ class Request(Frozen):
     answered_by: Person | None = None
     answered: AwareDatetime | None = None
     attempt: int = 0
-    """Number of times that a failed request was made again."""
+    """Number of times that a failed request was repeated."""
 
     pipeline: str = TRAINING
     text: str = ""
-    """For the kind ``run``: the settings as the user typed them. For the kind ``stop``
-    without ``run``: the beginning of the run id.
+    """For the kind ``run``: the settings as the user typed them. For the kind ``stop``,
+    if ``run`` is empty: the beginning of the run id.
     """
     parameters: dict[str, Any] = Field(default={})
     """Arguments of the run. The arguments take precedence over the settings of the
@@ -154,7 +154,7 @@ class Request(Frozen):
 
     @property
     def is_open(self) -> bool:
-        """Whether the bot still has work to do."""
+        """Whether the bot still has work to do for the request."""
         if self.state in ("declined", "expired"):
             return bool(self.message) and not self.is_closed
         return self.state in ("pending", "accepted", "started")

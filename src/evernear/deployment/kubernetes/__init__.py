@@ -2,7 +2,7 @@
 
 Read `KubernetesTarget.rollout` first. `objects` builds the objects to apply, and
 `cluster` is the client of the API server. The registry's champion is authoritative. If
-a deployment is killed, the next deployment makes the cluster follow the champion.
+a deployment is killed, the next deployment makes the cluster serve the champion again.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class KubernetesTarget:
 
         Raises:
             SettingsError: a required setting, such as the image, is missing.
-            ClusterError: a permission is missing, or the API server would refuse the
+            ClusterError: a permission is missing, or the API server would reject the
                 objects.
         """
         preflight = ServedRelease("preflight", archive_sha256=64 * "0", manifest_sha256=64 * "0")

@@ -164,9 +164,9 @@ class Cluster:
         """Watch an object for at most ``timeout_s``. ``manifest`` is the object as it
         was last read.
 
-        The iterator ends early if the watch is interrupted, the resourceVersion has
-        expired, or the object is deleted. In each of these cases, the caller must read
-        the object again.
+        The iterator ends early if the watch is interrupted, the ``resourceVersion`` has
+        expired, or the object is deleted. If the iterator ends early, the caller must
+        read the object again.
         """
         metadata = manifest["metadata"]
         events = self._watch.stream(
@@ -375,5 +375,7 @@ def _no_credentials(error: Exception, context: str) -> str:
 
 
 def _plain(reason: object) -> str:
-    """The reason in a urllib3 error message, without the repr of the connection object."""
+    """The reason in a urllib3 error message, without the repr of the connection
+    object.
+    """
     return " ".join(str(reason).rpartition(": ")[2].split()).rstrip(".") or type(reason).__name__

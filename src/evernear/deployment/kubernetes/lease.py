@@ -4,8 +4,9 @@ The holder renews the Lease. If a process observes the Lease for its whole durat
 without a renewal, the holder is considered dead. A different process may then take over
 the Lease. As in client-go's leader election, the clocks of two machines are never
 compared. A holder that was disconnected detects at its next renewal that it was
-replaced, and makes no further changes. Requests that a replaced holder sent before that
-renewal do no lasting harm, because the champion pointer is moved with compare-and-swap.
+replaced, and makes no further changes. Requests that a replaced holder sends before it
+detects the replacement do no lasting harm, because the champion pointer is moved with
+compare-and-swap.
 """
 
 import threading

@@ -83,9 +83,7 @@ def _require_usable(settings: RunSettings) -> None:
 
 
 def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
-    """The Deployment spec. It has no ``replicas`` field, because the autoscaler owns
-    this field.
-    """
+    """The Deployment spec without the ``replicas`` field, which the autoscaler owns."""
     return {
         "selector": {"matchLabels": selector(kubernetes)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},

@@ -183,8 +183,9 @@ def _container(settings: RunSettings, release: ServedRelease) -> Tree:
         container["resources"]["limits"]["nvidia.com/gpu"] = str(kubernetes.gpus)
     starts = math.ceil(serving.startup_timeout_s / PROBE_S)
     alive = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": PROBE_S}
-    # This value is not read from the ConfigMap. While pods are being replaced, the
-    # mounted file already contains the settings of the new pods.
+    # The value of `serving.endpoint_removal_s` is not read from the ConfigMap. While
+    # pods are being replaced, the mounted file already contains the settings of the new
+    # pods.
     drain = ["evernear", "pod", "drain", "--set", f"serving.endpoint_removal_s={serving.endpoint_removal_s}"]
     return container | {
         "ports": [

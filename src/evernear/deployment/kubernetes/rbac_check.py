@@ -20,7 +20,7 @@ An empty name means all objects.
 
 
 def check_permissions(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) -> None:
-    """Ask the API server for every permission that a deployment of ``objects`` needs.
+    """Ask the API server about every permission that a deployment of ``objects`` needs.
 
     Raises:
         ClusterError: the API server is unavailable, or permissions are missing. The
@@ -50,8 +50,8 @@ def _needed(cluster: Cluster, objects: Iterable[Tree], settings: RunSettings) ->
     yield ("list",), "Event", ""
     yield ("get",), "Pod/log", ""
     if not (cluster.inside or settings.kubernetes.service_url or settings.kubernetes.token_secret):
-        # If none of these conditions holds, `service_client` connects through the API
-        # server.
+        # Without a direct connection to the Service, `service_client` connects through
+        # the API server.
         yield ("create",), "Service/proxy", f"{name}:http"
 
 

@@ -19,7 +19,9 @@ from evernear.settings import KubernetesSettings
 
 @dataclass(frozen=True)
 class Revision:
-    """A release and all its Kubernetes objects, in the order in which they are applied."""
+    """A release and all its Kubernetes objects, in the order in which they are
+    applied.
+    """
 
     version: str
     objects: list[Tree]
@@ -82,6 +84,6 @@ def save_last_known_good(cluster: Cluster, settings: KubernetesSettings, revisio
 
 def last_known_good_name(settings: KubernetesSettings) -> str:
     """The name of the ConfigMap that contains the last known good revision.
-    ``deploy/base/deployer.yaml`` grants access to this name.
+    ``deploy/base/deployer.yaml`` grants access to the ConfigMap with this name.
     """
     return f"{settings.name}-proven"

@@ -41,8 +41,8 @@ def service_url(settings: RunSettings) -> str:
 
 def service_client(cluster: Cluster, settings: RunSettings) -> PredictionClient:
     """A client of the Service. If ``kubernetes.service_url`` is set, the client
-    connects to this URL. Otherwise, the client uses the DNS name inside the cluster,
-    and the API server outside the cluster.
+    connects to this URL. Otherwise, the client uses the Service's DNS name inside the
+    cluster, and the API server's proxy outside the cluster.
 
     Raises:
         SettingsError: a token is required, but the API server would not forward the

@@ -146,7 +146,7 @@ def drop_alias(collection: Collection) -> None:
     """Remove the alias of ``collection``, if the alias exists.
 
     Raises:
-        TransientStoreError, StoreError: as in `point_alias`.
+        TransientStoreError, StoreError: for the same reasons as in `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):
@@ -158,7 +158,7 @@ def drop(collection: Collection) -> None:
     """If the collection exists, delete the collection and its vectors.
 
     Raises:
-        TransientStoreError, StoreError: as in `point_alias`.
+        TransientStoreError, StoreError: for the same reasons as in `point_alias`.
     """
     client = connect(collection.uri)
     with milvus_errors(collection.uri):

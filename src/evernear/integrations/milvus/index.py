@@ -96,7 +96,7 @@ class MilvusIndex:
         """Connect to an existing collection.
 
         If ``strongly_consistent`` is set, every search waits for all earlier writes. On
-        a cluster, this takes up to 0.2 s.
+        a cluster, waiting for earlier writes takes up to 0.2 s.
         """
         self.collection = collection
         self.shape = shape
@@ -221,7 +221,8 @@ def choose(gallery: GalleryVectors, settings: IndexSettings, queries: EmbeddingB
     search parameters.
 
     Raises:
-        SettingsError, TransientStoreError, StoreError: as in `fill`.
+        SettingsError, TransientStoreError, StoreError: for the same reasons as in
+            `fill`.
     """
     size_bytes = gallery.size * gallery.embeddings.dim * 4
     if reason := exact_search_reason(size_bytes, len(queries.labels), settings.recall):

@@ -76,7 +76,7 @@ class Client:
     def metadata(self) -> Metadata:
         """Request the model's metadata from the preprocessing server.
 
-        The errors that `predict` raises can also occur.
+        This method can also raise any error that `predict` raises.
 
         Raises:
             SettingsError: the target is not a preprocessing server.

@@ -2,8 +2,8 @@
 
 TorchServe 0.12 returns the gRPC status OK even if the handler rejects a request with
 the HTTP status 400 or 503. The response to a rejected request contains a `Rejection`.
-For an unknown model or version, TorchServe returns the status INTERNAL, and the second
-line of the details is a Java exception. If a message is larger than
+For an unknown model or version, TorchServe returns the status INTERNAL with a Java
+exception in the second line of the details. If a message is larger than
 ``max_request_size``, TorchServe ends the stream with the status CANCELLED.
 """
 

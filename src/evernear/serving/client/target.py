@@ -49,7 +49,8 @@ class Target:
         the TorchServe server of the working directory.
 
         Raises:
-            ServerUnreachableError: no TorchServe was started in the working directory.
+            ServerUnreachableError: no TorchServe server was started in the working
+                directory.
         """
         if format == "prep":
             return replace(

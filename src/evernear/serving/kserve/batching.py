@@ -2,9 +2,9 @@
 recognizing one image.
 
 BentoML and MLServer use a timer to wait for more requests. BentoML adapts the timer to
-the recent load, but MLServer does not. evernear needs no timer: while the threads are
-busy with earlier batches, new requests form the next batch. A single request therefore
-starts immediately, and batches grow with the load.
+the recent load, but MLServer does not. In evernear, no timer is needed: while the
+threads are busy with earlier batches, new requests form the next batch. A single
+request therefore starts immediately, and batches grow with the load.
 """
 
 import asyncio
@@ -32,9 +32,10 @@ class Batcher(Generic[Request, Result]):
     call ``function``.
 
     For each request in a batch, ``function`` returns a result or an exception. An
-    exception fails only this request. The total size of the requests in a batch is at
-    most ``batch_size``, unless the batch contains a single request. The total size of
-    the waiting requests is at most ``max_waiting``, unless only one request waits.
+    exception affects only the request for which it was returned. The total size of the
+    requests in a batch is at most ``batch_size``, unless the batch contains a single
+    request. The total size of the waiting requests is at most ``max_waiting``, unless
+    only one request waits.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""The base class of the predictor and the transformer: a KServe model for one release."""
+"""The base class of the predictor and the transformer: a KServe model for one
+release.
+"""
 
 import argparse
 from abc import abstractmethod
@@ -142,8 +144,8 @@ class ReleaseModel(Model):
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             if verb != InferenceVerb.PREDICT or self.enable_latency_logging:
                 return await super().__call__(body, headers, verb)
-            # KServe performs the same steps, but also inspects these methods for each
-            # request.
+            # KServe performs the same steps, but also inspects the model's methods for
+            # each request.
             preprocess_s, predict_s, postprocess_s = self._stages_s
             with preprocess_s.time():
                 prepared = await self.preprocess(body, headers)

@@ -54,7 +54,9 @@ class PredictorModel(ReleaseModel):
         return await self.decode(images) if isinstance(images, list) else images
 
     async def recognize(self, prepared: Prepared, headers: dict[str, str] | None) -> list[Prediction | Rejection]:
-        """Recognize the decoded images in a batch with images from concurrent requests."""
+        """Recognize the decoded images in a batch with images from concurrent
+        requests.
+        """
         try:
             return await self._recognizer.run(prepared, len(prepared))
         except OverloadedError as error:

@@ -94,8 +94,7 @@ class PredictRequest:
 
 
 def parse_request(payload: Any, shape: Preprocessing, max_images: int) -> PredictRequest:
-    """Parse a decoded request from KServe, which is an `InferRequest` in v2 and JSON in
-    v1.
+    """Parse a request that KServe has decoded: an `InferRequest` in v2, or JSON in v1.
 
     Raises:
         InvalidArgument: the request conforms to neither protocol.
@@ -294,8 +293,8 @@ def _pixels(tensor: InferInput) -> Pixels:
 
 
 def _file(image: Any) -> bytes | Rejection:
-    """Return an image file. In JSON, an image is base64 text, whereas gRPC carries the
-    bytes of the file.
+    """Return an image file. JSON contains an image as base64 text, and gRPC contains
+    the bytes of the image file.
     """
     if isinstance(image, str):
         return _from_base64(image)

@@ -199,8 +199,8 @@ class _DataPlane(DataPlane):
 
     async def model_ready(self, model_name: str, disable_predictor_health_check: bool = False) -> bool:
         model = cast(ReleaseModel, self.get_model_from_registry(model_name))
-        # KServe also calls this method before each request. No check is necessary then,
-        # because the request itself shows whether the model works.
+        # KServe also calls this method before each request. No check is necessary
+        # before a request, because the request itself shows whether the model works.
         return model.ready if disable_predictor_health_check else await model.can_predict()
 
 

@@ -143,8 +143,8 @@ class TransformerModel(ReleaseModel):
             ResourceExhausted: the request is too large for the predictor.
         """
         protocol = self._predictor.predictor_protocol
-        # v1 has no tensors. PNG is lossless,
-        # and the predictor's preprocessing does not change prepared images.
+        # v1 has no tensors. PNG is lossless. The predictor's preprocessing does not
+        # change images that are already prepared.
         request = (
             v1_request([encode_png(image) for image in pixels])
             if protocol == "v1"

@@ -239,8 +239,8 @@ class RequestLog:
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                # The metric label is the route and not the path. With paths, clients
-                # could create an unlimited number of time series.
+                # The metric label is the route and not the path. If the label were the
+                # path, clients could create an unlimited number of time series.
                 path = scope["route"].path if "route" in scope else "other"
                 service: PrepService = scope["app"].state.service
                 service.metrics.requests.labels(path, message["status"]).inc()

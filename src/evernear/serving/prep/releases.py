@@ -17,7 +17,9 @@ Value = TypeVar("Value")
 
 
 class Releases:
-    """The releases of a store. All methods can raise `StoreError` and `IntegrityError`."""
+    """The releases of a store. All methods can raise `StoreError` and
+    `IntegrityError`.
+    """
 
     def __init__(self, store_uri: str) -> None:
         self._store_uri = store_uri

@@ -44,8 +44,8 @@ def create_server(settings: Settings) -> uvicorn.Server:
 
 
 def prep_memory_size_bytes(settings: Settings) -> int:
-    """Maximum amount of memory that the server uses. The memory limit of its pod must
-    not be lower.
+    """Maximum amount of memory that the server uses. The memory limit of the server's
+    pod must not be lower than this maximum.
 
     Each request body is in memory twice: as received, and after base64 decoding.
     """

@@ -1,4 +1,6 @@
-"""Prepare images as the live release specifies, and have the predictor recognize them."""
+"""Prepare images as the live release specifies, and have the predictor recognize
+them.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -95,8 +97,8 @@ class PrepService:
             RequestError, DataError: the request or its image is invalid.
             ServerTimeoutError: the prediction takes longer than ``prep.timeout_s``.
             OverloadedError: too many large images are waiting.
-            ServingError: the predictor is unreachable or fails,
-                or the preprocessing of its release is unavailable.
+            ServingError: the predictor is unreachable or fails, or the preprocessing of
+                the predictor's release is unavailable.
             StoreError: the registry is unreachable.
         """
 

@@ -39,7 +39,7 @@ class Caller:
 
     @staticmethod
     def of(context: BoltContext, body: Mapping[str, Any]) -> "Caller":
-        """The caller of a command, a click or an event.
+        """Identify the caller of a command, a click or an event.
 
         Bolt has already resolved the workspace to which the bot's token belongs.
         """

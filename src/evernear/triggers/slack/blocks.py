@@ -172,7 +172,9 @@ def image(file: str, alt_text: str) -> Block:
 
 
 def link_button(url: str, value: str) -> list[Block]:
-    """The button that opens the page of a run. The list is empty if the URL is unknown."""
+    """The button that opens the page of a run. The list is empty if the URL is
+    unknown.
+    """
     return [button("Open in Kubeflow", LINK, value, url=url)] if url.startswith("http") else []
 
 

@@ -82,7 +82,9 @@ def accept(call: Call) -> None:
 
 @on_click(DECLINE)
 def decline(call: Call) -> None:
-    """Decline the request. The person who made the request needs no permission."""
+    """Decline the request. The person who made the request needs no permission to
+    decline the request.
+    """
     request = _find(call)
     if not call.caller.person.id or call.caller.person.id != request.asked_by.id:
         call.require("start")
@@ -225,7 +227,9 @@ def _expiry(request: Request) -> str:
 
 
 def _changes(parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The parameters and settings that differ from the defaults, with their full names."""
+    """The parameters and settings that differ from the defaults, with their full
+    names.
+    """
     values, default_values = flat(parameters), flat(defaults)
     return [
         (name.removeprefix("settings."), value) for name, value in values.items() if default_values.get(name) != value

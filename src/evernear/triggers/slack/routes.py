@@ -117,9 +117,8 @@ def command(
     ``@command("/evernear stop", "ends a run", usage="RUN")``.
 
     The command runs before the acknowledgement. Slack waits 3 seconds for the
-    acknowledgement. The command may therefore record a request for the worker, but must
-    not wait for KFP. If the command returns a message, the message is shown to the
-    caller.
+    acknowledgement. The command may record a request for the worker, but must not wait
+    for KFP. If the command returns a message, the message is shown to the caller.
     """
 
     def register(run: Handler) -> Handler:

@@ -104,7 +104,9 @@ class RunTracker:
         self._services.finish(request, "failed")
 
     def follow(self, request: Request) -> None:
-        """Show the progress of a started run, and its verdict after the run has ended."""
+        """Show the progress of a started run, and its verdict after the run has
+        ended.
+        """
         services = self._services
         run = services.runs.show(request.run)
         outcome = load_outcome(services.store, run.id) if run.state.is_final else None
@@ -263,7 +265,7 @@ def verdict(
 
 
 def stopping(request: Request, run: Run) -> Message:
-    """The message that a run is being stopped, or had already ended."""
+    """The message that a run is being stopped, or has already ended."""
     if run.state.is_final:
         text = f"{escape(run.name)} had already ended: {run.state}."
     else:

@@ -47,8 +47,8 @@ PING_S = 5
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
 POLL_MAX_S = 300.0
-"""Maximum duration of a poll. A longer poll counts as stuck. If a poll moves the
-champion, the duration of a rollout is added.
+"""Maximum duration of a poll. A poll that takes longer than this time counts as stuck.
+For polls that move the champion, the rollout timeout is added to this limit.
 """
 DISCONNECTED_MAX_S = 600.0
 """Time without a connection after which the heartbeat stops,
@@ -80,7 +80,8 @@ class Secrets:
         processes do not inherit them.
 
         Raises:
-            SettingsError: a secret that the mode needs is missing or of the wrong kind.
+            SettingsError: a secret that the mode needs is missing or has the wrong
+                format.
         """
         in_socket_mode = settings.mode == "socket"
         return Secrets(
@@ -223,7 +224,7 @@ def _running(loops: list[_Loop]) -> Generator[None]:
 def _retry_until_available(connect: Callable[[], _T], stop: threading.Event) -> _T | None:
     """Call ``connect`` until Slack is available, and return its result.
 
-    Returns None if ``stop`` is set before that.
+    Returns None if ``stop`` is set before Slack is available.
     """
     wait_s = 1.0
     while not stop.is_set():

@@ -21,8 +21,8 @@ from evernear.triggers.slack.services import Clock, Services
 
 BACKOFF_S, BACKOFF_MAX_S = 5.0, 300.0
 FAILURES_MAX = 300
-"""Number of consecutive failures after which a request fails. At `BACKOFF_MAX_S`, this
-takes about a day.
+"""Number of consecutive failures after which a request fails. With a backoff of
+`BACKOFF_MAX_S`, this number is reached after about a day.
 """
 FOLLOW_MAX_AGE = timedelta(days=1)
 """Maximum age of a run that the watcher started without asking. Older runs are not
@@ -170,7 +170,7 @@ class _Backoff:
     """The number of consecutive failures and the time of the next attempt, for each
     name.
 
-    This state is only in memory, so after a restart, every step is due.
+    The backoff state is only in memory, so every step is due after a restart.
     """
 
     def __init__(self, clock: Clock) -> None:

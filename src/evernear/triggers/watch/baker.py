@@ -157,8 +157,8 @@ class Baker:
             roll_back(self._settings, cause=Cause(by=BAKER, why=bake.breach), expected=bake.version)
 
     def _start_rollback(self, bake: Bake, runs: "KfpRuns", now: datetime) -> None:
-        """Start the ``rollback`` pipeline. If its run fails, start the pipeline again.
-        Slack follows the request.
+        """Start the ``rollback`` pipeline. If the pipeline run fails, start the
+        pipeline again. Slack follows the request.
         """
         request = self._requests.find(request_id("bake", bake.version, bake.number)) or self._request(bake, now)
         if request.state == "started" and runs.show(request.run).state is State.FAILED:

@@ -1,10 +1,9 @@
 """MinIO's ``ListenBucketNotification`` request, whose endless response contains a JSON
 line for each change and whitespace in between.
 
-The request is a MinIO extension. AWS and other servers do not support this request.
-With these servers, the watcher checks only on its schedule. A dead connection is
-detected after `evernear.common.store.s3_connection.READ_TIMEOUT_S` seconds without any
-data.
+The request is a MinIO extension. AWS and other servers do not support this request. For
+such servers, the watcher checks only on its schedule. A dead connection is detected
+after `evernear.common.store.s3_connection.READ_TIMEOUT_S` seconds without any data.
 """
 
 from collections.abc import Callable

@@ -25,7 +25,7 @@ _LOSS_STEP = 0.05
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason for a run, with figures that measure its size."""
+    """A cause for a run, with figures that measure the size of the cause."""
 
     name: str
     """Identifies the cause in requests."""
@@ -35,7 +35,9 @@ class Cause:
     which the cause counts as worse.
     """
     ratio: float = 1.0
-    """A figure must also have grown by at least this factor."""
+    """For the cause to count as worse, a figure must also have grown by at least this
+    factor.
+    """
 
     def is_worse(self, figures: Mapping[str, float], earlier: Mapping[str, float]) -> bool:
         """Whether any of the cause's ``figures`` has grown enough since ``earlier``."""

@@ -1,8 +1,8 @@
 """Propose a decision, or start its run, only once.
 
 A cause has at most one open proposal. The proposal grows with the cause, and stays open
-as long as the cause lasts. A declined cause leads to a new proposal only if it is worse
-or if a different release is live.
+as long as the cause lasts. A declined cause leads to a new proposal only if the cause
+has become worse, or if a different release is live.
 
 The requests in the store are the watcher's only memory. The id of the next request is
 derived from the earlier requests. If two watchers run concurrently, one of them creates

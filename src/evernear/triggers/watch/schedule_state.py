@@ -1,5 +1,5 @@
 """The watcher's state, which is the object ``triggers/watch.json`` in the store. The
-state contains whether the watcher is on, and the last check.
+state says whether the watcher is on, and contains the report of the last check.
 
 The command line, Slack and the watcher change the state with compare-and-swap. The
 watcher reads the state before every check.
@@ -90,7 +90,9 @@ class ScheduleStore:
         return self._change(lambda state: state if state.on == on else state.model_copy(update=update))
 
     def save(self, report: CheckReport) -> ScheduleState:
-        """Store the report of the last check, unless a later report is already stored."""
+        """Store the report of the last check, unless a later report is already
+        stored.
+        """
 
         def save(state: ScheduleState) -> ScheduleState:
             if state.last and report.at < state.last.at < report.at + _WRONG_CLOCK:

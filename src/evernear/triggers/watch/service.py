@@ -250,8 +250,8 @@ class WatchService:
 
     @contextmanager
     def _health_probe(self) -> Generator[None]:
-        """Serve ``GET /`` on ``watch.health_port``. The status is 200 or 503, and the
-        body contains the details from `health`.
+        """Serve ``GET /`` on ``watch.health_port``. The response has status 200 or 503,
+        and its body contains the details from `health`.
 
         ``GET /metrics`` returns the metrics of the last check.
         """

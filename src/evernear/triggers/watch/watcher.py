@@ -27,7 +27,9 @@ Clock = Callable[[], datetime]
 
 
 class Watcher:
-    """Checks one source for one store. ``cache`` is a directory for downloaded files."""
+    """Checks one source for one store. ``cache`` is a directory for downloaded
+    files.
+    """
 
     def __init__(
         self,
