@@ -97,7 +97,9 @@ class RegistryTarget:
         self._registry = Registry(open_store(settings.store_uri))
 
     def require_deployable(self) -> None:
-        """Do nothing, because the pipeline already writes to the store before training."""
+        """Do nothing, because the pipeline already writes to the store before
+        training.
+        """
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Take no lock, because moving the champion pointer with compare-and-swap is

@@ -130,7 +130,7 @@ def _drop(registry: Registry, collection: VectorCollection) -> None:
 
 def _remove(store: Store, version: str, archive_sha256: str | None) -> None:
     """Remove a release. If ``archive_sha256`` is not None, also remove the release's
-    archive. A killed removal can be repeated.
+    archive. If a removal is killed, it can be repeated.
     """
     entry = store.find(record_key(MANIFESTS, version))
     if entry is not None:

@@ -250,11 +250,11 @@ def ship_query_log(directory: Path, store: Store) -> int:
     """Move the files in ``directory`` to the store, and return the number of moved
     files.
 
-    A killed call can safely be repeated.
+    If a call is killed, it can safely be repeated.
 
     Raises:
-        StoreError: the store or the disk fails.
-            The next call ships the remaining files.
+        StoreError: the store or the disk fails. The next call ships the remaining
+            files.
     """
     count = 0
     for path in sorted(directory.glob("*.jsonl")):

@@ -26,7 +26,7 @@ GRPC_OPTIONS = {"grpc.keepalive_permit_without_calls": False}
 connection on which pymilvus sends a ping every 10 s.
 """
 UNCONNECTED = 2
-"""pymilvus's error code for a server to which it cannot connect."""
+"""The pymilvus error code for a failed connection to the server."""
 MAX_MESSAGE = 300
 
 

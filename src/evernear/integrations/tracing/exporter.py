@@ -1,4 +1,4 @@
-"""A tracer provider with a thread that exports its spans over OTLP.
+"""A tracer provider whose spans are exported over OTLP by a separate thread.
 
 The other variables of the OpenTelemetry SDK also apply, such as ``OTEL_TRACES_SAMPLER``
 and ``OTEL_EXPORTER_OTLP_HEADERS``. If the collector is down, spans are dropped, and

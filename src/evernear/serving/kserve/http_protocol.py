@@ -18,7 +18,7 @@ MAX_HEAD_BYTES = 64 * 1024
 chunk extensions. The limit is the same as in h11.
 """
 MAX_PIPELINED = 16
-"""Maximum number of pipelined requests per connection, which wait until earlier
+"""Maximum number of pipelined requests that may wait on one connection until earlier
 requests are answered.
 """
 ON_DISCONNECT = "evernear.on_disconnect"

@@ -66,7 +66,7 @@ class ReleaseModel(Model):
         self.manifest = manifest
         self.shape = manifest.preprocessing
         self._max_images: int = args.max_images
-        # Both the release and this server's memory limit the number of pixels.
+        # The number of pixels is limited by the release and by this server's memory.
         self._max_pixels = min(manifest.max_pixels, args.max_pixels)
         self._decoding = DecodePool(args.large_decodes)
         # The limit on in-flight request bodies also limits this queue.

@@ -154,7 +154,7 @@ async def predict_test_label(request: Request, service: CurrentService) -> Label
 
 @router.post("/predict", responses=PREDICTED | REJECTED, openapi_extra=IMAGE_BODY)
 async def predict(request: Request, service: CurrentService) -> Prediction:
-    """Recognize an image. Returns its label and nearest neighbors."""
+    """Recognize an image. Returns the image's label and nearest neighbors."""
     return _record_release(request, await service.predict(await _body(request)))
 
 

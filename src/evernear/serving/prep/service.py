@@ -155,7 +155,7 @@ class PrepService:
 
     async def _predict(self, inspect: Callable[[bytes, int], EncodedImage], data: bytes) -> Prediction:
         expected = await self._expected_release()
-        # Both the release and this server's memory limit the number of pixels.
+        # The number of pixels is limited by the release and by this server's memory.
         file = await self._decoding.run(inspect, data, min(expected.max_pixels, self._max_pixels))
         for _ in range(MATCHING_ATTEMPTS):
             with self.metrics.prepare_s.time(), span(self.tracer, "prepare"):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from evernear.kubeflow.client import KfpRuns
 
 PING_S = 5
-"""Interval of pings, and of the SDK's checks whether the connection is alive."""
+"""Interval between pings, and between the SDK's connection checks."""
 EVENTS_PATH = "/slack/events"
 TIMEOUT_S = 10
 POLL_MAX_S = 300.0

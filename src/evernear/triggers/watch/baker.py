@@ -3,7 +3,7 @@ rolls back if the new release is worse.
 
 The watcher runs the bake, because the watcher outlives the deploy step. All promotions
 are baked in the same way, whether a run, a command or a button made them. No process
-waits for the end of a bake. If a process is killed, a new process continues its bake.
+waits for the end of a bake. If the watcher is killed, a new process continues the bake.
 The watcher only reads the pods' metrics. The ``rollback`` pipeline performs rollbacks,
 so the watcher needs no permissions in the cluster.
 """

@@ -56,8 +56,8 @@ class WatchDecision:
     remarks: tuple[str, ...] = ()
     figures: dict[str, float] = field(default_factory=dict[str, float])
     for_a_person: bool = False
-    """Whether a person must decide regardless of the policy, because no new training
-    images exist or the source could not be listed.
+    """Whether a person must decide regardless of the policy. This is the case if no new
+    training images exist or the source could not be listed.
     """
 
     @property

@@ -35,8 +35,8 @@ def no_drift_reasons(drift: Drift) -> list[str]:
 
 
 def mix_remarks(drift: Drift) -> list[str]:
-    """A remark about the classes whose share in the live queries differs from the
-    reference. A different class mix is not drift.
+    """A remark about the classes whose share in the live queries differs from their
+    share in the reference. A different class mix is not drift.
 
     The list is empty if drift was not tested or was detected, because drift may make
     one class look like a different class.
