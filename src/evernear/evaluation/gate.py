@@ -67,11 +67,10 @@ First release (`beats_baselines`)
 
 from collections.abc import Iterator
 
-from evernear.common.output import named, quantity
+from evernear.common.output import quantity
 from evernear.evaluation.baselines import Baseline
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate_anchor import (
-    CLASSES_SHARE,
     Anchor,
     anchor_rules,
     choose_anchor,
@@ -79,12 +78,13 @@ from evernear.evaluation.gate_anchor import (
     levels,
     smallest_detectable_loss,
 )
+from evernear.evaluation.gate_classes import class_recall_drop_rule, class_recall_floor_rule, classes_kept_rule
 from evernear.evaluation.gate_unknown import false_reject_rule
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.replay import replay_rule
 from evernear.evaluation.statistics import p_by_chance
-from evernear.evaluation.verdict import Rule, System, Verdict, ceiling_setting, floor_setting
-from evernear.settings import ClassSettings, GateSettings
+from evernear.evaluation.verdict import Rule, System, Verdict, floor_setting
+from evernear.settings import GateSettings
 
 
 def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
@@ -117,7 +117,7 @@ def _detectable_loss(evaluation: Evaluation, anchor: Anchor, settings: GateSetti
 def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings) -> Iterator[Rule]:
     candidate = evaluation.candidate
     yield _accuracy_floor(candidate, settings)
-    yield _class_recall_floor(candidate, settings)
+    yield class_recall_floor_rule(candidate, settings)
     yield false_reject_rule(evaluation, settings)
     yield _index_recall(candidate, settings)
     yield _parity(candidate, settings)
@@ -129,8 +129,8 @@ def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings
         yield _same_queries(evaluation, evaluation.champion)
         yield _no_worse(evaluation, evaluation.champion, levels(anchor, settings)[0])
         yield from anchor_rules(anchor, candidate, settings)
-        yield _classes_kept(candidate, evaluation.champion, evaluation.classes)
-        yield _class_recall_drop(evaluation, evaluation.champion, settings)
+        yield classes_kept_rule(candidate, evaluation.champion, evaluation.classes)
+        yield class_recall_drop_rule(evaluation, evaluation.champion, settings)
         if evaluation.replay is not None:
             yield replay_rule(evaluation.replay, settings)
 
@@ -211,32 +211,6 @@ def _diagnosis(evaluation: Evaluation, level: float) -> str:
         " Predictions are unrelated to the labels, and so is the nearest image by pixels: the labels do not match the "
         "images, as if they were shuffled, or there are too few images to learn from; look at some of them, add more, "
         "or start from a pretrained backbone (train.weights)."
-    )
-
-
-def _class_recall_floor(candidate: Measurement, settings: GateSettings) -> Rule:
-    recalls, floor = candidate.class_recall, settings.class_recall_floor
-    if not recalls:
-        return Rule(name="class_recall_floor", passed=False, bound=floor, reason="Recall by class is missing.")
-    fallen = [f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor]
-    worst = min(recalls, key=lambda label: recalls[label].value)
-    unmeasured = [label for label in candidate.known_labels if label not in recalls]
-    reason = (
-        f"Recall is significantly below the floor of {floor:.0%} for {named(fallen)}."
-        if fallen
-        else f"No class has a recall significantly below {floor:.0%}; the worst is {worst} with {recalls[worst]}."
-    )
-    if unmeasured:
-        reason += f" Without test images and therefore not measured: {named(unmeasured)}."
-    return Rule(
-        name="class_recall_floor",
-        passed=not fallen,
-        candidate=recalls[worst].value,
-        bound=floor,
-        reason=reason,
-        setting=floor_setting("gate.class_recall_floor", min(recall.high for recall in recalls.values()))
-        if fallen
-        else "",
     )
 
 
@@ -352,60 +326,6 @@ def _queries(images: int, groups: int | None) -> str:
 def _accuracy_within(measurement: Measurement, labels: tuple[str, ...]) -> float:
     recalls = [measurement.class_recall[label] for label in labels if label in measurement.class_recall]
     return sum(recall.count for recall in recalls) / max(1, sum(recall.total for recall in recalls))
-
-
-def _classes_kept(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
-    known, known_before = set(candidate.known_labels), set(champion.known_labels)
-    missing = [label for label in champion.known_labels if label not in known]
-    new = [_class_figures(label, candidate) for label in candidate.known_labels if label not in known_before]
-    reason = "The candidate knows every class of the champion."
-    if missing:
-        reason = f"The candidate lacks classes of the champion: {named(missing)}."
-    if new:
-        reason += f" New: {named(new)}."
-    if classes.retired:
-        reason += f" Retired on purpose: {named([*classes.retired])}."
-    if classes.renamed:
-        reason += f" Renamed: {named([f'{old} to {new}' for old, new in classes.renamed.items()])}."
-    return Rule(
-        name="classes_kept",
-        passed=not missing and bool(candidate.known_labels),
-        candidate=len(candidate.known_labels),
-        champion=len(champion.known_labels),
-        reason=reason,
-    )
-
-
-def _class_figures(label: str, measurement: Measurement) -> str:
-    figures = [("recall", measurement.class_recall), ("called unknown", measurement.class_rejects)]
-    text = ", ".join(f"{name} {shares[label].value:.1%}" for name, shares in figures if label in shares)
-    return f"{label} ({text})" if text else label
-
-
-def _class_recall_drop(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
-    name, bound = "class_recall_drop", settings.class_recall_drop
-    if evaluation.comparison is None or not evaluation.comparison.classes:
-        return Rule(name=name, passed=False, bound=bound, reason="The comparison by class is missing.")
-    compared = evaluation.comparison.classes
-    classes = {label: compared[label] for label in champion.known_labels if label in compared}
-    if not classes:
-        return Rule(name=name, passed=False, bound=bound, reason="No class that the champion knows has a test image.")
-    level = settings.significance * CLASSES_SHARE / len(classes)
-    drops = {label: (pairs.regressions - pairs.improvements) / pairs.queries for label, pairs in classes.items()}
-    fallen = [
-        f"{label} by {drops[label]:.1%}"
-        for label, pairs in classes.items()
-        if drops[label] > bound and pairs.p_worse <= level
-    ]
-    largest = max(drops, key=lambda label: drops[label])
-    reason = (
-        f"Recall fell significantly and by more than {bound:.1%} for {named(fallen)}."
-        if fallen
-        else f"No class has a significant recall drop of more than {bound:.1%}; the worst change is "
-        f"{0.0 - drops[largest]:+.1%} for {largest}."
-    )
-    setting = ceiling_setting("gate.class_recall_drop", drops[largest]) if fallen else ""
-    return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason, setting=setting)
 
 
 def _system(measurement: Measurement) -> System:
