@@ -13,21 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evernear.common.disk import write_atomically
-from evernear.common.output import printable, quantity
-from evernear.common.progress import RunCommand, Step, step
+from evernear.common.output import printable, warned
+from evernear.common.progress import Step, step
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
-from evernear.errors import SettingsError
-from evernear.plugins import FAISS, index_backend, run_ended
-from evernear.reporting.countdowns import (
-    draw_countdown,
-    epoch_report,
-    image_countdown,
-    test_countdown,
-    training_countdown,
-)
+from evernear.plugins import FAISS, run_ended
+from evernear.reporting import countdowns
 from evernear.settings import RunSettings, of_run, parse
-from evernear.settings.weight_packages import PREFIX
 
 if TYPE_CHECKING:
     from evernear.evaluation.evaluate import Evaluation
@@ -36,10 +28,6 @@ Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults,
 as `ingest` returns them.
 """
-PRETRAINED_SIZE_PX = 224
-"""Largest automatic image size for a pretrained backbone, as in most pretraining."""
-UNKNOWN_CAUSE = "the Kubeflow Pipelines UI or API"
-"""The cause recorded for a run without ``started_by``."""
 
 
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
@@ -52,51 +40,25 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
         from evernear.data.manifest import save_manifest
-        from evernear.kubeflow.nodes import IngestNodes
+        from evernear.kubeflow.nodes import StepNodes, nodes_of_ingest
+        from evernear.kubeflow.preflight import require_runnable
 
-        chosen = of_run(settings, **parameters, store=store)
-        _require_runnable(chosen)
-        images = chosen.data
-        if chosen.train.weights and not images.max_size_px:
-            images = images.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
-        swaps: list[str] = []
-        nodes = IngestNodes(chosen, running.report)
-        manifest = ingest_source(images, chosen.store_uri, running.report, swaps.append, nodes.run)
+        chosen, swaps = of_run(settings, **parameters, store=store), list[str]()
+        require_runnable(chosen)
+        nodes = StepNodes(nodes_of_ingest(chosen), chosen, running.report)
+        manifest = ingest_source(chosen.images(), chosen.store_uri, running.report, swaps.append, nodes.run)
         save_manifest(manifest, Path(dataset))
-        RunRecord(open_store(chosen.store_uri), run).save(
-            settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran
-        )
-        warnings = "".join(f"; WARNING: {swap}" for swap in swaps)
-        running.summary = manifest.summary() + (nodes.ran.summary() if nodes.ran else "") + warnings
+        record = RunRecord(open_store(chosen.store_uri), run)
+        record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)
+        running.summary = manifest.summary() + nodes.summary() + warned(swaps)
     # Argo copies the settings several times per step. Settings with defaults would be
     # so large that Argo compresses the workflow status. KFP's API server does not read
     # a compressed status, and would not report the last steps.
     return manifest.digest, chosen.model_dump(mode="json", exclude_defaults=True)
 
 
-def _require_runnable(chosen: RunSettings) -> None:
-    """Check what a later step needs, because an error here saves hours of training."""
-    from evernear.data.sources import open_source
-    from evernear.deployment import open_target
-    from evernear.kubeflow.nodes import require_nodes
-
-    open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
-    open_target(chosen).require_deployable()
-    if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
-        require_nodes(chosen)
-    if chosen.index.backend != FAISS:
-        with index_backend(chosen.index.backend) as backend:
-            backend.check(chosen.index)
-    if chosen.train.weights.startswith(PREFIX):
-        from evernear.embedding.weights import store_package  # timm takes seconds to import
-
-        store_package(chosen.train.weights, open_store(chosen.store_uri))
-
-
 def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
-    """Report problems with the dataset.
-    A problem of severity ``error`` stops the run.
-    """
+    """Report problems with the dataset. One of severity ``error`` stops the run."""
     with _step("validate", run, settings) as (running, chosen, record):
         from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
@@ -116,44 +78,29 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
 
 
 def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> None:
-    """Train the network, and write its weights and an HTML page with the training
-    curves.
-    """
+    """Train the network, and write its weights and a page with the training curves."""
     with _step("train", run, settings) as (running, chosen, record):
-        from evernear.data.manifest import SPLITS
         from evernear.data.shards import Dataset
         from evernear.embedding.monitor import require_learned
-        from evernear.embedding.recipe import with_defaults
-        from evernear.embedding.speed import plan_training
+        from evernear.embedding.recipe import shown_images
+        from evernear.embedding.speed import choose_recipe
         from evernear.embedding.train import train_network
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
         data = Dataset.open(Path(dataset))
-        recipe = with_defaults(chosen.train, data)
-        if chosen.train.minutes:
-            running.report("measuring the speed of this machine")
-            plan = plan_training(data, chosen.train, record.store)
-            recipe = with_defaults(plan.train, data)
-            running.report(plan.sentence)
-            record.save(plan=plan)
-
-        on_epoch = epoch_report(running, recipe.epochs)
+        recipe, plan = choose_recipe(data, chosen.train, record.store, running.report)
+        record.save(plan=plan)
+        on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running)
+        on_images = countdowns.images(running, shown_images(recipe, data))
         if recipe.nodes > 1 and not recipe.keeps_backbone:
             from evernear.kubeflow.train_job import run_train_job
 
             run_train_job(run, data, recipe, chosen, on_epoch, running.report)
-        images = sum(data.count(split) for split in SPLITS) + recipe.views * data.count("train")
         result = train_network(
-            data,
-            recipe,
-            Path(trained),
-            record.store,
-            on_epoch=on_epoch,
-            on_step=training_countdown(running),
-            on_images=image_countdown(running, images),
+            data, recipe, Path(trained), record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images
         )
-        history = [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in result.epochs]
+        history = result.history()
         write_atomically(Path(curves), page("Training curves", training_curves(history)))
         record.save(training={"epochs": history, "best_epoch": result.best_epoch})
         if result.epochs:
@@ -167,19 +114,15 @@ def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -
         from evernear.data.shards import Dataset
         from evernear.embedding.export import export_network
 
-        tolerance = chosen.train.parity_tolerance
-        data = Dataset.open(Path(dataset))
-        on_images = image_countdown(running, data.count("gallery"))
+        data, tolerance = Dataset.open(Path(dataset)), chosen.train.parity_tolerance
+        on_images = countdowns.images(running, data.count("gallery"))
         result = export_network(Path(trained), data, Path(network), tolerance, record.store, on_images)
-        difference = result.parity_max_abs_difference
-        running.summary = f"TorchScript within {difference:.1e} of eager on {quantity(result.parity_images, 'image')}"
-    return {"sha256": result.sha256, "parity_max_abs_difference": difference}
+        running.summary = result.summary()
+    return {"sha256": result.sha256, "parity_max_abs_difference": result.parity_max_abs_difference}
 
 
 def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -> Tree:
-    """Extract the champion's network and threshold,
-    and return the network artifact's metadata.
-    """
+    """Extract the champion's network and threshold, and return the metadata."""
     with _step("reuse", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
         from evernear.release.reuse import reuse_network
@@ -193,8 +136,7 @@ def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -
 def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str) -> Tree:
     """Embed the gallery and query splits, and return the artifact's metadata.
 
-    The metadata has the numbers of new and reused embeddings. The embeddings are in the
-    store, and the artifact describes them.
+    The embeddings are in the store, and the artifact describes them.
     """
     with _step("embed", run, settings) as (running, chosen, record):
         from evernear.common.parts import PARTS
@@ -207,21 +149,19 @@ def embed(run: str, settings: Tree, dataset: str, network: str, embeddings: str)
         untrained = untrained_classes(network_dir, data, store, chosen.classes)
         part_size_bytes = chosen.parts_job.part_size_bytes
         parts = plan_embedding(network_dir, data, store, f"{PARTS}{run}", untrained, part_size_bytes=part_size_bytes)
-        on_images = image_countdown(running, parts.plan.units)
-        ran = StepNodes(chosen.index.nodes, chosen, running.report).run(
-            parts, partial(open_here, network_dir, data, store, on_images), {network_folder(parts): network_dir}
-        )
+        on_images = countdowns.images(running, parts.plan.units)
+        nodes = StepNodes(chosen.index.nodes, chosen, running.report)
+        open_worker = partial(open_here, network_dir, data, store, on_images)
+        nodes.run(parts, open_worker, {network_folder(parts): network_dir})
         result = combine_embeddings(parts, network_dir, data, Path(embeddings), store.uri)
-        record.save(parts_embed=ran)
-        running.summary = result.summary() + (ran.summary() if ran else "")
+        record.save(parts_embed=nodes.ran)
+        running.summary = result.summary() + nodes.summary()
     computed = result.count - result.reused
     return {"computed": computed, "reused": result.reused, "untrained_classes": sorted(untrained)}
 
 
 def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str, index: str) -> None:
-    """Build the index of the gallery, with the open-set threshold that belongs to the
-    network.
-    """
+    """Build the index of the gallery, with the network's open-set threshold."""
     with _step("index", run, settings) as (running, chosen, record):
         from evernear.common.store.identity import owner_of
         from evernear.data.groups import group_numbers
@@ -231,8 +171,7 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
         from evernear.index.build import build_index
         from evernear.index.calibrate import calibration_gaps
 
-        data = Dataset.open(Path(dataset))
-        vectors = Embeddings.open(Path(embeddings))
+        data, vectors = Dataset.open(Path(dataset)), Embeddings.open(Path(embeddings))
         probed = OpenSet.load(Path(open_set))
         with group_numbers(data) as groups:
             seen = len(groups.seen_queries()) if groups else 0
@@ -246,29 +185,19 @@ def index(run: str, settings: Tree, dataset: str, embeddings: str, open_set: str
                 owner=owner_of(record.store) if chosen.index.backend != FAISS else "",
                 groups=groups,
             )
-        gaps = calibration_gaps(data, result.known_labels, seen)
-        running.summary = result.summary(chosen.index.recall) + gaps
+        running.summary = result.summary(chosen.index.recall) + calibration_gaps(data, result.known_labels, seen)
 
 
 def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
-    """Measure how well images of unseen classes are rejected,
-    and calibrate the open-set threshold.
-    """
+    """Measure how well unseen classes are rejected, and calibrate the threshold."""
     with _step("probe", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
         from evernear.evaluation.probe import probe_open_set
 
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
-        result = probe_open_set(
-            data,
-            here,
-            chosen.evaluation,
-            chosen.index,
-            training_countdown(running),
-            record.store,
-            draw_countdown(running),
-        )
+        on_step, on_draw = countdowns.training(running), countdowns.draws(running)
+        result = probe_open_set(data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw)
         result.save(Path(open_set))
         running.summary = result.summary() or "too few classes to hold one out"
 
@@ -276,73 +205,59 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
 def evaluate(
     run: str, settings: Tree, dataset: str, network: str, index: str, open_set: str, evaluation: str
 ) -> "Evaluation":
-    """Evaluate candidate, champion and anchor, each as deployed,
-    on the same frozen test split.
-    """
-    with _step("evaluate", run, settings) as (running, chosen, record):
+    """Evaluate candidate, champion and anchor, as deployed, on the same test split."""
+    with _step("evaluate", run, settings) as (running, chosen, record), ExitStack() as stack:
         from evernear.common.parts import PARTS
         from evernear.data.shards import Dataset
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import answered_by_nobody, evaluate_systems
-        from evernear.evaluation.examples import ExampleCollector
-        from evernear.evaluation.in_parts import (
-            inputs_of,
-            open_here,
-            plan_answers,
-            stored_answers,
-            systems_to_measure,
-        )
+        from evernear.evaluation.example_collector import ExampleCollector
+        from evernear.evaluation.in_parts import plan_answers, run_answers, systems_to_measure
         from evernear.evaluation.measure import observe_all
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.kubeflow.nodes import StepNodes
         from evernear.release.champion import open_anchor, open_champion
-        from evernear.review.live_labels import live_accuracy
-        from evernear.serving.live_queries import live_distances
+        from evernear.review.live_labels import with_live_figures
         from evernear.serving.replay import Replayer
 
-        data, store = Dataset.open(Path(dataset)), record.store
-        candidate, probed = Recognizer.open(Path(network), Path(index), store=store), OpenSet.load(Path(open_set))
-        trained_on, described = training_dataset(Path(network), data, store), describe_network(Path(network))
-        collector, answered, ran = ExampleCollector(candidate, data), answered_by_nobody, None
-        with ExitStack() as stack:
-            champion = stack.enter_context(open_champion(store, chosen.classes))
-            anchor = stack.enter_context(open_anchor(store, chosen.classes))
-            progress = test_countdown(running, data.count("test") * (2 if champion else 1))
-            replayer = Replayer(candidate, champion)
-            nodes = StepNodes(chosen.evaluation.nodes, chosen, running.report)
-            if not nodes.is_one:
-                systems = systems_to_measure(data, candidate, champion, anchor)
-                batch_size, part_size_bytes = chosen.evaluation.batch_size, chosen.parts_job.part_size_bytes
-                parts = plan_answers(data, systems, store, f"{PARTS}{run}", batch_size, part_size_bytes)
-                ran = nodes.run(parts, partial(open_here, systems, data), inputs_of(parts, Path(network), Path(index)))
-                answered = stack.enter_context(stored_answers(parts))
-            result = evaluate_systems(
-                candidate,
-                champion,
-                data,
-                probed,
-                chosen.evaluation,
-                trained_on=trained_on,
-                observe=observe_all(progress, collector.add, replayer.candidate_answers.add),
-                observe_champion=observe_all(progress, replayer.champion_answers.add),
-                anchor=anchor,
-                answered=answered,
-            )
-            replay, changed = replayer.replay(store, result, chosen.serving.max_pixels)
-            readable = champion and "champion" not in result.unreadable
-            examples = collector.finish(champion.dataset if champion and readable else None)
+        data, store, network_dir = Dataset.open(Path(dataset)), record.store, Path(network)
+        candidate, probed = Recognizer.open(network_dir, Path(index), store=store), OpenSet.load(Path(open_set))
+        trained_on, described = training_dataset(network_dir, data, store), describe_network(network_dir)
+        champion = stack.enter_context(open_champion(store, chosen.classes))
+        anchor = stack.enter_context(open_anchor(store, chosen.classes))
+        collector, replayer = ExampleCollector(candidate, data), Replayer(candidate, champion)
+        progress = countdowns.tests(running, data.count("test") * (2 if champion else 1))
+        nodes = StepNodes(chosen.evaluation.nodes, chosen, running.report)
+        answered = answered_by_nobody
+        if not nodes.is_one:
+            systems = systems_to_measure(data, candidate, champion, anchor)
+            batch_size, part_size_bytes = chosen.evaluation.batch_size, chosen.parts_job.part_size_bytes
+            parts = plan_answers(data, systems, store, f"{PARTS}{run}", batch_size, part_size_bytes)
+            answered = stack.enter_context(run_answers(parts, systems, data, network_dir, Path(index), nodes.run))
+        result = evaluate_systems(
+            candidate,
+            champion,
+            data,
+            probed,
+            chosen.evaluation,
+            trained_on=trained_on,
+            observe=observe_all(progress, collector.add, replayer.candidate_answers.add),
+            observe_champion=observe_all(progress, replayer.champion_answers.add),
+            anchor=anchor,
+            answered=answered,
+        )
+        replay, changed = replayer.replay(store, result, chosen.serving.max_pixels)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
         changes = {"replay": replay, "near_duplicates": near, "training_warnings": described.training_warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
-        if result.champion:
-            weeks, _ = live_accuracy(store, result.champion.name)  # the watcher reports damaged files
-            live = live_distances(store, result.champion)
-            examples = examples.model_copy(update={"live": live, "live_accuracy": weeks})
-        record.save(evaluation=result, examples=examples, replay=changed, parts_evaluate=ran)
-        running.summary = result.summary() + (ran.summary() if ran else "")
+        readable = champion and "champion" not in result.unreadable
+        examples = collector.finish(champion.dataset if champion and readable else None)
+        examples = with_live_figures(examples, store, result.champion)
+        record.save(evaluation=result, examples=examples, replay=changed, parts_evaluate=nodes.ran)
+        running.summary = result.summary() + nodes.summary()
     return result
 
 
@@ -370,24 +285,14 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
     ``network``, ``index`` and ``evaluation`` to directories, and ``verdict`` to a file.
     """
     with _step("archive", run, settings) as (running, chosen, record):
-        from evernear.data.shards import Dataset
-        from evernear.evaluation.evaluate import Evaluation
         from evernear.evaluation.verdict import Verdict
         from evernear.release.archive import Candidate, make_archive
         from evernear.release.registry import Registry
         from evernear.serving import HANDLER
 
-        measured = Evaluation.open(Path(parts["evaluation"]))
-        candidate = Candidate(
-            dataset=Dataset.open(Path(dataset)),
-            network_dir=Path(parts["network"]),
-            index_dir=Path(parts["index"]),
-            verdict_file=Path(parts["verdict"]),
-            metrics=measured.metrics(),
-            parent=measured.champion.name if measured.champion else None,
-        )
+        candidate = Candidate.open(Path(dataset), {name: Path(part) for name, part in parts.items()})
         packed = make_archive(candidate, chosen.serving, HANDLER, Path(release), store=record.store)
-        if not Verdict.load(Path(parts["verdict"])).promote:
+        if not Verdict.load(candidate.verdict_file).promote:
             Registry(record.store).publish(packed.archive)
         record.save(archived={"version": packed.manifest.version})
         running.summary = packed.summary()
@@ -395,17 +300,14 @@ def archive(run: str, settings: Tree, dataset: str, parts: dict[str, str], relea
 
 
 def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str) -> None:
-    """Publish and roll out the release if the verdict promotes it. Otherwise,
-    do nothing.
-    """
+    """Publish and roll out the release if the verdict promotes it."""
     with _step("deploy", run, settings) as (running, chosen, record):
         from evernear.deployment import deploy_release
         from evernear.release.archive_reader import ARCHIVE_FILE
         from evernear.release.promotions import Cause
 
-        deployed = deploy_release(
-            Path(release) / ARCHIVE_FILE, Path(verdict), chosen, Cause(by=started_by or UNKNOWN_CAUSE, run=run)
-        )
+        cause = Cause.of_run(run, started_by)
+        deployed = deploy_release(Path(release) / ARCHIVE_FILE, Path(verdict), chosen, cause)
         record.save(deployment=deployed)
         running.summary = f"release {deployed.version} {deployed.state()}"
 
@@ -413,15 +315,15 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
 def rollback(
     run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Roll back to the previous champion. If ``release`` is set,
-    fail unless it is the current champion.
+    """Roll back to the previous champion. If ``release`` is set, fail unless it is the
+    current champion.
     """
     with step("rollback", run, store) as running:
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
 
         chosen = of_run(settings, **parameters, store=store)
-        cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
+        cause = Cause.of_run(run, started_by, reason)
         restored = roll_back(chosen, cause=cause, expected=release or None)
         RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
         running.summary = f"restored: release {restored.version} {restored.state()}"
@@ -430,7 +332,7 @@ def rollback(
 def promote(
     run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
 ) -> None:
-    """Deploy a release of the registry manually, even if its verdict is hold.
+    """Deploy a release, even if its verdict is hold.
 
     If ``release`` is empty, apply the settings to the champion.
     """
@@ -440,7 +342,7 @@ def promote(
         from evernear.release.promotions import Cause
 
         chosen = of_run(settings, **parameters, store=store)
-        cause = Cause(by=started_by or UNKNOWN_CAUSE, why=reason, run=run)
+        cause = Cause.of_run(run, started_by, reason)
         if release:
             promoted = promote_release(release, chosen, force=True, cause=cause)
         else:
@@ -450,55 +352,38 @@ def promote(
 
 
 def predict(run: str, store: str, settings: Tree, images: str, out: str, release: str, nodes: str) -> None:
-    """Recognize all ``images`` with a release, and write Parquet files.
-
-    If ``release`` is empty, the release is the champion.
-    """
+    """Recognize all ``images`` with a release or the champion, as Parquet files."""
     with step("predict", run, store) as running:
         from evernear.kubeflow.nodes import StepNodes, nodes_for_uris
         from evernear.release.registry import Registry
-        from evernear.serving.batch import PART_IMAGES, Shared, open_worker, plan_predictions, summarize
+        from evernear.serving.batch import Shared, open_worker, plan_predictions, summarize
 
         chosen, registry = of_run(settings, store=store), Registry(open_store(store))
-        for name, value in {"images": images, "out": out}.items():
-            if not value:
-                raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
-        pods = nodes_for_uris(nodes, images, out)
+        pods = StepNodes(nodes_for_uris(nodes, images=images, out=out), chosen, running.report)
         version = registry.get(release).manifest.version if release else registry.require_champion().version
-        shared = Shared(source=images, store_uri=store, version=version, part_images=PART_IMAGES)
-        output = open_store(out)
-        parts = plan_predictions(shared, output)
-        on_images = image_countdown(running, parts.plan.units)
-        open_here = partial(open_worker, on_images=on_images)
-        ran = StepNodes(pods, chosen, running.report).run(parts, open_here, inputs={})
+        parts = plan_predictions(Shared(source=images, store_uri=store, version=version), open_store(out))
+        pods.run(parts, partial(open_worker, on_images=countdowns.images(running, parts.plan.units)))
         summary = summarize(parts)
         summary.require_predictions(images)
-        headline = f"{summary.predicted()} by release {version} in {output.uri}"
+        headline = f"{summary.predicted()} by release {version} in {parts.store.uri}"
         RunRecord(open_store(store), run).save(predictions={"version": version, "summary": headline})
         left_out = f"; {summary.left_out()}" if summary.errors else ""
-        running.summary = headline + (ran.summary() if ran else "") + left_out
+        running.summary = headline + pods.summary() + left_out
 
 
 def notify(run: str, store: str, pipeline: str, state: str, error_message: str, outcome: str, page: str) -> Tree:
-    """Record the outcome of the run, and write the outcome as JSON and as the run page.
-
-    Return the metadata of the outcome's artifact.
-    """
+    """Record the run's outcome as JSON and as the run page, and return its metadata."""
     with step("notify", run, store) as running:
-        from evernear.reporting.notify import finalize
+        from evernear.reporting.notify import command_to_repeat, finalize
         from evernear.reporting.page import run_page
 
-        record, command = RunRecord(open_store(store), run), RunCommand.of_environment()
-        # After the validate step, the working directory remembers the settings.
-        validated = any(each.step == "validate" and each.state == "finished" for each in record.steps())
-        words = command.later if validated else command.typed
-        result = finalize(record, pipeline, state, printable(error_message), words)
+        record = RunRecord(open_store(store), run)
+        result = finalize(record, pipeline, state, printable(error_message), command_to_repeat(record))
         result.save(Path(outcome))
         html = run_page(record)
         write_atomically(Path(page), html)
         record.put("run.html", html.encode())
-        warnings = "".join(f"; WARNING: {warning}" for warning in run_ended(record, html))
-        running.summary = result.headline() + warnings
+        running.summary = result.headline() + warned(run_ended(record, html))
     return {"state": result.state, "release": result.release or "", "summary": result.summary()}
 
 

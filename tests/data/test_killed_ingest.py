@@ -18,7 +18,7 @@ KILLS = 20
 # so that a kill meets one.
 INGEST = """
 import sys, time
-from evernear.common.parts import Processes, run_parts
+from evernear.common.run_parts import Processes, run_parts
 from evernear.data.decode_part import open_worker
 from evernear.data.ingest import ingest_source
 from evernear.settings import DataSettings

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.parts import Parts, Processes, run_parts
+from evernear.common.parts import Parts
+from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from evernear.common.disk import sha256_file
-from evernear.common.parts import Parts, run_part
+from evernear.common.parts import Parts
+from evernear.common.run_parts import run_part
 from evernear.common.store import FileStore, Store, open_store
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset

@@ -28,7 +28,8 @@ from evernear.embedding.photographs import augment_block, augment_photographs, v
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.stages import prepare_epoch
 from evernear.embedding.timm_member import Whitening
-from evernear.embedding.train import Steps, prepare_training, train_network
+from evernear.embedding.train import Steps, train_network
+from evernear.embedding.training_setup import prepare_training
 from evernear.errors import SettingsError
 from evernear.evaluation.probe import probe_open_set
 from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings, load

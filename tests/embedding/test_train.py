@@ -28,7 +28,8 @@ from evernear.embedding.checkpoint import TrainingState, checkpoint_key
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, require_learned
 from evernear.embedding.recipe import TOTAL_DECAY, choose_optimizer, learning_rate, with_defaults
-from evernear.embedding.train import Steps, prepare_training, train_network, train_step
+from evernear.embedding.train import Steps, train_network, train_step
+from evernear.embedding.training_setup import prepare_training
 from evernear.errors import IntegrityError, StoreError, TrainingError
 from evernear.settings import DataSettings, TrainSettings
 from tests.limits import largest_file

@@ -14,7 +14,8 @@ from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
-from evernear.evaluation.examples import BINS, MAP_POINTS, SAMPLES_PER_CLASS, ExampleCollector, Examples, project
+from evernear.evaluation.example_collector import MAP_POINTS, SAMPLES_PER_CLASS, ExampleCollector, project
+from evernear.evaluation.examples import BINS, Examples
 from evernear.evaluation.image_sheet import SHEET_COLUMNS, Sheet
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer

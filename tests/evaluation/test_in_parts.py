@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evernear.common.parts import Parts, Processes, run_part, run_parts
+from evernear.common.parts import Parts
+from evernear.common.run_parts import Processes, run_part, run_parts
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
@@ -17,7 +18,7 @@ from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.evaluate import ReleasedSystem, answered_by_nobody, evaluate_systems
-from evernear.evaluation.examples import ExampleCollector
+from evernear.evaluation.example_collector import ExampleCollector
 from evernear.evaluation.in_parts import open_here, plan_answers, stored_answers, systems_to_measure
 from evernear.evaluation.measure import observe_all
 from evernear.evaluation.open_set import OpenSet

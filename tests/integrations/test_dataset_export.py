@@ -15,7 +15,7 @@ import pytest
 import webdataset
 from PIL import Image
 
-from evernear.common.parts import Processes, run_parts
+from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import FileStore
 from evernear.data.manifest import SPLITS
 from evernear.dataset_export import Format

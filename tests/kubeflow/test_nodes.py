@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.parts import Part, Parts, PodUsage, Worker, run_parts
+from evernear.common.parts import Part, Parts, Worker
+from evernear.common.run_parts import PodUsage, run_parts
 from evernear.common.store import open_store
 from evernear.errors import SettingsError
 from evernear.kubeflow import nodes as nodes_module
@@ -129,7 +130,9 @@ def test_auto_without_a_cluster_is_one_process(store: str, parts: Parts) -> None
     require_nodes(chosen)
     nodes = StepNodes(chosen.index.nodes, chosen, lambda _: None)
     assert nodes.is_one
-    assert nodes.run(parts, lambda _: lambda *_: b"done", {}) is None
+    nodes.run(parts, lambda _: lambda *_: b"done")
+    assert nodes.ran is None
+    assert nodes.summary() == ""
     assert parts.missing() == []
 
 

@@ -15,7 +15,8 @@ from evernear.common.store import open_store
 from evernear.data.validate import validate_dataset
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
-from evernear.evaluation.examples import BINS, ExampleCollector, Examples, LiveDistances, Sample
+from evernear.evaluation.example_collector import ExampleCollector
+from evernear.evaluation.examples import BINS, Examples, LiveDistances, Sample
 from evernear.evaluation.gate import decide
 from evernear.evaluation.image_sheet import TILE_PX, Tiles
 from evernear.evaluation.live_accuracy import LiveAccuracy
@@ -334,7 +335,7 @@ def test_largest_page_is_small_enough_to_send(
     """Photographs compress better than noise,
     which is the worst case of every image format.
     """
-    from evernear.evaluation import examples as module
+    from evernear.evaluation import example_collector as module
 
     rng = np.random.default_rng(0)
 

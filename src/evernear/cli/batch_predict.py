@@ -16,7 +16,7 @@ from evernear.errors import SettingsError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
-    from evernear.common.parts import Executor
+    from evernear.common.run_parts import Executor
 
 MAX_PROCESSES = 8
 CPUS_PER_PROCESS = 4
@@ -51,7 +51,7 @@ def batch_predict(
     label, distance, unknown, neighbors, version and error. Run the same command again
     to continue.
     """
-    from evernear.common.parts import run_parts
+    from evernear.common.run_parts import run_parts
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
     from evernear.serving.batch import PART_IMAGES, Shared, plan_predictions, summarize
@@ -87,7 +87,7 @@ def _executor(settings: Settings, processes: int | None, nodes: int | None, *uri
     """Processes on this machine or, with ``nodes``,
     an Indexed Job whose pods can read all ``uris``."""
     if nodes is None:
-        from evernear.common.parts import Processes
+        from evernear.common.run_parts import Processes
         from evernear.common.threads import available_cpus
         from evernear.serving.batch import open_worker
 

@@ -51,7 +51,7 @@ def export(
 
     Run the same command again to continue an interrupted export.
     """
-    from evernear.common.parts import Processes, run_parts
+    from evernear.common.run_parts import Processes, run_parts
     from evernear.common.store import open_store
     from evernear.common.threads import available_cpus
     from evernear.dataset_export.plan import Export, plan_export

@@ -55,6 +55,11 @@ def named(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
+def warned(sentences: Iterable[str]) -> str:
+    """The end of a summary with warnings, or an empty string."""
+    return "".join(f"; WARNING: {sentence}" for sentence in sentences)
+
+
 def print_line(text: str = "", file: TextIO | None = None) -> None:
     """Print ``text`` as one line to ``file`` (stdout by default)."""
     print(printable(text), file=file or sys.stdout, flush=True)

@@ -24,7 +24,8 @@ from pathlib import Path
 from evernear.common.code_digest import code_digest
 from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
-from evernear.common.parts import OpenWorker, Parts, Processes, run_parts
+from evernear.common.parts import OpenWorker, Parts
+from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import open_store
 from evernear.data.batch import images_at_once
 from evernear.data.combine import array_batches, combine, file_batches

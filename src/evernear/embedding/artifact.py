@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.common.frozen import Frozen
+from evernear.common.output import warned
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
 from evernear.embedding.network import EmbeddingNetwork, build_network
@@ -100,6 +101,10 @@ class TrainingResult(Frozen):
         """The metrics of `best_epoch`."""
         return self.epochs[self.best_epoch - 1]
 
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of each epoch as JSON, for the run's record and its curves."""
+        return [epoch.model_dump(mode="json", exclude={"flip_tests", "skipped_steps"}) for epoch in self.epochs]
+
     @property
     def resumption(self) -> str:
         """The end of a sentence about the epochs that an earlier run had trained.
@@ -117,7 +122,7 @@ class TrainingResult(Frozen):
 
         ``limited`` says whether the training time was limited.
         """
-        warnings = "".join(f"; WARNING: {warning}" for warning in self.warnings)
+        warnings = warned(self.warnings)
         if not self.epochs:
             return f"{self.head or 'no training: the backbone is frozen'}{warnings}"
         early = f", stopped early after epoch {len(self.epochs)}" if limited and self.stopped_early else ""

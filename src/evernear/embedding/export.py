@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from evernear.common.disk import sha256_bytes, sha256_file, write_atomically
 from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import Preprocessing
@@ -77,6 +78,11 @@ class ExportedNetwork(Frozen):
     training_warnings: tuple[str, ...] = ()
     training: dict[str, JsonValue]
     """The ``train.*`` settings that the network was trained with."""
+
+    def summary(self) -> str:
+        """The parity of the TorchScript file with the eager network."""
+        images = quantity(self.parity_images, "image")
+        return f"TorchScript within {self.parity_max_abs_difference:.1e} of eager on {images}"
 
 
 class CenteredNetwork(nn.Module):

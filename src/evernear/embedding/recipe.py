@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from evernear.common.output import quantity
+from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.architecture import Architecture
@@ -105,6 +106,13 @@ FINE_TUNING = GRAY | {
 """Defaults for fine-tuning the layers of a pretrained network,
 starting from a trained head.
 """
+
+
+def shown_images(settings: TrainSettings, dataset: Dataset) -> int:
+    """The largest number of images that training shows to a frozen backbone:
+    the images of all splits, and the views of train images.
+    """
+    return sum(dataset.count(split) for split in SPLITS) + settings.views * dataset.count("train")
 
 
 def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:

@@ -15,15 +15,34 @@ from evernear.data.shards import Dataset
 from evernear.embedding.image_vectors import one_torch_thread
 from evernear.embedding.monitor import measure_gallery
 from evernear.embedding.plan import Plan, Speed, find_plan
-from evernear.embedding.recipe import choose_device
+from evernear.embedding.recipe import choose_device, with_defaults
 from evernear.embedding.torchscript import optimized
-from evernear.embedding.train import Training, prepare_training, train_step
+from evernear.embedding.train import train_step
+from evernear.embedding.training_setup import Training, prepare_training
 from evernear.settings import TrainSettings
 
 MEASURED_IMAGES = 16
 """Number of images in a measured batch."""
 COMPILING_CALLS = 2
 """Number of calls during which TorchScript compiles a network."""
+
+
+def choose_recipe(
+    dataset: Dataset, settings: TrainSettings, store: Store | None, report: Callable[[str], None]
+) -> tuple[TrainSettings, Plan | None]:
+    """The settings with their defaults filled in, and the plan if the time is limited.
+
+    ``report`` receives the plan in words.
+
+    Raises:
+        SettingsError, TrainingError: like `plan_training`.
+    """
+    if not settings.minutes:
+        return with_defaults(settings, dataset), None
+    report("measuring the speed of this machine")
+    plan = plan_training(dataset, settings, store)
+    report(plan.sentence)
+    return with_defaults(plan.train, dataset), plan
 
 
 def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None) -> Plan:

@@ -15,7 +15,7 @@ measures the same figures as without parts.
 """  # noqa: W505
 
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,19 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import disk_errors, sha256_bytes, sha256_file
 from evernear.common.frozen import Frozen
-from evernear.common.parts import Part, Parts, Worker
+from evernear.common.parts import OpenWorker, Part, Parts, Worker
 from evernear.common.store import Store
 from evernear.data.shards import Block, Dataset
 from evernear.evaluation.evaluate import SYSTEMS, Answered, ReleasedSystem, UnavailableSystem
-from evernear.evaluation.examples import NEIGHBORS, queries_to_show
+from evernear.evaluation.example_collector import NEIGHBORS, queries_to_show
 from evernear.evaluation.measure import RECALL_AT, AnsweredBlock, answer_queries
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.search import Classifications, Neighbors
 
 KIND = "evaluate"
 Columns = dict[str, NDArray[Any]]
+RunParts = Callable[[Parts, OpenWorker, Mapping[str, Path]], None]
+"""Runs all parts. The last argument is the result of `inputs_of`."""
 
 
 class EvaluatePart(Part):
@@ -137,6 +139,24 @@ def candidate_folder(parts: Parts, artifact: Literal["network", "index"]) -> str
 def inputs_of(parts: Parts, network_dir: Path, index_dir: Path) -> dict[str, Path]:
     """The directories that workers on other machines need, by folder in the store."""
     return {candidate_folder(parts, "network"): network_dir, candidate_folder(parts, "index"): index_dir}
+
+
+@contextmanager
+def run_answers(
+    parts: Parts,
+    systems: Mapping[str, Recognizer],
+    dataset: Dataset,
+    network_dir: Path,
+    index_dir: Path,
+    run: RunParts,
+) -> Generator[Answered]:
+    """Run the planned ``parts`` with ``run``, and yield the stored answers.
+
+    The candidate's artifacts are in ``network_dir`` and ``index_dir``.
+    """
+    run(parts, partial(open_here, systems, dataset), inputs_of(parts, network_dir, index_dir))
+    with stored_answers(parts) as answered:
+        yield answered
 
 
 def open_here(systems: Mapping[str, Recognizer], dataset: Dataset, parts: Parts) -> Worker:

@@ -13,39 +13,48 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from evernear.common.parts import Executor, OpenWorker, Parts, PartsRecord, PodUsage, Processes, run_part, run_parts
+from evernear.common.parts import OpenWorker, Parts
 from evernear.common.progress import Countdown
+from evernear.common.run_parts import Executor, PartsRecord, PodUsage, Processes, run_part, run_parts
 from evernear.common.store.folder import put_folder
 from evernear.errors import SettingsError
 from evernear.settings import RunSettings
 from evernear.settings.parts_job import Nodes
 
 AUTO = "auto"
+NO_INPUTS: Mapping[str, Path] = {}
 WORTH_A_NODE_S = 600.0
 """Seconds of work for which ``auto`` adds a node. This is several times the start-up
 time of a pod and its libraries."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepNodes:
     """Runs the parts of one step according to its settings."""
 
     nodes: Nodes
     chosen: RunSettings
     report: Callable[[str], None]
+    ran: PartsRecord | None = None
+    """How pods ran the last plan, or None if no pods ran parts. An ingest that
+    continues after a kill has several plans.
+    """
 
     @property
     def is_one(self) -> bool:
         """Whether the step's process runs all parts."""
         return self.nodes == 1 or (self.nodes == AUTO and _obstacle(self.chosen) is not None)
 
-    def run(self, parts: Parts, open_here: OpenWorker, inputs: Mapping[str, Path]) -> PartsRecord | None:
+    def summary(self) -> str:
+        """The end of a sentence, or an empty string if no pods ran parts."""
+        return self.ran.summary() if self.ran else ""
+
+    def run(self, parts: Parts, open_here: OpenWorker, inputs: Mapping[str, Path] = NO_INPUTS) -> None:
         """Run all parts in ``parts`` that have no result.
         ``open_here`` opens the worker of this process.
 
         Each directory of ``inputs`` is copied to the folder of the store that is its
-        key, if workers run on other machines. Return a record if pods ran parts,
-        otherwise None.
+        key, if workers run on other machines. If pods ran parts, `ran` is set.
 
         Raises:
             EvernearError: a part or the Job failed. See
@@ -61,14 +70,13 @@ class StepNodes:
                 countdown(done, total, f"{done:,} of {total:,} parts")
 
         usage = run_parts(parts, self._executor(open_here), on_parts)
-        if usage is None:
-            return None
-        return PartsRecord(
-            **usage._asdict(),
-            parts=parts.plan.parts,
-            parts_s=sum(result.time_s for result in parts.results()),
-            elapsed_s=(datetime.now(UTC) - parts.plan.planned).total_seconds(),
-        )
+        if usage is not None:
+            self.ran = PartsRecord(
+                **usage._asdict(),
+                parts=parts.plan.parts,
+                parts_s=sum(result.time_s for result in parts.results()),
+                elapsed_s=(datetime.now(UTC) - parts.plan.planned).total_seconds(),
+            )
 
     def _executor(self, open_here: OpenWorker) -> Executor:
         if self.is_one:
@@ -81,21 +89,6 @@ class StepNodes:
         from evernear.kubeflow.indexed_job import IndexedJob
 
         return IndexedJob(nodes, self.chosen.parts_job, self.chosen.kubernetes, self.report)
-
-
-class IngestNodes:
-    """Runs the parts of an ingest according to `data.nodes`."""
-
-    def __init__(self, chosen: RunSettings, report: Callable[[str], None]) -> None:
-        self._nodes = StepNodes(nodes_of_ingest(chosen), chosen, report)
-        self.ran: PartsRecord | None = None
-        """The last plan that ran in pods.
-        An ingest that continues after a kill has several plans.
-        """
-
-    def run(self, parts: Parts, open_here: OpenWorker) -> None:
-        """Run all parts in ``parts`` that have no result, as `StepNodes.run`."""
-        self.ran = self._nodes.run(parts, open_here, {}) or self.ran
 
 
 @dataclass(frozen=True)
@@ -132,21 +125,26 @@ def nodes_for(left_s: float, parts: int, max_nodes: int) -> int:
     return min(max_nodes, parts, math.ceil(left_s / WORTH_A_NODE_S))
 
 
-def nodes_for_uris(nodes: str, *uris: str) -> Nodes:
-    """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``.
+def nodes_for_uris(nodes: str, **uris: str) -> Nodes:
+    """Parse a number of nodes, or ``auto``, of a step that reads or writes ``uris``,
+    which have the names of the step's parameters.
 
     With ``auto``, the step's process runs all parts if other nodes cannot reach one of
     the ``uris``.
 
     Raises:
-        SettingsError: ``nodes`` is neither a number above 0 nor ``auto``, or is above 1
-            and other nodes cannot reach one of the ``uris``.
+        SettingsError: one of the ``uris`` is empty, or ``nodes`` is neither a number
+            above 0 nor ``auto``, or is above 1 and other nodes cannot reach one of the
+            ``uris``.
     """
+    for name, uri in uris.items():
+        if not uri:
+            raise SettingsError(f"The parameter {name} is empty; set it to s3://bucket/prefix.")
     try:
         chosen = TypeAdapter[Nodes](Nodes).validate_python(nodes)
     except ValidationError:
         raise SettingsError(f"nodes is {nodes!r}; set a number above 0, or auto.") from None
-    return _reaching(chosen, "the images and predictions", *uris)
+    return _reaching(chosen, "the images and predictions", *uris.values())
 
 
 def nodes_of_ingest(chosen: RunSettings) -> Nodes:

@@ -26,6 +26,7 @@ from evernear.embedding.embed import ExportedEmbedder
 from evernear.embedding.export import DESCRIPTION_FILE as NETWORK_DESCRIPTION
 from evernear.embedding.export import NETWORK_FILE, ExportedNetwork, describe_network
 from evernear.errors import DataError, EvernearError, IntegrityError
+from evernear.evaluation.evaluate import Evaluation
 from evernear.index.description import DESCRIPTION_FILE as INDEX_DESCRIPTION
 from evernear.index.description import DISTANCE_TOLERANCE
 from evernear.index.search import Gallery, Recognition
@@ -77,6 +78,24 @@ class Candidate:
     verdict_file: Path
     metrics: Mapping[str, float]
     parent: str | None
+
+    @staticmethod
+    def open(dataset: Path, parts: Mapping[str, Path]) -> "Candidate":
+        """Open the artifacts of a run. ``parts`` maps ``network``, ``index`` and
+        ``evaluation`` to directories, and ``verdict`` to a file.
+
+        Raises:
+            IntegrityError: the dataset or the evaluation is unreadable.
+        """
+        measured = Evaluation.open(parts["evaluation"])
+        return Candidate(
+            dataset=Dataset.open(dataset),
+            network_dir=parts["network"],
+            index_dir=parts["index"],
+            verdict_file=parts["verdict"],
+            metrics=measured.metrics(),
+            parent=measured.champion.name if measured.champion else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Cause(Frozen):
         """The user and host of this process. See `whoami`."""
         return cls(by=whoami(), why=why)
 
+    @classmethod
+    def of_run(cls, run: str, started_by: str, why: str = "") -> "Cause":
+        """A pipeline run, which ``started_by`` started, or an unknown user of KFP."""
+        return cls(by=started_by or "the Kubeflow Pipelines UI or API", why=why, run=run)
+
 
 class Promotion(Frozen):
     """A state of the champion pointer, and the cause of this state. ``previous`` is the

@@ -1,6 +1,6 @@
 """Estimate the cost of a step and of the nodes that ran its parts."""
 
-from evernear.common.parts import PartsRecord
+from evernear.common.run_parts import PartsRecord
 from evernear.common.run_record import StepRecord
 from evernear.settings import CostSettings
 

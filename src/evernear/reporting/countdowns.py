@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from evernear.evaluation.measure import Observer
 
 
-def training_countdown(running: Step) -> "Callable[[Steps], None]":
+def training(running: Step) -> "Callable[[Steps], None]":
     """A training callback that reports the progress within an epoch and the time
     left.
     """
@@ -27,38 +27,38 @@ def training_countdown(running: Step) -> "Callable[[Steps], None]":
     return report
 
 
-def epoch_report(running: Step, epochs: int) -> "Callable[[Epoch], None]":
-    """A training callback that reports the metrics after each of ``epochs`` epochs."""
+def epochs(running: Step, count: int) -> "Callable[[Epoch], None]":
+    """A training callback that reports the metrics after each of ``count`` epochs."""
 
     def report(epoch: "Epoch") -> None:
         accuracy = f"gallery accuracy {epoch.gallery_accuracy:.2%}"
-        running.report(f"epoch {epoch.epoch}/{epochs}, loss {epoch.train_loss:.3f}, {accuracy}")
+        running.report(f"epoch {epoch.epoch}/{count}, loss {epoch.train_loss:.3f}, {accuracy}")
 
     return report
 
 
-def draw_countdown(running: Step) -> Callable[[int, int], None]:
+def draws(running: Step) -> Callable[[int, int], None]:
     """A callback that reports the number of finished draws of the probe."""
     countdown = Countdown(running.report)
     return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
 
 
-def image_countdown(running: Step, total: int) -> Callable[[int], None]:
+def images(running: Step, total: int) -> Callable[[int], None]:
     """A callback that receives the number of images that were finished since its last
     call, and reports the progress."""
     countdown, done = Countdown(running.report, running.progressed), 0
 
-    def report(images: int) -> None:
+    def report(count: int) -> None:
         nonlocal done
-        done += images
+        done += count
         countdown(done, max(done, total), f"{done:,} of {max(done, total):,} images")
 
     return report
 
 
-def test_countdown(running: Step, total: int) -> "Observer":
+def tests(running: Step, total: int) -> "Observer":
     """An observer that reports the progress of a measurement."""
-    on_images = image_countdown(running, total)
+    on_images = images(running, total)
 
     def observe(block: "Block", *_: object) -> None:
         on_images(len(block))

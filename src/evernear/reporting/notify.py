@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from evernear.common.frozen import Frozen
+from evernear.common.progress import RunCommand
 from evernear.common.run_record import OUTCOME, RunRecord, StepRecord, StopRecord
 from evernear.common.store import Store
 from evernear.evaluation.verdict import Rule
@@ -157,6 +158,16 @@ def load_rules(store: Store, run: str) -> tuple[Rule, ...]:
     """The rules in the run's verdict, or an empty tuple if the gate has not decided
     yet."""
     return tuple(Rule.model_validate(rule) for rule in RunRecord(store, run).load("verdict").get("rules", ()))
+
+
+def command_to_repeat(record: RunRecord) -> tuple[str, ...]:
+    """The arguments of the ``evernear`` command that repeats this run.
+
+    After the validate step, the working directory remembers the settings of the run.
+    """
+    command = RunCommand.of_environment()
+    is_validated = any(each.step == "validate" and each.state == "finished" for each in record.steps())
+    return command.later if is_validated else command.typed
 
 
 def finalize(

@@ -20,9 +20,12 @@ from evernear.common.disk import disk_errors
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.errors import DataError, IntegrityError, StoreError
+from evernear.evaluation.examples import Examples
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
+from evernear.evaluation.measure import Measurement
 from evernear.release.manifest import version_time
 from evernear.release.registry import Registry
+from evernear.serving.live_queries import live_distances
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
 
 LIVE_LABELS = "live-labels/"
@@ -168,6 +171,19 @@ def labels_of_release(store: Store, version: str) -> LabeledQueries:
     same as for `labeled_queries`."""
     labels = labeled_queries(store, version_time(version) - _CLOCK_TOLERANCE)
     return labels._replace(queries=labels.of(version))
+
+
+def with_live_figures(examples: Examples, store: Store, champion: Measurement | None) -> Examples:
+    """``examples`` with the distances and the weekly accuracy of the champion's live
+    queries.
+
+    Raises:
+        StoreError: the store fails.
+    """
+    if champion is None:
+        return examples
+    weeks, _ = live_accuracy(store, champion.name)  # the watcher reports damaged files
+    return examples.model_copy(update={"live": live_distances(store, champion), "live_accuracy": weeks})
 
 
 def live_accuracy(store: Store, version: str) -> tuple[tuple[LiveAccuracy, ...], tuple[str, ...]]:

@@ -90,7 +90,7 @@ class Shared(Frozen):
     source: str
     store_uri: str
     version: str
-    part_images: int = Field(ge=1)
+    part_images: int = Field(default=PART_IMAGES, ge=1)
 
 
 class BatchSummary(Frozen):

@@ -45,6 +45,8 @@ from evernear.settings.train_job import TrainJobSettings
 from evernear.settings.validation import ValidationSettings
 from evernear.settings.watch import WatchSettings
 
+PRETRAINED_SIZE_PX = 224
+"""Largest automatic image size for a pretrained backbone, as in most pretraining."""
 PARAMETERS = {"source": "data.source", "serving_image": "kubernetes.image", "target": "target", "store": "store"}
 """The settings that are separate pipeline parameters, keyed by parameter name."""
 
@@ -105,6 +107,12 @@ class RunSettings(Section):
     def store_uri(self) -> str:
         """The absolute URI of the object store."""
         return self.store or (self.workdir.resolve() / "store").as_uri()
+
+    def images(self) -> DataSettings:
+        """``data``, with the image size limited for a pretrained backbone."""
+        if self.train.weights and not self.data.max_size_px:
+            return self.data.model_copy(update={"max_size_px": PRETRAINED_SIZE_PX})
+        return self.data
 
 
 class Settings(RunSettings):

@@ -1,0 +1,117 @@
+"""Prepare a training run: choose the recipe, and initialize the network, its optimizer
+and its state. `evernear.embedding.train` trains.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from evernear.common.store import Store
+from evernear.data.shards import Dataset
+from evernear.embedding import distributed
+from evernear.embedding.arcface import TrainingModule
+from evernear.embedding.architecture import Architecture
+from evernear.embedding.checkpoint import TrainingState, checkpoint_key
+from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.freeze import choose_architecture, initialize
+from evernear.embedding.image_vectors import OnImages
+from evernear.embedding.network import build_network
+from evernear.embedding.recipe import (
+    choose_average,
+    choose_micro_batches,
+    choose_optimizer,
+    choose_precision,
+    settings_of_head,
+    steps_per_epoch,
+    with_defaults,
+)
+from evernear.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that a training run in this process needs."""
+
+    settings: TrainSettings
+    """The settings with their defaults filled in."""
+    dataset_digest: str
+    exclude_labels: frozenset[str]
+    images: TrainingImages
+    device: torch.device
+    architecture: Architecture
+    pretrained_sha256: str | None
+    module: TrainingModule
+    forward: nn.Module
+    """``module``, or its wrapper that averages the gradients of all processes."""
+    optimizer: torch.optim.Optimizer
+    scaler: torch.GradScaler
+    batch_size: int
+    """Number of images per step in this process."""
+    micro_batches: int
+    steps_per_epoch: int
+    state: TrainingState
+    """The state, with the running average of the weights if weights are averaged."""
+    key: str
+    """The key of the checkpoint."""
+
+
+def prepare_training(
+    dataset: Dataset,
+    settings: TrainSettings,
+    exclude_labels: frozenset[str],
+    device: torch.device,
+    store: Store | None = None,
+    on_images: OnImages | None = None,
+    start: bool = True,
+) -> Training:
+    """Choose the recipe, and initialize the network and its optimizer.
+
+    Without ``start``, the last layer of a pretrained network is random. This suffices
+    if training continues from a checkpoint or is only measured.
+    """
+    _, world_size = distributed.rank_and_world_size()
+    settings = with_defaults(settings, dataset)
+    precision = choose_precision(settings, device)
+    images = TrainingImages(dataset, exclude_labels)
+    batch_size = max(2, min(settings.batch_size, images.count) // world_size)
+
+    torch.manual_seed(settings.seed)
+    architecture = choose_architecture(dataset, settings)
+    network = build_network(architecture)
+    module = TrainingModule(architecture, images.classes, settings, precision, network)
+    pretrained_sha256 = initialize(network, architecture, settings, dataset)
+    if architecture.pretrained and start:
+        from evernear.embedding.features import FrozenFeatures  # timm takes seconds to import
+        from evernear.embedding.head import start_at_head, train_head
+
+        features = FrozenFeatures(network, architecture, store, on_images)
+        start_at_head(module, train_head(features, architecture, dataset, images, settings_of_head(settings)))
+    if settings.trained_layers == "last":
+        from evernear.embedding.stages import freeze_first_stages
+
+        freeze_first_stages(module)
+    module = module.to(device)
+    forward = DistributedDataParallel(module) if world_size > 1 else module
+    micro_batches = choose_micro_batches(module, architecture, batch_size, device)
+    optimizer = choose_optimizer(module, settings, precision)
+    scaler = torch.GradScaler(device.type, enabled=precision == torch.float16)
+    return Training(
+        settings=settings,
+        dataset_digest=dataset.digest,
+        exclude_labels=exclude_labels,
+        images=images,
+        device=device,
+        architecture=architecture,
+        pretrained_sha256=pretrained_sha256,
+        module=module,
+        forward=forward,
+        optimizer=optimizer,
+        scaler=scaler,
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        steps_per_epoch=steps_per_epoch(settings, images.count, batch_size * world_size),
+        state=TrainingState(module, optimizer, scaler, choose_average(module, settings)),
+        key=checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256),
+    )

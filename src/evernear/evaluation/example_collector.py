@@ -1,0 +1,299 @@
+"""Collect the `Examples` of an evaluation, in bounded memory.
+
+`ExampleCollector` observes the candidate's measurement (`evernear.evaluation.measure`),
+so no image is embedded twice.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evernear.data.gallery import image_blocks
+from evernear.data.manifest import SPLITS, Manifest
+from evernear.data.preprocess import Pixels
+from evernear.data.shards import Block, Dataset
+from evernear.evaluation.examples import (
+    BINS,
+    Examples,
+    IndexFigures,
+    MapPoint,
+    Mistake,
+    NeighborImage,
+    Sample,
+    histogram,
+)
+from evernear.evaluation.image_sheet import TILE_PX, Tiles
+
+if TYPE_CHECKING:  # reading examples must not import torch or FAISS
+    from evernear.evaluation.recognizer import Recognizer
+    from evernear.index.search import Classifications, Neighbors
+
+MISTAKES = 24
+NEIGHBORS = 4
+MAP_POINTS = 500
+SAMPLE_CLASSES = 20
+SAMPLES_PER_CLASS = 6
+NEW_IMAGES = 24
+MAP_TILE_PX = 32
+TIMED_QUERIES = 30
+
+
+@dataclass(frozen=True)
+class _Query:
+    """A wrong prediction whose neighbors' images are not yet known."""
+
+    image: Pixels
+    label: int
+    predicted: int
+    unknown: bool
+    distance: float
+    rows: NDArray[np.int64]
+    neighbors: NDArray[np.int32]
+    distances: NDArray[np.float32]
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        return self.unknown, self.distance
+
+
+class ExampleCollector:
+    """Collects examples from the blocks of the candidate's measurement,
+    in bounded memory.
+    """
+
+    def __init__(self, recognizer: "Recognizer", dataset: Dataset) -> None:
+        self._recognizer = recognizer
+        self._dataset = dataset
+        self._sampled = _sampled_queries(dataset)
+        self._seen = 0
+        self._mistakes: list[_Query] = []
+        self._map: list[tuple[Pixels, NDArray[np.float32], int, int, bool]] = []
+        self._histograms = np.zeros((2, BINS), np.int64)
+
+    def add(
+        self, block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
+    ) -> None:
+        """Add a block of queries with their results."""
+        correct = answers.labels == block.labels
+        for group, selected in enumerate((correct, ~correct)):
+            self._histograms[group] += histogram(answers.distances[selected])
+        self._mistakes += [
+            _Query(
+                block.images[row],
+                int(block.labels[row]),
+                int(answers.labels[row]),
+                bool(answers.unknown[row]),
+                float(answers.distances[row]),
+                neighbors.rows[row, :NEIGHBORS],
+                neighbors.labels[row, :NEIGHBORS],
+                neighbors.distances[row, :NEIGHBORS],
+            )
+            for row in _clearest_mistakes(block.labels, answers)
+        ]
+        self._mistakes = sorted(self._mistakes, key=lambda query: query.rank)[:MISTAKES]
+        first, self._seen = self._seen, self._seen + len(block)
+        for row in _within(self._sampled, first, len(block)):
+            self._map.append(
+                (
+                    block.images[row],
+                    embeddings[row],
+                    int(block.labels[row]),
+                    int(answers.labels[row]),
+                    bool(answers.unknown[row]),
+                )
+            )
+
+    def finish(self, champion_dataset: Dataset | None = None) -> Examples:
+        """The examples, with sample images.
+
+        If the champion's dataset is available, the examples include images added since
+        that dataset.
+        """
+        tiles = Tiles(self._dataset.shape, TILE_PX)
+        mistakes = self._with_neighbors(tiles)
+        map_tiles = Tiles(self._dataset.shape, MAP_TILE_PX)
+        for image, *_ in self._map:
+            map_tiles.add(image)
+        return Examples(
+            mistakes=mistakes,
+            map=self._points(),
+            distances_right=tuple(self._histograms[0].tolist()),
+            distances_wrong=tuple(self._histograms[1].tolist()),
+            samples=_samples(self._dataset, tiles),
+            new_images=_new_images(self._dataset, champion_dataset, tiles) if champion_dataset else (),
+            images_before=_images(champion_dataset.manifest) if champion_dataset else None,
+            index=self._index_figures(),
+            images=tiles.sheet(),
+            map_images=map_tiles.sheet(),
+        )
+
+    def _with_neighbors(self, tiles: "Tiles") -> tuple[Mistake, ...]:
+        wanted = {int(row) for query in self._mistakes for row in query.rows if row >= 0}
+        gallery = {row: tiles.add(image) for row, image in self._gallery_images(wanted)}
+        return tuple(
+            Mistake(
+                label=self._name(query.label),
+                predicted=self._name(query.predicted),
+                unknown=query.unknown,
+                distance=query.distance,
+                tile=tiles.add(query.image),
+                neighbors=tuple(
+                    NeighborImage(label=self._name(int(label)), distance=float(distance), tile=gallery[int(row)])
+                    for row, label, distance in zip(query.rows, query.neighbors, query.distances, strict=True)
+                    if int(row) in gallery
+                ),
+            )
+            for query in self._mistakes
+        )
+
+    def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
+        """The gallery images of ``rows`` of the index,
+        which has the order of the embed step.
+        """
+        if not rows:
+            return
+        numbers, first = self._recognizer.gallery.label_indices, 0
+        joined = Counter(self._dataset.labels[number] for number in numbers[self._dataset.count("gallery") :])
+        for blocks, _ in image_blocks(self._dataset, "gallery", 512, joined):
+            for block in blocks:
+                for row in rows.intersection(range(first, first + len(block))):
+                    if numbers[row] == block.labels[row - first]:
+                        yield row, block.images[row - first]
+                first += len(block)
+
+    def _points(self) -> tuple[MapPoint, ...]:
+        if not self._map:
+            return ()
+        positions = project(np.stack([embedding for _, embedding, *_ in self._map]))
+        return tuple(
+            MapPoint(
+                x=round(float(x), 4),
+                y=round(float(y), 4),
+                label=self._name(label),
+                predicted=self._name(predicted),
+                unknown=unknown,
+            )
+            for (x, y), (_, _, label, predicted, unknown) in zip(positions, self._map, strict=True)
+        )
+
+    def _index_figures(self) -> IndexFigures:
+        gallery = self._recognizer.gallery
+        described = gallery.description
+        embed_ms, search_ms = [0.0], [0.0]
+        for image, *_ in self._map[:TIMED_QUERIES]:
+            started_s = time.perf_counter()
+            embedded = self._recognizer.embed(image[None])
+            embedded_s = time.perf_counter()
+            gallery.search(embedded, described.k)
+            embed_ms.append(1000 * (embedded_s - started_s))
+            search_ms.append(1000 * (time.perf_counter() - embedded_s))
+        return IndexFigures(
+            **described.model_dump(include=set(IndexFigures.model_fields)),
+            embed_ms=median(embed_ms),
+            search_ms=median(search_ms),
+        )
+
+    def _name(self, number: int) -> str:
+        return self._dataset.labels[number]
+
+
+def queries_to_show(
+    dataset: Dataset, first: int, labels: NDArray[np.int64], answers: "Classifications"
+) -> NDArray[np.int64]:
+    """The rows of the queries whose images `ExampleCollector` may need.
+
+    The first row is the query at position ``first`` of the test split.
+    """
+    return np.union1d(_clearest_mistakes(labels, answers), _within(_sampled_queries(dataset), first, len(labels)))
+
+
+def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
+    """The positions of the queries on the map."""
+    total = dataset.count("test")
+    return np.sort(np.random.default_rng(0).choice(total, min(total, MAP_POINTS), replace=False))
+
+
+def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
+    """The rows of the ``positions`` that are among the ``count`` positions from
+    ``first``.
+    """
+    return positions[(positions >= first) & (positions < first + count)] - first
+
+
+def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
+    """The rows of at most `MISTAKES` wrong answers.
+
+    Answers that were not called unknown come first. Both kinds are sorted by distance.
+    """
+    wrong = np.flatnonzero(answers.labels != labels)
+    return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
+
+
+def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Positions (N, 2) of embeddings (N, D) in the unit square, from t-SNE.
+
+    If all embeddings are equal, all positions are in the middle.
+    """
+    from sklearn.manifold import TSNE
+
+    count = len(embeddings)
+    if count < 4 or np.ptp(embeddings, axis=0).max() < 1e-6:
+        return np.full((count, 2), 0.5, np.float32)
+    model = TSNE(perplexity=min(30.0, (count - 1) / 3), init="random", random_state=0, max_iter=750)
+    positions = model.fit_transform(embeddings)
+    low, high = positions.min(axis=0), positions.max(axis=0)
+    return (positions - low) / np.maximum(high - low, 1e-9)
+
+
+def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
+    counts = dataset.manifest.label_counts("train")
+    labels = [label for label in dataset.labels if counts[label]][:SAMPLE_CLASSES]
+    shards = {shard.sha256 for shard in dataset.shards("train")}
+    return _pick(dataset, dict.fromkeys(labels, SAMPLES_PER_CLASS), shards, tiles)
+
+
+def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
+    """Images of shards that ``before`` lacks.
+
+    Each ingest adds shards and does not change existing shards.
+    """
+    earlier = {shard.sha256 for shard in before.shards("train")}
+    added = [shard for shard in dataset.shards("train") if shard.sha256 not in earlier]
+    labels = sorted({label for shard in added for label, count in shard.label_counts.items() if count})
+    labels = labels[:NEW_IMAGES]
+    per_class = NEW_IMAGES // max(1, len(labels))
+    return _pick(dataset, dict.fromkeys(labels, min(SAMPLES_PER_CLASS, per_class)), {s.sha256 for s in added}, tiles)
+
+
+def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Tiles) -> tuple[Sample, ...]:
+    """The first ``wanted`` images of each class among the train ``shards``.
+
+    A shard without wanted images is not read.
+    """
+    picked: dict[str, list[int]] = {label: [] for label in wanted}
+    missing = {dataset.labels.index(label): count for label, count in wanted.items()}
+    for shard in dataset.shards("train"):
+        names = {dataset.labels[number] for number in missing}
+        if shard.sha256 not in shards or not names.intersection(shard.label_counts):
+            continue
+        for block in dataset.shard_blocks(shard, 512):
+            for number in [*missing]:
+                for row in np.flatnonzero(block.labels == number)[: missing[number]]:
+                    picked[dataset.labels[number]].append(tiles.add(block.images[row]))
+                    missing[number] -= 1
+                if not missing[number]:
+                    del missing[number]
+            if not missing:
+                break
+    return tuple(Sample(label=label, tiles=tuple(numbers)) for label, numbers in picked.items() if numbers)
+
+
+def _images(manifest: Manifest) -> dict[str, int]:
+    counts: Sequence[dict[str, int]] = [manifest.label_counts(split) for split in SPLITS]
+    return {label: total for label in manifest.labels if (total := sum(count[label] for count in counts))}

@@ -1,0 +1,31 @@
+"""Check at the start of a run what its later steps need, because an error here saves
+hours of training.
+"""
+
+from evernear.common.store import open_store
+from evernear.data.sources import open_source
+from evernear.deployment import open_target
+from evernear.kubeflow.nodes import require_nodes
+from evernear.plugins import FAISS, index_backend
+from evernear.settings import RunSettings
+from evernear.settings.weight_packages import PREFIX
+
+
+def require_runnable(chosen: RunSettings) -> None:
+    """Check the source, the deployment target, the nodes, the index backend and the
+    package of pretrained weights.
+
+    Raises:
+        EvernearError: a later step of a run with these settings would fail.
+    """
+    open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
+    open_target(chosen).require_deployable()
+    if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
+        require_nodes(chosen)
+    if chosen.index.backend != FAISS:
+        with index_backend(chosen.index.backend) as backend:
+            backend.check(chosen.index)
+    if chosen.train.weights.startswith(PREFIX):
+        from evernear.embedding.weights import store_package  # timm takes seconds to import
+
+        store_package(chosen.train.weights, open_store(chosen.store_uri))
