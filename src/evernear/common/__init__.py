@@ -1,1 +1,3 @@
-"""Modules that all packages use: the store, the disk, output, run records, threads."""
+"""Modules that every package uses: the store, disk files, output, run records and
+threads.
+"""

@@ -1,9 +1,10 @@
-"""Class names: one spelling for names that look the same,
-and a way to display similar names.
+"""Normalize class names that look the same, and display class names so that they can be
+told apart.
 
-macOS writes letters of a folder name in decomposed form (``e`` and an accent), and
-other systems in composed form (``é``). A space at the end of a name is invisible. Byte
-by byte, such names would be different classes.
+Accented letters in folder names are in decomposed form on macOS (``e`` and an accent),
+but in composed form on other systems (``é``). A space at the end of a name is
+invisible. A byte-by-byte comparison would treat two spellings of a name as different
+classes.
 """
 
 import unicodedata
@@ -14,17 +15,17 @@ _IGNORED = frozenset({"\u034f", *map(chr, range(0xFE00, 0xFE10))})  # grapheme j
 
 
 def class_name(text: str) -> str:
-    """``text`` in composed form (Unicode NFC),
-    without spaces and invisible characters at the ends.
+    """``text`` in composed form (Unicode NFC), without leading or trailing spaces and
+    invisible characters.
 
-    Letter case does not change, because handwriting datasets have the classes ``a`` and
+    Letter case is preserved, because handwriting datasets have the classes ``a`` and
     ``A``.
     """
     return unicodedata.normalize("NFC", text).strip(_SPACES + _INVISIBLE)
 
 
 def lookalike_key(name: str) -> str:
-    """A key that names share if they differ only in case, width,
+    """A comparison key, which is equal for names that differ only in case, width,
     spaces or invisible characters.
     """
     folded = unicodedata.normalize("NFKC", name).casefold()

@@ -1,5 +1,5 @@
-"""A hash of the code behind a stored result,
-so that changed code does not reuse earlier results.
+"""A hash of the code that computes a stored result. If the code changes, earlier
+results are not reused.
 """
 
 import ast
@@ -31,18 +31,18 @@ EXCLUDED = frozenset(
         "common.threads",
     )
 )
-"""Modules that only move bytes, messages and settings, or make a dataset,
-which has a separate digest.
+"""Modules that only move bytes, messages and settings, or that create a dataset. A
+dataset has a separate digest.
 """
 
 
 @cache
 def code_digest(module: str, libraries: tuple[str, ...] = ()) -> str:
-    """The sha256 of the source code of ``module`` and of every evernear module that it
-    imports, except `EXCLUDED`.
+    """The sha256 of the source code of ``module`` and all evernear modules that it
+    imports, directly or indirectly, except `EXCLUDED`.
 
-    Comments, docstrings and formatting do not change the hash. The installed versions
-    of ``libraries``, which the code calls, do.
+    Comments, docstrings and formatting do not change the hash. A different installed
+    version of one of the ``libraries`` changes the hash.
     """
     sha256 = hashlib.sha256()
     for name, tree in sorted(_closure(module).items()):
@@ -71,19 +71,19 @@ def _is_excluded(module: str) -> bool:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, or None for other names, as in
-    ``from evernear.data.shards import Dataset``.
+    """The file of a module, or None if the name is not a module, such as
+    ``evernear.data.shards.Dataset``.
 
-    `importlib.util.find_spec` would import the parents of a name,
-    and thereby timm, which takes seconds.
+    `importlib.util.find_spec` would import the parent packages, and through them timm,
+    which takes seconds.
     """
     path = ROOT.joinpath(*module.split(".")[1:])
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Names of evernear modules that ``tree`` imports, also inside functions,
-    and names that may be modules.
+    """Names of evernear modules that ``tree`` imports, including imports inside
+    functions. Some of the names may not be modules.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -9,13 +9,14 @@ from pathlib import Path
 ROOT = Path("/")
 """The directory that contains ``proc`` and ``sys``."""
 UNLIMITED_BYTES = 2**62
-"""Without a memory limit, cgroups v1 report the largest multiple of the page size,
+"""If no memory limit is set, cgroup v1 reports the largest multiple of the page size,
 about 2**63 bytes.
 """
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """The lowest CPU limit of this process's cgroups, or infinity without a limit.
+    """The lowest CPU limit among this process's cgroups, or infinity if no limit is
+    set.
 
     Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files,
     version 1: https://docs.kernel.org/scheduler/sched-bwc.html#management.
@@ -24,7 +25,8 @@ def cpu_limit(root: Path = ROOT) -> float:
 
 
 def memory_limit_bytes(root: Path = ROOT) -> float:
-    """The lowest memory limit of this process's cgroups, or infinity without a limit.
+    """The lowest memory limit among this process's cgroups, or infinity if no limit is
+    set.
 
     Version 2:
     https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, version
@@ -37,18 +39,18 @@ def oom_kills(root: Path = ROOT) -> int:
     """Number of processes in this process's cgroups that the kernel has killed because
     memory ran out.
 
-    Returns 0 if the kernel does not report the number. Version 2 counts in
-    ``memory.events``, version 1 in ``memory.oom_control``.
+    Returns 0 if the kernel does not report the number. Version 2 reports the number in
+    ``memory.events``, and version 1 reports it in ``memory.oom_control``.
     """
     return max(map(_oom_kills, _cgroups(root, "memory")), default=0)
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The cgroup of this process and its parents,
-    in each hierarchy that can have limits of ``controller``.
+    """The cgroup of this process and the parent cgroups, in each hierarchy in which
+    ``controller`` can set limits.
 
-    In a container, only the root of the hierarchy may be visible.
-    The root is then the container's cgroup.
+    In a container, only the root of the hierarchy may be visible. In that case, the
+    root of the hierarchy is the container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)

@@ -15,8 +15,8 @@ from evernear.errors import StoreError, disk_full_message
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Unlike `open`,
-    this never waits for the writer of a pipe.
+    """Open a regular file for reading. Unlike `open`, this function does not block
+    until a pipe has a writer.
 
     Raises:
         OSError: the file cannot be opened, or is a pipe, a device or a directory.
@@ -38,18 +38,18 @@ def sha256_bytes(data: bytes) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """The sha256 of a file as hexadecimal digits, in constant memory."""
+    """The sha256 of a file as hexadecimal digits, computed in constant memory."""
     with disk_errors(path), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a file atomically. After a crash, and for readers,
-    it has either the old or the new content.
+    """Write a file atomically. After a crash, and for concurrent readers, the file has
+    either the old or the new content.
 
     Raises:
-        StoreError: the file cannot be written, because the disk is full or permission
-            is denied, for example.
+        StoreError: the file cannot be written, for example because the disk is full or
+            permission is denied.
     """
     with atomic_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -57,12 +57,12 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Generator[BinaryIO]:
-    """A new file that replaces ``path`` when the body ends,
-    and is removed if the body fails.
+    """A new file that replaces ``path`` if the context's body succeeds, and that is
+    deleted if the body fails.
 
     Raises:
-        StoreError: the file cannot be written, because the disk is full or permission
-            is denied, for example.
+        StoreError: the file cannot be written, for example because the disk is full or
+            permission is denied.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
 
 @contextmanager
 def disk_errors(path: Path | str) -> Generator[None]:
-    """Convert an `OSError` on ``path`` to a `StoreError`."""
+    """Convert an `OSError` from an operation on ``path`` to a `StoreError`."""
     try:
         yield
     except OSError as error:
@@ -84,8 +84,8 @@ def disk_errors(path: Path | str) -> Generator[None]:
 
 @contextmanager
 def staged_file(directory: Path, name: str) -> Generator[tuple[BinaryIO, Path]]:
-    """A new file with a hidden name in ``directory``.
-    It is removed unless the body renames it.
+    """A new file with a hidden name in ``directory``. The file is deleted unless the
+    context's body renames it.
     """
     handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{name[:48]}.")  # names have a maximum length
     staged = Path(temporary)

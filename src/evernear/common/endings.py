@@ -1,5 +1,5 @@
-"""Descriptions of how a process ended, from its exit status and output,
-and of modules that hide others.
+"""Describe how a process ended, and which modules on ``PYTHONPATH`` hide installed
+modules.
 """
 
 import os
@@ -13,13 +13,13 @@ from importlib.machinery import PathFinder
 LINE_MAX_CHARACTERS = 500
 SHADOWED_SHOWN = 3
 _SHELL_SIGNAL = 128
-"""Offset of signals in a shell's exit code: 128 plus the signal that killed the shell's
-last command.
+"""Offset of signal numbers in a shell's exit code: 128 plus the number of the signal
+that killed the shell's last command.
 """
 _STOPPED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FRAME = re.compile(r"\s|note: run with |[-=~*#.]*$")
-"""Lines without information on the cause: traceback frames,
-Rust's backtrace note, rules, empty lines.
+"""Lines without information on the cause of a failure: traceback frames, Rust's
+backtrace note, rules, empty lines.
 """
 
 
@@ -27,7 +27,7 @@ def describe_ending(status: int, output: str, ran_out_of_memory: bool = False) -
     """The end of a sentence about a failed process, such as "was killed by SIGKILL".
 
     ``status`` is a `subprocess.Popen.returncode`, or the exit code of a shell. If no
-    signal killed the process, the last line of ``output`` explains the status.
+    signal killed the process, the text quotes the last informative line of ``output``.
     ``ran_out_of_memory`` says whether the kernel killed a process of the same container
     because memory ran out.
     """
@@ -56,8 +56,9 @@ def shadowed_modules(python_path: str | None = None) -> str:
     """A sentence about modules on ``PYTHONPATH`` that hide installed modules,
     or an empty string.
 
-    Python and all libraries load a user's ``random.py`` or ``faiss.py`` from there
-    instead of the module that they need, and fail with misleading errors.
+    Python and its libraries import a user's ``random.py`` or ``faiss.py`` from such a
+    directory instead of the module that they need. They then fail with misleading
+    errors.
     """
     if python_path is None:
         python_path = os.environ.get("PYTHONPATH", "")

@@ -1,4 +1,4 @@
-"""The base of every value that evernear stores or passes between steps."""
+"""The base class for all values that evernear stores or passes between steps."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     remedy: ClassVar[str] = ""
-    """The remedy for an invalid document, as in "run the train step again"."""
+    """The remedy for an invalid document, such as "run the train step again"."""
 
     def to_json(self) -> bytes:
         """The document as stored bytes."""
@@ -28,7 +28,8 @@ class Frozen(BaseModel):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Parse a stored document. ``remedy`` replaces the remedy of the class.
+        """Parse a stored document. ``remedy`` overrides the default remedy of the
+        class.
 
         Raises:
             IntegrityError: ``data`` is not a valid document. The message names
@@ -57,7 +58,8 @@ class Frozen(BaseModel):
         """Write the document atomically.
 
         Raises:
-            StoreError: the disk is full, permission is denied, ...
+            StoreError: the file cannot be written, for example because the disk is
+                full.
         """
         write_atomically(path, self.to_json())
 

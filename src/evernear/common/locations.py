@@ -1,8 +1,8 @@
-"""Relative locations in the environment are relative to the directory where the command
-was typed.
+"""Relative paths in environment variables are relative to the directory in which the
+user typed the command.
 
-The steps of a run and TorchServe run in other directories,
-so their processes receive absolute locations.
+Pipeline steps and TorchServe run in other directories, so their environment contains
+absolute paths.
 """
 
 import os
@@ -16,15 +16,15 @@ _PATHS = re.compile(
     r"|HF_HUB_CACHE|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_CACHE|NETRC|MPLCONFIGDIR|TMPDIR"
     r"|GOOGLE_APPLICATION_CREDENTIALS|OTEL_EXPORTER_OTLP_\w*(CERTIFICATE|CLIENT_KEY)"
 )
-"""Variables of evernear and its libraries that contain a path."""
+"""Environment variables that contain a path, for evernear or a library that it uses."""
 _LISTS = frozenset({"KUBECONFIG", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_DIR"})
 """Variables that contain several paths."""
 _ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_MILVUS_URI"})
-"""Variables that contain a server URL or a path."""
+"""Environment variables that contain a server URL or a path."""
 _NO_PATHS = frozenset({"databricks", "databricks-uc", "uc"})
 """MLflow addresses without a colon."""
 _SQLITE = re.compile(r"(sqlite(?:\+\w+)?:///)([^/:?].*)")
-"""``sqlite:///mlflow.db``. With a fourth slash, the path is absolute.
+"""``sqlite:///mlflow.db``. If the URL has a fourth slash, the path is absolute.
 ``:memory:`` is not a path.
 """
 _FILE = re.compile(r"(file:)([^/].*)")
@@ -34,9 +34,9 @@ _FILE = re.compile(r"(file:)([^/].*)")
 def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
     """``environment`` with all relative paths made absolute.
 
-    Paths are relative to ``directory``, by default the current directory. Server URLs
-    do not change. Paths in a home directory (``~/...``) do not change either, because
-    libraries expand them.
+    Paths are relative to ``directory``, which is the current directory by default.
+    Server URLs do not change. Paths in a home directory (``~/...``) are also unchanged,
+    because libraries expand them.
     """
     base = directory or Path.cwd()
     return {name: _absolute(name, value, base) for name, value in environment.items()}

@@ -1,14 +1,15 @@
-"""Secrets: strip them in the environment, and mask them in printed or recorded text.
+"""Strip whitespace from secrets in the environment, and mask secrets in printed or
+recorded text.
 
 A secret is the value of a variable such as ``AWS_SESSION_TOKEN`` or ``KFP_COOKIES``,
 the password of a URL in any variable, or a value that was read from a file and passed
-to `remember`. Text may also contain secrets that are in no variable, such as the
+to `remember`. Text may also contain secrets that no variable contains, such as the
 signature of a presigned URL or an Authorization header. Such secrets are recognized by
 their form.
 
-`evernear.common.output` masks printed, logged and recorded text. `mask_streams` covers
-the output of other libraries, and tracebacks. `copy_masked` copies the output of a
-child process, which may write to its file descriptor without Python.
+`evernear.common.output` masks printed, logged and recorded text. `mask_streams` also
+masks tracebacks and the output of other libraries. `copy_masked` masks the output of a
+child process, because a child process may write to its file descriptor without Python.
 """
 
 import base64
@@ -29,16 +30,16 @@ MIN_CHARACTERS = 8
 """Minimum length of a masked value.
 
 A shorter value, such as "a" or "test", also occurs inside ordinary words, so masking it
-would garble the output. Such a value is not a secret either, because NIST SP 800-63B
-requires at least 8 characters for a password.
+would garble the output. Such a short value cannot be a valid password, because NIST SP
+800-63B requires at least 8 characters.
 """
 PART_CHARACTERS = 1024
-"""Maximum length of a masked part. Longer secrets are split,
-so that all forms are below `HELD_CHARACTERS`.
+"""Maximum length of the parts into which a secret is split. Longer secrets are split,
+so that every quoted form of a part is shorter than `HELD_CHARACTERS`.
 """
 HELD_CHARACTERS = 8192
-"""Length of a long line's end that `copy_masked` holds back,
-because a secret may begin there.
+"""Number of characters at the end of a long line that `copy_masked` holds back, because
+a secret may begin there.
 """
 OWN_NAMES = frozenset({"evernear"})
 """Values that are not masked, because every line of output may contain them."""
@@ -48,9 +49,9 @@ LINE_MAX_BYTES = 2**16
 A longer line is written in parts.
 """
 
-# This also matches variables of unknown programs. Names that end in _FILE, _PATH and so
-# on are locations, and Kubernetes creates variables such as TOKEN_SERVICE_HOST for a
-# Service.
+# The pattern also matches variables of programs that evernear does not know. Names that
+# end in _FILE, _PATH and so on are locations. Kubernetes creates variables such as
+# TOKEN_SERVICE_HOST for a Service.
 _SECRET_NAME = re.compile(
     r"^(?!.*(_(FILE|PATH|DIR|NAME|SOCK|URL|URI|ENDPOINT|HOST|ADDR|PROTO)$|_SERVICE_|_PORT(_|$)))"
     r".*(TOKEN|SECRET|PASS(WORD|WD|PHRASE)?(_|$)|COOKIE|CREDENTIAL|AUTHORIZATION|CONNECTION_STRING|HEADERS"
@@ -58,15 +59,17 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SETTING = re.compile(r"EVERNEAR_(?!(MILVUS_)?TOKEN$)", re.IGNORECASE)
-"""Settings, which are not secrets: ``EVERNEAR_KUBERNETES__TOKEN_SECRET`` is the name of
-a Secret.
+"""Settings are not secrets: ``EVERNEAR_KUBERNETES__TOKEN_SECRET`` is the name of a
+Secret.
 """
 _STRIPPED = re.compile(
     r"(AWS|EVERNEAR|KFP|KF_PIPELINES|KUBECONFIG|SLACK|MLFLOW|MODEL_REGISTRY|HF|HUGGING|OTEL|LABEL_STUDIO|MINIO)(_.*|$)"
     r"|(.*_)?(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE",
     re.IGNORECASE,
 )
-"""Variables whose values are addresses, names or paths, which never end in a space."""
+"""Variables that contain an address, a name or a path. Such a value never ends in a
+space.
+"""
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s,]+", re.IGNORECASE)
 _QUERY_NAMES = (
     r"x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|awsaccesskeyid|signature|sig|"
@@ -77,8 +80,8 @@ _PATTERNS = [
     (needles.split(), re.compile(pattern, re.IGNORECASE))
     for needles, pattern in (
         ("@", r"://(?P<secret>[^/?#\s@\"'<>\\]{1,4000})@"),
-        # A password with a slash, like the secret keys of S3.
-        # Digits before the slash are a port.
+        # A password with a slash, such as a secret key for S3. Digits before the slash
+        # are a port.
         ("@", r"://(?P<secret>[^/?#\s:@\[]{0,200}:(?!\d{1,5}\b)[^\s@\"'<>\\]{1,4000})@"),
         ("token= sig= signature= credential= key= keyid= passwd= password= secret=",
          rf"(?:[?&;]|u0026|\bx-amz-)(?:{_QUERY_NAMES})=(?P<secret>{_VALUE})"),
@@ -97,8 +100,8 @@ _PATTERNS = [
 ]  # fmt: skip
 """Patterns of secrets that are recognized by their form.
 
-Each pattern has lower-case texts. Every match contains at least one of these texts in
-lower case.
+Each pattern has lower-case texts. Every match of the pattern contains at least one of
+these texts if it is converted to lower case.
 """
 
 _remembered: set[str] = set()
@@ -106,8 +109,8 @@ _forms: tuple[str, ...] = ()
 
 
 def configure_masking(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Strip credentials and addresses in ``environment``, for this process and its
-    children, and remember the secrets.
+    """Strip whitespace from credentials and addresses in ``environment``, for this
+    process and its children. Remember the secrets.
 
     A secret that was created with ``echo`` ends in a line break. An HTTP header may not
     contain a line break, so libraries would fail with an error that quotes the secret.
@@ -123,7 +126,7 @@ def configure_masking(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """The secrets in ``environment``: values of variables with telling names,
+    """The secrets in ``environment``: values of variables whose name suggests a secret,
     and passwords and keys in URLs.
     """
     for name, value in environment.items():
@@ -146,7 +149,7 @@ def remember(*secrets: str) -> None:
 
 
 def forms_of(secrets: Iterable[str]) -> tuple[str, ...]:
-    """The texts to mask for ``secrets``, the longest first."""
+    """The texts to mask for ``secrets``, longest first."""
     chosen = {secret for secret in map(str.strip, secrets) if len(secret) >= MIN_CHARACTERS} - OWN_NAMES
     forms = {form for secret in chosen for form in _forms_of(secret) if len(form) >= MIN_CHARACTERS}
     return tuple(sorted(forms, key=len, reverse=True))
@@ -181,15 +184,15 @@ def mask(text: str) -> str:
 
 
 def has_form_of_secret(text: str) -> bool:
-    """Whether ``text`` contains text in the form of a secret,
-    such as a URL with a password.
+    """Whether ``text`` contains a string in the form of a secret, such as a URL with a
+    password.
     """
     return next(_spans_by_form(text), None) is not None
 
 
 class MaskedStream:
-    """A text stream that masks all written text,
-    and otherwise behaves like ``stream``.
+    """A text stream that masks all text written to it, and otherwise behaves like
+    ``stream``.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -197,7 +200,7 @@ class MaskedStream:
 
     @property
     def unmasked(self) -> TextIO:
-        """The stream without masking, for a secret that the user asks for."""
+        """The unmasked stream, for a secret that the user wants to print."""
         return self._stream
 
     def write(self, text: str) -> int:
@@ -215,7 +218,7 @@ class MaskedStream:
 
 
 def mask_streams() -> None:
-    """Mask all text that Python prints in this process from now on, including
+    """Mask all text that Python code in this process prints from now on, including
     tracebacks and libraries' logs.
 
     The entry point of every program calls this function.
@@ -229,12 +232,12 @@ def mask_streams() -> None:
 
 
 def copy_masked(source: IO[bytes], path: Path) -> None:
-    """Append the output of a child process to ``path``, masked.
+    """Append the masked output of a child process to ``path``.
 
-    The function returns when the last process has closed the pipe ``source``, and
-    closes its own end. Complete lines are written immediately. At most `LINE_MAX_BYTES`
-    of an incomplete line are in memory. If the disk is full, the rest is read and
-    discarded, because a child process with a full pipe would wait forever.
+    The function returns when every writer has closed the pipe ``source``, and closes
+    the reading end. Complete lines are written immediately. At most `LINE_MAX_BYTES` of
+    an incomplete line are in memory. If the disk is full, the remaining output is read
+    and discarded, because a full pipe would block the child process forever.
     """
     with source:
         with path.open("ab", buffering=0) as log:
@@ -248,8 +251,8 @@ def copy_masked(source: IO[bytes], path: Path) -> None:
 
 
 def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
-    """Complete lines from the pipe ``source``, masked, until it is closed.
-    A very long line is split.
+    """Complete, masked lines from the pipe ``source``, until the pipe is closed. A very
+    long line is split.
     """
     rest = b""
     while chunk := os.read(source.fileno(), CHUNK_BYTES):
@@ -263,8 +266,8 @@ def masked_parts(source: IO[bytes]) -> Iterator[bytes]:
 
 
 def _cut(line: bytes) -> int:
-    """A position in a long ``line`` that is not inside a secret,
-    even if the secret's end is not read yet.
+    """A position in a long ``line`` that is outside every secret, including a secret
+    whose end has not been read yet.
     """
     text = _decode(line)
     cut = len(text) - HELD_CHARACTERS
@@ -306,8 +309,8 @@ def _spans_by_form(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the variable ``name`` with this value is a secret,
-    according to its name.
+    """Whether ``value``, the value of the variable ``name``, is a secret according to
+    ``name``.
     """
     if name == "AWS_ACCESS_KEY_ID":
         return True
@@ -346,8 +349,8 @@ def _secrets_of_url(url: str) -> Iterator[str]:
 
 
 def _forms_of(secret: str) -> Iterator[str]:
-    """The forms in which programs quote ``secret``: URL, JSON, HTML,
-    Python and Basic Authorization header.
+    """The forms in which programs quote ``secret``: in a URL, in JSON, HTML or Python,
+    and in a Basic Authorization header.
     """
     for start in range(0, len(secret), PART_CHARACTERS):
         part = secret[start : start + PART_CHARACTERS]

@@ -44,7 +44,7 @@ NAMED = 5
 def quantity(count: int, noun: str, plural: str = "") -> str:
     """``count`` and its noun, as in "1 image" and "1,200 images".
 
-    ``plural`` is needed if the plural is not the noun with an s.
+    ``plural`` is needed if the plural is not the noun plus ``s``.
     """
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
@@ -66,15 +66,15 @@ def print_line(text: str = "", file: TextIO | None = None) -> None:
 
 
 def print_secret(secret: str) -> None:
-    """Print a secret that the user asks for, as one line to stdout."""
+    """Print ``secret``, which the user asked for, as one line to stdout."""
     print(secret, file=getattr(sys.stdout, "unmasked", sys.stdout), flush=True)
 
 
 def print_json(value: object) -> None:
     """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
 
-    JSON cannot represent bytes that are not UTF-8, which file names may contain. Such
-    bytes are escaped like in `printable`.
+    JSON cannot represent bytes that are not UTF-8, but file names may contain such
+    bytes. Such bytes are escaped as in `printable`.
     """
     try:
         text = to_json(value, ensure_ascii=True, inf_nan_mode="null")
@@ -102,14 +102,18 @@ def _without_del(text: str) -> str:
 
 
 class LogFormatter(logging.Formatter):
-    """A formatter that prints each record on one line, followed by the traceback."""
+    """A log formatter that prints each record on one line. A traceback follows the
+    line.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """The line of a record, with untrusted arguments escaped."""
+        """The text of a log record, with untrusted arguments escaped."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802 - logging's own name
-        """A traceback. The last lines quote the exception, which is untrusted."""
+        """A traceback. The last lines of a traceback quote the exception, which is
+        untrusted.
+        """
         return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
@@ -118,7 +122,8 @@ _log_fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default
 
 @contextmanager
 def log_fields(**fields: object) -> Generator[None]:
-    """Add ``fields``, such as a request id, to the JSON records of this thread or task.
+    """Add ``fields``, such as a request id, to the JSON log records of this thread or
+    task.
 
     Empty fields are left out.
     """
@@ -130,12 +135,14 @@ def log_fields(**fields: object) -> Generator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """A formatter that prints each record as one line of ASCII JSON,
-    with the fields of `log_fields`.
+    """A log formatter that prints each record as one line of ASCII JSON, with the
+    fields of `log_fields`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record with time, level, logger, message and, if present, traceback."""
+        """The log record with its time, level, logger, message and, if present,
+        traceback.
+        """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
@@ -151,7 +158,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, log_format: Literal["text", "json"]) -> None:
-    """Log to stderr at ``level`` and above."""
+    """Log records at ``level`` and above to stderr."""
     handler = logging.StreamHandler()
     lines = LogFormatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(lines if log_format == "text" else JsonFormatter())

@@ -1,10 +1,10 @@
-"""The context manager of every pipeline step: it reports progress,
-records the state and handles errors.
+"""A context manager for pipeline steps, which reports progress, records the step's
+state and handles errors.
 
-If the environment variable `EVENTS_VARIABLE` is set, a step appends events as JSON
-lines to the file that the variable names. A local run reads this file to show progress.
-In a cluster, the step's log has the same messages. The last state of the step is stored
-in the run's record (`evernear.common.run_record`).
+If the environment variable `EVENTS_VARIABLE` names a file, a step appends events to
+that file as JSON lines. A local run reads this file to show progress. In a cluster, the
+step's log shows the same messages. The last state of the step is stored in the run's
+record (`evernear.common.run_record`).
 """
 
 import gc
@@ -32,19 +32,19 @@ from evernear.common.store.lease import wait_for_release
 from evernear.errors import EvernearError, StoreError, disk_full_message
 
 REPORT_INTERVAL_S = 5.0
-"""Minimum time between two reports of the time left."""
+"""Minimum time between two reports of the remaining time."""
 REPORTS = 50
-"""Maximum number of reports of the time left in a long step.
-Each report is a line in the step's log.
+"""Maximum number of reports of the remaining time in a long step. Each report is a line
+in the step's log.
 """
 EVENTS_VARIABLE = "_EVERNEAR_EVENTS"
 COMMAND_VARIABLE = "_EVERNEAR_COMMAND"
-"""The `RunCommand` that started a local run, as JSON.
-Not set for steps in a cluster.
+"""The `RunCommand` that started a local run, as JSON. This variable is not set for
+steps in a cluster.
 """
 TERMINATION_MESSAGE = Path("/dev/termination-log")
 TERMINATION_MESSAGE_MAX_CHARACTERS = 1000
-"""Maximum length, because the kubelet reads 4,096 bytes,
+"""Maximum number of characters in a termination message. The kubelet reads 4,096 bytes,
 and a UTF-8 character takes up to four bytes.
 """
 
@@ -57,12 +57,14 @@ class Event(Frozen):
     kind: Literal["started", "progress", "finished", "failed"]
     message: str = ""
     duration_s: float = 0.0
-    """Time since the step started, excluding the start of the step's process."""
+    """Time since the step started, excluding the startup of the step's process."""
     exit_code: int = 0
 
 
 class Step:
-    """A running step. The body assigns a short summary of the result to ``summary``."""
+    """A running step. The context's body assigns a short summary of the result to
+    ``summary``.
+    """
 
     def __init__(self, name: str, run: str, store_uri: str) -> None:
         self.name = name
@@ -77,7 +79,7 @@ class Step:
         self._started_s = time.monotonic()
 
     def report(self, message: str) -> None:
-        """Report progress in a few words."""
+        """Report progress with a short message."""
         self.emit("progress", message)
         counted = self._progress or StepProgress(at=self._started, message="")
         self.progressed(counted.model_copy(update={"at": datetime.now(UTC), "message": printable(message)}))
@@ -111,8 +113,8 @@ class Step:
             _write_termination_message(message)
 
     def _save(self, event: Event) -> None:
-        """Record the state of the step. Store errors are ignored:
-        the step may not need the store otherwise.
+        """Record the state of the step. Store errors are ignored, because the step may
+        have no other need for the store.
         """
         if event.kind == "progress":
             return
@@ -156,7 +158,7 @@ class _Writer:
         self._wanted.set()
 
     def stop(self) -> None:
-        """Wait for a write in progress, and discard later data."""
+        """Wait for a write in progress, and discard data that arrives later."""
         self._stopped.set()
         self._wanted.set()
         if self._thread is not None:
@@ -225,7 +227,7 @@ def _emit_bug(running: Step, error: BaseException) -> None:
 
 
 def _resources() -> dict[str, Any]:
-    """The resources of this step, by field name of `StepRecord`."""
+    """The resource usage of this step, keyed by the field names of `StepRecord`."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     limits = {"cpu_limit": cpu_limit(), "memory_limit_bytes": memory_limit_bytes()}
@@ -248,13 +250,13 @@ def _write_termination_message(message: str) -> None:
 
 
 class Countdown:
-    """Reports the progress of work in equal units, and estimates the time left.
+    """Reports the progress of work in equal units, and estimates the remaining time.
 
     The estimate is the mean duration of the completed units times the number of
     remaining units. The first unit is not timed, because it also warms up libraries and
     caches. Units that were completed before the first call, as after a resume, are not
     timed either. ``report`` receives a line for the log. ``record`` receives the same
-    progress as numbers, and more often.
+    progress as numbers, more often than ``report`` receives a line.
     """
 
     def __init__(
@@ -298,8 +300,8 @@ class RunCommand(Frozen):
 
     typed: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
-    """Equivalent arguments once the working directory remembers the settings of the
-    run.
+    """Equivalent arguments for later commands. The working directory remembers the
+    settings of the run, so the arguments omit them.
     """
 
     @staticmethod

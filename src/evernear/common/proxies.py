@@ -1,5 +1,5 @@
-"""The proxies in the environment, so that an error message names the proxy and not only
-the server.
+"""Find the proxies in the environment, so that an error message can name both the proxy
+and the server.
 """
 
 from urllib.parse import urlsplit
@@ -9,15 +9,15 @@ from urllib.request import getproxies, proxy_bypass
 def proxy_of(url: str) -> str | None:
     """The URL of the proxy in ``HTTP(S)_PROXY`` for requests to ``url``.
 
-    Returns None without a proxy, or if ``NO_PROXY`` excludes ``url``.
+    Returns None if no proxy is set, or if ``NO_PROXY`` excludes ``url``.
     """
     parts = urlsplit(url)
     return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
 
 
 def through_proxy(url: str) -> str:
-    """A space and ``through the proxy HOST:PORT (HTTPS_PROXY)``, for a message.
-    Empty without a proxy.
+    """The text ``through the proxy HOST:PORT (HTTPS_PROXY)`` with a leading space, for
+    a message. Empty without a proxy.
     """
     proxy = proxy_of(url)
     host = urlsplit(proxy).netloc.rpartition("@")[2] if proxy else ""

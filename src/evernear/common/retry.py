@@ -1,4 +1,4 @@
-"""Repeat a call that fails temporarily."""
+"""Retry a call that fails temporarily."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,12 +14,12 @@ def retry(
     pauses_s: Iterable[float],
     report: Callable[[Exception, float], None] | None = None,
 ) -> _T:
-    """Return the result of ``attempt``,
-    which is repeated after each of ``pauses_s`` while it raises ``on``.
+    """Call ``attempt`` again, after each of ``pauses_s``, while it raises ``on``.
+    Return its result.
 
     If the pauses are exhausted, the exception is raised. Otherwise, ``report`` receives
-    the exception with the next pause in seconds. Each pause is requested after a
-    failure, so it may depend on the clock.
+    the exception and the next pause in seconds. Each pause is read from ``pauses_s``
+    after a failure, so the pause may depend on the clock.
     """
     pauses = iter(pauses_s)
     while True:

@@ -1,5 +1,5 @@
-"""The directories of local runs: the run in progress, the order of the runs,
-and the removal of old runs.
+"""Find the local run in progress, list run directories in start order, and delete old
+runs.
 """
 
 import shutil
@@ -30,7 +30,7 @@ class RunProgress(Frozen):
     step: str = ""
     """The step that reported last. Empty before the first report."""
     message: str = ""
-    """The last progress message of the step."""
+    """The last progress message of the current step."""
 
     def __str__(self) -> str:
         where = ": ".join(filter(None, [self.step, self.message])) or "starting"
@@ -38,10 +38,11 @@ class RunProgress(Frozen):
 
 
 def progress(workdir: Path) -> RunProgress | None:
-    """The run in progress in ``workdir``, or None."""
+    """The run in progress in ``workdir``, or None if no run is in progress."""
     try:
         process = int((workdir / "run.pid").read_text())
-        # A process that started later has reused the process ID of a killed run.
+        # A process that started after the file was written has reused the process ID of
+        # a killed run.
         if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
             return None
         directory = run_directories(workdir)[-1]
@@ -56,12 +57,12 @@ def progress(workdir: Path) -> RunProgress | None:
 def run_directories(workdir: Path) -> list[Path]:
     """The run directories in ``workdir``, in start order.
 
-    `ORDER_FILE` states the order, because names are in chronological order only if the
-    clock is never set back. For unlisted runs, the order follows from their names,
-    except that runs dated in the future count as the oldest.
+    The order is read from `ORDER_FILE`, because directory names are in chronological
+    order only if the clock is never set back. Directories that the file does not list
+    are sorted by the time in their names. Times in the future count as the oldest.
 
     Raises:
-        OSError: ``workdir`` has no folder with runs.
+        OSError: ``workdir`` has no directory for runs.
     """
     try:
         listed = (workdir / ORDER_FILE).read_text().splitlines()
@@ -78,10 +79,10 @@ def run_directories(workdir: Path) -> list[Path]:
 
 
 def prune_runs(workdir: Path, own: Path, keep: int) -> None:
-    """Delete all runs but the newest ``keep``, of which ``own`` is the newest,
-    and record their order.
+    """Delete all runs except the newest ``keep``, and record the order of the remaining
+    runs. ``own`` is the newest run.
 
-    Directories that cannot be deleted are left to the next run.
+    The next run tries to delete directories that this call could not delete.
     """
     earlier = [directory for directory in run_directories(workdir) if directory != own]
     surplus = max(0, len(earlier) + 1 - keep)
@@ -91,13 +92,13 @@ def prune_runs(workdir: Path, own: Path, keep: int) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    """Whether `run_pipeline` created ``path``, so that nothing else is deleted."""
+    """Whether `run_pipeline` created ``path``. Other directories are not deleted."""
     return _started(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def _started(name: str) -> datetime | None:
-    """The start time in the directory name ``name``, by the clock at that time,
-    or None for other names.
+    """The start time in the directory name ``name``, according to the clock at that
+    time. Returns None if the name has a different format.
     """
     try:
         return datetime.strptime(name, DIRECTORY_FORMAT).replace(tzinfo=UTC)

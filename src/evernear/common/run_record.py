@@ -34,14 +34,14 @@ It is not a run.
 EXIT_STEP = "notify"
 """The last step of every run, including failed runs."""
 OUTCOME = "outcome"
-"""The name of the last document of a run (`evernear.reporting.notify`)."""
+"""The name of the last document that a run records (`evernear.reporting.notify`)."""
 ABANDONED_AFTER = timedelta(days=7)
-"""Time without a sign of life after which a run on a different machine counts as
+"""Time without a write to the store after which a run on a different machine counts as
 killed.
 """
 RUNNER_VARIABLE = "_EVERNEAR_RUNNER"
-"""The ID of the process that runs the steps of a local run.
-Not set for steps in a cluster.
+"""The ID of the process that runs the steps of a local run. This variable is not set
+for steps in a cluster.
 """
 Document = TypeVar("Document", bound=Frozen)
 
@@ -73,27 +73,27 @@ class StepRecord(Frozen):
     started: AwareDatetime
     ended: AwareDatetime | None = None
     peak_memory_bytes: int = 0
-    """The largest resident set of the step's process or of a child process.
-    0 while the step runs.
+    """The peak resident set size of the step's process or of a child process. 0 while
+    the step runs.
     """
     cpu_s: float = 0.0
     """CPU time of the step's process and its children. 0 while the step runs."""
     cpu_limit: float | None = None
-    """CPU limit of the step's container, or None without a limit."""
+    """CPU limit of the step's container, or None if no limit is set."""
     memory_limit_bytes: float | None = None
-    """Memory limit of the step's container, or None without a limit."""
+    """Memory limit of the step's container, or None if no limit is set."""
     gpus: int = 0
     """Number of GPUs that the step could use. 0 if the step did not load PyTorch."""
     host: str = ""
-    """The value of `this_host` in the step."""
+    """The value that `this_host` returned in the step."""
     process: int | None = None
     """The ID of the step's process on its host."""
     runner: int | None = None
     """The ID of the process that runs the steps of a local run, on the same host."""
     progress: StepProgress | None = None
-    """The last progress of a running step, a few seconds old.
+    """The progress that a running step recorded last, a few seconds ago.
 
-    None before the first progress and after the end.
+    None before the first progress report and after the end of the step.
     """
 
     @classmethod
@@ -111,13 +111,13 @@ class StepRecord(Frozen):
 
 
 class RunInProgress(NamedTuple):
-    """A run that has not ended, as far as the store shows."""
+    """A run that has not ended, according to the store."""
 
     run: str
     steps: tuple[StepRecord, ...]
     """The steps in start order."""
     heard: datetime
-    """Time at which a step last wrote to the store, by the store's clock."""
+    """Time at which a step last wrote to the store, according to the store's clock."""
 
 
 class StopRecord(Frozen):
@@ -128,7 +128,9 @@ class StopRecord(Frozen):
 
 
 def this_host() -> str:
-    """The name of this host, and on Linux the number of its process ID namespace."""
+    """The name of this host, and on Linux also the number of this process's PID
+    namespace.
+    """
     try:
         return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
@@ -136,7 +138,7 @@ def this_host() -> str:
 
 
 def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime) -> list[RunInProgress]:
-    """The runs of ``heard`` that are in progress, sorted by the last write,
+    """The runs in ``heard`` that are in progress, sorted by the time of the last write,
     newest first.
 
     ``heard`` maps each run without an outcome to the time at which a step last wrote to
@@ -160,7 +162,7 @@ def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime)
 def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
     """Whether a run with these steps is or may be in progress.
 
-    For steps on a different machine, ``is_recent`` decides.
+    For steps on a different machine, the answer is ``is_recent``.
     """
     if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
         return False  # earlier steps whose state is "running" were killed
@@ -172,8 +174,8 @@ def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
 
 
 def _is_alive(process: int | None, step: StepRecord) -> bool:
-    """Whether a process on this machine runs.
-    A process that started after ``step`` has reused the ID.
+    """Whether ``process`` is running on this machine and belongs to ``step``. A process
+    that started after ``step`` has reused the process ID.
     """
     import psutil  # steps do not need it
 
@@ -185,8 +187,8 @@ def _is_alive(process: int | None, step: StepRecord) -> bool:
 class RunRecord:
     """The record of one run.
 
-    Every method raises `StoreError` if the store fails,
-    and `IntegrityError` for a damaged object.
+    Every method raises `StoreError` if the store fails, and `IntegrityError` if an
+    object is damaged.
     """
 
     def __init__(self, store: Store, run: str) -> None:
@@ -210,7 +212,8 @@ class RunRecord:
     def save(self, **documents: Mapping[str, Any] | BaseModel | None) -> None:
         """Record JSON documents by name. Documents that are None are skipped.
 
-        Secrets are masked, because whoever may read the store reads them.
+        Secrets are masked, because everyone who has read access to the store can read
+        the document.
         """
         for name, document in documents.items():
             if document is not None:

@@ -1,10 +1,10 @@
-"""Threads of the numerical libraries: one per CPU of the container,
-without busy waiting.
+"""Make numerical libraries use one thread per CPU of the container, without busy
+waiting.
 
-By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node,
-and waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read
-the environment when they are loaded, and child processes inherit the environment.
-Importing evernear therefore calls `configure_threads` first.
+By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node.
+Waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read
+these settings from the environment when they are loaded. Child processes inherit the
+environment. Importing evernear therefore calls `configure_threads` first.
 """
 
 import math
@@ -24,8 +24,8 @@ to distinguish it from a user's value.
 
 
 def configure_threads() -> None:
-    """Set `THREADS` and `WAIT_POLICY` for this process and its children,
-    unless the user set them.
+    """Set `THREADS` and `WAIT_POLICY` for this process and its children, unless the
+    user has set them.
 
     Libraries that are already loaded are not affected.
     """
@@ -59,7 +59,8 @@ def available_cpus(root: Path = ROOT) -> int:
     A limit of 1.5 CPUs counts as 2, because a single thread would leave a third of the
     limit unused. ``root`` is the directory that contains ``proc`` and ``sys``.
     """
-    # os.process_cpu_count (Python 3.13) considers only the affinity. joblib.cpu_count
-    # considers limits, but ignores limits of parent cgroups, and takes 0.2 s to import.
+    # os.process_cpu_count (Python 3.13) considers only the affinity mask.
+    # joblib.cpu_count considers limits, but ignores limits of parent cgroups, and takes
+    # 0.2 s to import.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cpus, cpu_limit(root)))

@@ -1,4 +1,4 @@
-"""The `Store` protocol, and checks that both implementations share."""
+"""The `Store` protocol, and checks that both store implementations use."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object in a listing. ``modified`` is a time of the store's clock."""
+    """An object in a listing. ``modified`` is a time according to the store's clock."""
 
     key: str
     size_bytes: int
@@ -28,7 +28,7 @@ class ObjectInfo:
         """The etag of the object.
 
         A directory store reads the object to compute the etag, and raises
-        `MissingObjectError` if the object is gone.
+        `MissingObjectError` if the object has been deleted.
         """
         return self.read_etag()
 
@@ -37,8 +37,8 @@ class Store(Protocol):
     """Objects under keys. All methods raise `StoreError` if the store is unreachable or
     rejects the request.
 
-    Reads verify the sha256 that was recorded by the write, if any.
-    A mismatch raises `IntegrityError`.
+    Reads verify the sha256 that was recorded when the object was written, if any. A
+    mismatch raises `IntegrityError`.
     """
 
     uri: str
@@ -50,11 +50,11 @@ class Store(Protocol):
         ...
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None: only if it does not
-        exist), and return the new etag.
+        """Write only if the object still has ``etag``, or does not exist if ``etag`` is
+        None. Return the new etag.
 
         Raises:
-            ConflictError: a different writer was first, and nothing was changed.
+            ConflictError: a different writer was first, and this call changed nothing.
         """
         ...
 
@@ -66,7 +66,9 @@ class Store(Protocol):
         return stored[0]
 
     def reader(self) -> Callable[[str], bytes]:
-        """Return `get`, or a faster equivalent for many small objects."""
+        """Return `get`, or an equivalent function that is faster for many small
+        objects.
+        """
         return self.get
 
     def find(self, key: str) -> tuple[bytes, str] | None:
@@ -85,22 +87,23 @@ class Store(Protocol):
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the objects whose keys start with ``prefix``.
 
-        Each folder is sorted, and only one page is in memory at a time.
+        The keys in each folder are sorted. Only one page of keys is in memory at a
+        time.
         """
         ...
 
     def folders(self) -> Iterator[str]:
-        """Yield the first segment of all keys with several segments."""
+        """Yield the first segment of every key that has several segments."""
         return (name.removesuffix("/") for name in self.children("") if name.endswith("/"))
 
     def children(self, folder: str) -> Iterator[str]:
-        """Yield the names in a folder. Names of folders end with a slash.
-        An empty ``folder`` is the top folder.
+        """Yield the names in a folder. Names of folders end with a slash. An empty
+        ``folder`` stands for the top folder.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Delete an object. A missing object is not an error."""
+        """Delete an object. Deleting a missing object is not an error."""
         ...
 
 
@@ -109,7 +112,7 @@ def write_chunks(chunks: Iterator[bytes], path: Path, sha256: str | None, name: 
 
     Raises:
         IntegrityError: the content does not match ``sha256``.
-        StoreError: the disk is full or cannot be written.
+        StoreError: the disk is full or is not writable.
     """
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,8 +143,8 @@ def check_key(key: str) -> None:
         StoreError: a segment is empty or starts with a dot.
     """
     segments = key.split("/")
-    # Leading dots are reserved for internal objects of the store.
-    # This also excludes "." and "..".
+    # Leading dots are reserved for internal objects of the store. This check also
+    # excludes "." and "..".
     if not all(segments) or any(segment.startswith(".") or "\\" in segment for segment in segments):
         raise StoreError(f"{key!r} is not a valid key: a segment is empty or starts with a dot.")
 

@@ -1,16 +1,16 @@
-"""Compare-and-swap in S3 with conditional writes.
+"""Compare-and-swap in S3, implemented with conditional writes.
 
 AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers
-reject these headers (OpenStack Swift), ignore them (SeaweedFS before 3.97), or check
-and write in two steps, so that several concurrent writers succeed (SeaweedFS 4.16,
-Swift). Before its first conditional write, evernear tests the server with a race
-between several writers, and rejects the server unless exactly one writer wins. See
-docs/decisions/0011-object-store.md.
+reject these headers (OpenStack Swift) or ignore them (SeaweedFS before 3.97). In some
+servers, the check and the write are two steps, so several concurrent writers succeed
+(SeaweedFS 4.16, Swift). Before the first conditional write, evernear tests the server
+with a race between several writers. It rejects the server unless exactly one writer
+wins. See docs/decisions/0011-object-store.md.
 
-If a connection breaks before the response arrives, the outcome can still be determined:
-each write has an id, and reading the object back shows whether this write succeeded.
-MinIO breaks such connections routinely. It rejects the loser of a race before it has
-read the body, and then resets the connection.
+If a connection breaks before the response arrives, the outcome can still be determined.
+Each write has an id, and reading the object back shows whether this write succeeded.
+MinIO breaks such connections routinely. MinIO rejects the loser of a race before it has
+read the request body, and then resets the connection.
 """
 
 import time
@@ -33,13 +33,13 @@ from evernear.common.store.s3_connection import (
 )
 from evernear.errors import StoreError, TransientStoreError
 
-# Test objects are under this prefix, because no key can start with it.
+# Test objects have this prefix, because no key can start with it.
 OWN_PREFIX = ".swap/"
 
 _RACERS = 8
 
 _CREATE = {"If-None-Match": "*"}
-# The content does not identify a write, because two writers may write the same content.
+# The content does not identify a write, because two writers may write equal content.
 _WRITE_ID = "x-amz-meta-write-id"
 
 
@@ -48,8 +48,8 @@ class _ResponseLostError(Exception):
 
 
 class ConditionalWriter:
-    """Conditional writes in a bucket, under ``prefix``,
-    which is empty or ends with a slash.
+    """Writes objects conditionally in a bucket, under ``prefix``. The prefix is empty
+    or ends with a slash.
     """
 
     def __init__(self, connection: S3Connection, bucket: str, prefix: str) -> None:
@@ -57,12 +57,12 @@ class ConditionalWriter:
         self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
 
     def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write only if the object has ``etag`` (None: only if it does not exist),
-        and return the new etag.
+        """Write only if the object has ``etag``, or does not exist if ``etag`` is None.
+        Return the new etag.
 
         Raises:
-            ConflictError: a different writer was first and nothing was changed, or the
-                response was lost and a different writer has written since.
+            ConflictError: a different writer was first and this call changed nothing,
+                or the response was lost and a different writer has written since.
             TransientStoreError: the server is unreachable.
             StoreError: the server rejects the request, or does not support atomic
                 conditional writes.
@@ -76,12 +76,12 @@ class ConditionalWriter:
 
     @cached_property
     def race_winners(self) -> tuple[int, int]:
-        """The number of eight concurrent writers that succeed in creating an object,
-        and in replacing it.
+        """How many of eight concurrent writers succeed in creating an object, and how
+        many succeed in replacing it.
 
-        With compare-and-swap, the numbers are 1 and 1. A server that rejects the
-        condition has 0. A server that ignores the condition, or checks and writes in
-        two steps, has more than 1.
+        If compare-and-swap works, both numbers are 1. If the server rejects the
+        condition, both numbers are 0. If the server ignores the condition, or checks it
+        in a separate step before the write, a number is above 1.
         """
         name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
         created = self._race(name, None)
@@ -103,8 +103,9 @@ class ConditionalWriter:
 
     def _race(self, name: str, etag: str | None) -> list[str]:
         """The etags of the writers that succeeded."""
-        # Each writer has a different content. Writing the current content again would
-        # not change the etag, so the next writer could match it.
+        # Each writer writes different content. If a writer wrote the current content
+        # again, the etag would stay the same, and the condition of the next writer
+        # would also hold.
         entries = [uuid4().bytes for _ in range(_RACERS)]
         with ThreadPoolExecutor(_RACERS) as racers:
             etags = racers.map(lambda data: self._put(name, data, etag, {}), entries)
@@ -115,7 +116,7 @@ class ConditionalWriter:
         or None if the condition failed or is not supported.
 
         If the response is lost, the object is read back. If the object is unchanged,
-        the write is sent again. The condition lets at most one of the two writes
+        the write is sent again. The condition allows at most one of the two writes to
         succeed.
         """
         write_id = uuid4().hex

@@ -35,8 +35,8 @@ class FileStore(Store):
         return self._write(key, data, lambda _: None)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None:
-        only if it does not exist).
+        """Write only if the object still has ``etag``, or does not exist if ``etag`` is
+        None.
         """
 
         def check(path: Path) -> None:
@@ -83,8 +83,8 @@ class FileStore(Store):
                 yield from (p.name + "/" * p.is_dir() for p in directory.iterdir() if p.name[0] != ".")
 
     def delete(self, key: str) -> None:
-        """Delete an object and the folders that are then empty.
-        A missing object is not an error.
+        """Delete an object, and the folders that its removal leaves empty. Deleting a
+        missing object is not an error.
         """
         path = self.path(key)
         with disk_errors(path), self._lock():
@@ -95,7 +95,7 @@ class FileStore(Store):
 
     def _walk(self, directory: Path, base: str, prefix: str) -> Iterator[ObjectInfo]:
         try:
-            # "a/" sorts after "a.b" but before "ab", as whole keys do in S3.
+            # "a/" sorts after "a.b" but before "ab", as when S3 sorts whole keys.
             names = sorted(p.name + "/" * p.is_dir() for p in directory.iterdir() if not p.name.startswith("."))
         except FileNotFoundError:
             return
@@ -137,7 +137,9 @@ class FileStore(Store):
         return FileLock(self._staging / "lock")
 
     def _delete_stale_files(self) -> None:
-        """Delete temporary files of writers that were killed at least a day ago."""
+        """Delete temporary files that writers left behind when they were killed at
+        least a day ago.
+        """
         for path in self._staging.glob(".*"):
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
@@ -145,7 +147,7 @@ class FileStore(Store):
 
 
 def _copy(data: bytes | Path, file: BinaryIO) -> str:
-    """Copy ``data`` to ``file`` and return the sha256."""
+    """Copy ``data`` to ``file`` and return the sha256 of the data."""
     if isinstance(data, bytes):
         file.write(data)
         return sha256_bytes(data)

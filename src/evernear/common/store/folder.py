@@ -1,5 +1,5 @@
-"""Copy a directory to a folder in a store and back,
-so that other machines can read a step's files.
+"""Copy a directory to a folder in a store, and copy it back, so that other machines can
+read the files of a step.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The identity of a store, for objects outside the store that belong to it,
+"""An identity for each store, which marks objects outside the store that belong to it,
 such as Milvus collections.
 """
 
@@ -17,7 +17,7 @@ _OWNER_DIGITS = 12
 
 
 class StoreIdentity(Frozen):
-    """The object at `IDENTITY`, created once."""
+    """The object at `IDENTITY`, which is created once."""
 
     remedy = "delete it, so that the store gets another one"
 
@@ -27,9 +27,9 @@ class StoreIdentity(Frozen):
 def owner_of(store: Store) -> str:
     """12 hexadecimal digits for this store at this location.
 
-    A copied store has the same id as the original, but must not delete objects that the
-    original needs. A copied store cannot be distinguished from a moved store, so the
-    digits also depend on the location.
+    A copied store has the same id as the original store, but must not delete objects
+    that the original store needs. A copied store cannot be distinguished from a moved
+    store, so the digits also depend on the location of the store.
 
     Raises:
         IntegrityError: the id is damaged.

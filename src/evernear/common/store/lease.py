@@ -1,14 +1,14 @@
-"""A lease for deleting unneeded objects. One process holds the lease,
-and no step of a run works meanwhile.
+"""A lease for the process that deletes unneeded objects. While a process holds the
+lease, no step of a run works.
 
-A step first records that it is running, and then waits until the lease is released. A
-process that deletes objects first acquires the lease, and then looks for running steps.
-Therefore, at least one of the two always sees the other.
+A step first records that it is running. It then waits until the lease is released. A
+process that deletes objects first acquires the lease. It then looks for running steps.
+Therefore, at least one of the two processes always sees the other.
 
 The object `KEY` names the process that holds the lease. A thread of this process
-rewrites the object every `RENEW_S`. If the object does not change for `EXPIRES_S`, the
-process was killed, and a waiting process takes over the lease. Each process uses only
-its local clock, so clocks may differ.
+rewrites the object every `RENEW_S` seconds. If the object does not change for
+`EXPIRES_S` seconds, the process was killed. A waiting process then takes over the
+lease. Each process uses only its local clock, so the clocks of the machines may differ.
 """
 
 import threading
@@ -33,8 +33,8 @@ class _Holder(Frozen):
     by: str = ""
     """The process that holds the lease. Empty if no process does."""
     token: str
-    """A different value in every state,
-    so that the object never has an earlier content (etag) again.
+    """A value that is different each time the object is written, so that an earlier
+    etag never recurs.
     """
 
     @classmethod
@@ -57,7 +57,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew_until_released, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
-        """Acquire the lease. If its holder was killed, wait until it expires.
+        """Acquire the lease. If the holder was killed, wait until the lease expires.
 
         Raises:
             BusyError: a different process holds the lease.
@@ -81,8 +81,8 @@ class Lease:
         Call this before each deletion.
 
         Raises:
-            ConflictError: this process was suspended for so long that a different
-                process may have taken over the lease.
+            ConflictError: this process was suspended so long that a different process
+                may have taken over the lease.
             StoreError: the store fails.
         """
         with self._lock:
@@ -123,9 +123,10 @@ def wait_for_release(store: Store, report: Callable[[str], None]) -> None:
 
 
 def _wait(store: Store, while_held: Callable[[str, bool], None]) -> None:
-    """Call ``while_held`` until the lease is released.
+    """Call ``while_held`` repeatedly until the lease is released.
 
-    The arguments are the holder, and whether the holder has renewed the lease.
+    The arguments are the name of the holder, and whether the holder has renewed the
+    lease.
     """
     seen, since_s = "", time.monotonic()
     while stored := store.find(KEY):

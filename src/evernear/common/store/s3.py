@@ -1,4 +1,4 @@
-"""The store in S3, or in a server that implements its API."""
+"""A store in S3, or in a server with the same API."""
 
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -27,8 +27,8 @@ from evernear.common.store.s3_connection import BACKOFF_S, MAX_ATTEMPTS, MISSING
 from evernear.common.store.s3_reader import SHA256, object_reader
 from evernear.errors import IntegrityError, SettingsError
 
-# A multipart ETag is not a hash of the content,
-# so the metadata of each object contains a hash.
+# A multipart ETag is not a hash of the content, so the metadata of each object contains
+# its sha256.
 _SHA256 = f"x-amz-meta-{SHA256}"
 _BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError)
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class S3Store(Store):
-    """A store in S3, or in a server that implements its API."""
+    """A store in S3, or in a server with the same API."""
 
     def __init__(self, bucket: str, prefix: str) -> None:
         try:
@@ -59,8 +59,8 @@ class S3Store(Store):
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag`` (None:
-        only if it does not exist).
+        """Write only if the object still has ``etag``, or does not exist if ``etag`` is
+        None.
         """
         check_key(key)
         return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})
@@ -76,7 +76,9 @@ class S3Store(Store):
         return self._get(key, read)
 
     def reader(self) -> Callable[[str], bytes]:
-        """Return a faster `get` for many small objects, for any number of threads."""
+        """Return a function that reads many small objects faster than `get`, in any
+        number of threads.
+        """
         read = object_reader(self._connection, self.bucket)
 
         def get(key: str) -> bytes:
@@ -101,8 +103,8 @@ class S3Store(Store):
         """Yield the objects whose keys start with ``prefix``, in pages of 1,000.
         Each folder is sorted.
 
-        S3 sorts whole keys. SeaweedFS lists folder by folder,
-        so ``a/b`` comes before ``a.b``.
+        S3 sorts whole keys. SeaweedFS lists objects folder by folder, so ``a/b`` comes
+        before ``a.b``.
         """
         with self._connection.errors("s3:ListBucket", self.bucket, self._prefix + prefix):
             for listed in self._connection.list(self.bucket, self._prefix + prefix):
@@ -123,7 +125,7 @@ class S3Store(Store):
                     yield name
 
     def delete(self, key: str) -> None:
-        """Delete an object. A missing object is not an error."""
+        """Delete an object. Deleting a missing object is not an error."""
         with self._connection.errors("s3:DeleteObject", self.bucket, self._prefix + key):
             self._client.remove_object(self.bucket, self._prefix + key)
 
@@ -137,7 +139,7 @@ class S3Store(Store):
     def _get(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T | None:
         """The result of ``read``, or None if the object does not exist.
 
-        ``read`` is called again if a transfer breaks.
+        If a transfer breaks, ``read`` is called again.
         """
         with self._connection.errors("s3:GetObject", self.bucket, self._prefix + key):
             pauses_s = (BACKOFF_S * number for number in range(MAX_ATTEMPTS - 1))
@@ -149,8 +151,8 @@ class S3Store(Store):
                 raise
 
     def _get_intact(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:
-        # Content with a wrong hash is read once more:
-        # the transfer may have corrupted it, but rarely twice.
+        # Content with a wrong hash is read once more, because a transfer may corrupt
+        # the content, but rarely corrupts it twice.
         return retry(lambda: self._get_once(key, read), on=IntegrityError, pauses_s=[0.0])
 
     def _get_once(self, key: str, read: Callable[[urllib3.BaseHTTPResponse], _T]) -> _T:

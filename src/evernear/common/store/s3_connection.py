@@ -1,6 +1,4 @@
-"""The connection to S3: endpoint, keys, proxy, certificates,
-retries and error messages.
-"""
+"""A connection to S3: endpoint, keys, proxy, certificates, retries and error messages."""
 
 import os
 import re
@@ -76,22 +74,22 @@ class _Page(NamedTuple):
 
 @dataclass(frozen=True)
 class S3Connection:
-    """A client for the S3 endpoint in the environment."""
+    """A client for the S3 endpoint that the environment specifies."""
 
     endpoint: str
     region: str
     http: urllib3.PoolManager
     client: Minio
     writer: Minio
-    """The client for conditional writes.
-    It retries only requests that were certainly not executed.
+    """The client for conditional writes. This client retries only requests that were
+    certainly not executed.
     """
     credentials: EnvAWSProvider | None
     certificates: Path
 
     @classmethod
     def from_environment(cls) -> "S3Connection":
-        """Read ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` and so on, as in
+        """Read ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID`` and the other variables of
         `evernear.common.store.open_store`.
 
         Raises:
@@ -118,21 +116,22 @@ class S3Connection:
         return cls(endpoint.rstrip("/"), region, http, client, writer, credentials, certificates)
 
     def put(self, bucket: str, name: str, data: bytes, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """Send a PUT with ``headers``, which `Minio.put_object` does not support.
+        """Send a PUT request with ``headers``, because `Minio.put_object` does not
+        support conditional headers.
 
-        The PUT is retried only if it was certainly not executed. After any other
-        failure, the caller reads the object back.
+        The request is retried only if it was certainly not executed. After any other
+        failure, the caller must read the object back.
         """
         copied: DictType = {**headers}  # minio adds headers to this dict
         return self.writer._execute("PUT", bucket, name, body=data, headers=copied)  # pyright: ignore[reportPrivateUsage]
 
     def list(self, bucket: str, prefix: str) -> Iterator[ListedObject]:
-        """Yield the objects whose names start with ``prefix``.
-        Each folder is in the server's order.
+        """Yield the objects whose names start with ``prefix``. The server determines
+        the order of the objects in a folder.
 
         If the listing has more than one page, several folders are listed concurrently,
-        with the next pages in memory. With more than 1,000 folders, pages are listed
-        sequentially.
+        and the next pages are kept in memory. If there are more than 1,000 folders,
+        pages are listed sequentially.
         """
         first = _parse_page(self._page(bucket, prefix))
         top = _parse_page(self._page(bucket, prefix, delimiter="/")) if first.next_token else first
@@ -145,8 +144,8 @@ class S3Connection:
                 while waiting and len(listings) < _FOLDERS_AT_ONCE:
                     listings.append((waiting[0], pool.submit(self._pages, bucket, waiting.popleft())))
                 name, future = listings.popleft()
-                # Pages are parsed in this thread, because threads that hold the
-                # interpreter lock would slow down the consumer of the objects.
+                # Pages are parsed in this thread. Other threads would hold the
+                # interpreter lock, and slow down the consumer of the objects.
                 *earlier, last = future.result()
                 last_page = _parse_page(last)
                 if last_page.next_token:
@@ -156,8 +155,8 @@ class S3Connection:
                 yield from last_page.objects
 
     def _pages(self, bucket: str, prefix: str, token: str = "") -> Sequence[bytes]:
-        """Up to `_PAGES_AT_ONCE` consecutive pages.
-        Each page is requested as soon as its token is known.
+        """Up to `_PAGES_AT_ONCE` consecutive pages. Each page is requested as soon as
+        its continuation token is known.
         """
         pages = [self._page(bucket, prefix, token)]
         while len(pages) < _PAGES_AT_ONCE and b"<IsTruncated>true<" in pages[-1]:
@@ -178,8 +177,8 @@ class S3Connection:
 
     @contextmanager
     def errors(self, permission: str, bucket: str, name: str = "") -> Generator[None]:
-        """Convert client errors to `StoreError`.
-        ``permission`` is the S3 action of the requests in the body.
+        """Convert client errors to `StoreError`. ``permission`` is the S3 action that
+        the requests in the context's body need.
 
         Raises:
             TransientStoreError: the server is unreachable or overloaded,
@@ -199,8 +198,8 @@ class S3Connection:
                 " name a console or a login page."
             ) from error
         except InvalidResponseError as error:
-            # The error is transient,
-            # because an ingress whose backend is down sends such responses.
+            # The error is transient, because an ingress sends such responses while its
+            # backend is down.
             text = " ".join(_MARKUP.sub(" ", str(error)).split())[:160]
             raise TransientStoreError(
                 f"{self.endpoint} does not behave like S3 ({text}); check AWS_ENDPOINT_URL."
@@ -251,8 +250,8 @@ class S3Connection:
         if status in _OVERLOADED:
             fault = f"is overloaded or broken ({status} {code}) after {MAX_ATTEMPTS} attempts"
             return f"{self.endpoint} {fault}; run again later."
-        # An archived object (S3 Glacier) is also a 403.
-        # The server's message explains it.
+        # An archived object (S3 Glacier) also causes a 403 response. The server's
+        # message explains it.
         if code == "AccessDenied" or (status == 403 and code != "InvalidObjectState"):
             credentials = self._credentials_hint(permission)
             return f"{permission} on {location} is not permitted {credentials}; see docs/object-store.md."
@@ -274,9 +273,9 @@ def _has_space(url: str) -> bool:
 
 
 def _parse_page(data: bytes) -> _Page:
-    """Parse a page with at most 1,000 objects.
+    """Parse a listing page with at most 1,000 objects.
 
-    `Minio.list_objects` takes 60 ms of CPU time for a page, and this function 8 ms.
+    `Minio.list_objects` takes 60 ms of CPU time for a page. This function takes 8 ms.
 
     Raises:
         ParseError: ``data`` is not XML.
@@ -297,7 +296,7 @@ def _parse_page(data: bytes) -> _Page:
             ListedObject(
                 name=decode(item.findtext(f"{namespace}Key", "")),
                 size_bytes=int(item.findtext(f"{namespace}Size", "")),
-                # The ETag is optional in the protocol, and some gateways send none.
+                # The ETag is optional in the protocol. Some gateways do not send it.
                 etag=item.findtext(f"{namespace}ETag", "").strip('"') or item.findtext(f"{namespace}LastModified", ""),
                 modified=item.findtext(f"{namespace}LastModified", ""),
             )
@@ -319,14 +318,14 @@ def _clock_skew(error: S3Error, endpoint: str) -> str:
 
 
 def _reason(error: Exception | None) -> str:
-    """The urllib3 error message without the object's representation that precedes
-    it.
+    """The error message from urllib3, without the object representation that precedes
+    the message.
     """
     return str(error).rpartition(": ")[2].rstrip(".") or type(error).__name__
 
 
 def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
-    """The retry policy for idempotent requests.
+    """The retry policy for idempotent requests to S3.
 
     If ``only_unexecuted`` is set, only requests that were not executed are retried.
     """
@@ -338,8 +337,8 @@ def _retries(only_unexecuted: bool = False) -> urllib3.Retry:
         allowed_methods=None,
         backoff_factor=BACKOFF_S,
         raise_on_status=False,
-        # Retry-After may be hours. Instead,
-        # a pipeline step should fail and be run again.
+        # Retry-After may be hours. Instead of waiting, a pipeline step should fail and
+        # be run again.
         respect_retry_after_header=False,
     )
 

@@ -1,4 +1,4 @@
-"""HTTP connections to S3, which reject the responses of other servers."""
+"""HTTP connections to S3. Responses of other servers are rejected."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,21 +12,23 @@ from evernear.common.proxies import proxy_of
 from evernear.errors import SettingsError
 
 CONNECT_TIMEOUT_S = 10.0
-# Time between two packets, not for the whole transfer.
+# Timeout between two packets, not for the whole transfer.
 READ_TIMEOUT_S = 60.0
 _OTHER_CONTENT = ("text/html", "application/xhtml", "application/json", "text/plain")
-"""Content types that S3 returns only for objects. Such a response has an etag."""
+"""Content types that S3 returns only for objects. A response with an object also has an
+etag.
+"""
 
 
 class NotS3Error(Exception):
-    """A response that reports success but does not come from S3.
-    The message describes the response.
+    """A response that reports success but was not sent by S3. The message describes the
+    response.
     """
 
 
 class _OnlyS3:
-    """A pool that rejects responses of other servers as an object, as a listing,
-    or as a successful write.
+    """A connection pool that does not accept a response of another server as an object,
+    a listing or a successful write.
     """
 
     def urlopen(self, *args: Any, **kwargs: Any) -> urllib3.BaseHTTPResponse:
@@ -48,7 +50,7 @@ class _ProxyManager(_OnlyS3, urllib3.ProxyManager):
 
 
 def pool(endpoint: str, certificates: Path, retries: urllib3.Retry) -> urllib3.PoolManager:
-    """A connection pool for ``endpoint``, through the proxy in the environment."""
+    """A connection pool for ``endpoint``, which uses the proxy in the environment."""
     proxy = proxy_of(endpoint)
     manager: Callable[..., urllib3.PoolManager] = _proxied(proxy) if proxy else _PoolManager
     return manager(

@@ -1,9 +1,9 @@
-"""Read many small objects from S3 with little CPU time.
+"""Read many small objects from S3 with little CPU time per object.
 
 A GET with the MinIO client takes 0.6 ms of CPU time, mostly while holding Python's
-global interpreter lock. This module uses a compiled client, which takes 0.15 ms
-(`benchmarks.scale.ingest`). The compiled client only reads. The MinIO client makes all
-other requests.
+global interpreter lock. This module uses a compiled client, which takes 0.15 ms of CPU
+time (`benchmarks.scale.ingest`). The compiled client only reads. The MinIO client makes
+all other requests.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], byte
     or returns None if the read fails.
 
     The function makes one attempt. The caller repeats a failed read with the MinIO
-    client, which explains errors.
+    client, because that client explains errors.
     """
     import obstore
     from obstore.exceptions import BaseError
     from obstore.store import S3Store
 
-    # The global endpoint of AWS redirects requests for other regions.
+    # The global AWS endpoint redirects requests for other regions.
     endpoint = f"https://s3.{connection.region}.amazonaws.com" if connection.endpoint == _AWS else connection.endpoint
     config: S3Config = {
         "bucket": bucket,
