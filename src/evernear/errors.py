@@ -1,5 +1,5 @@
-"""The error tree. Every message is one sentence: what is wrong, where,
-and how to fix it.
+"""The error tree. Every message is one sentence that states what is wrong, where, and
+how to fix it.
 
 ::
 
@@ -31,8 +31,9 @@ from pathlib import Path
 
 
 class EvernearError(Exception):
-    """Base class of all errors that evernear raises deliberately. ``exit_code`` is the
-    exit status of the process."""
+    """Base class for all errors that evernear raises deliberately. ``exit_code`` is the
+    exit status of the process.
+    """
 
     exit_code = 1
 
@@ -69,8 +70,8 @@ class MissingObjectError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The store is unreachable or overloaded, or the connection broke.
-    The write may or may not have happened.
+    """The store is unreachable or overloaded, or the connection was interrupted. A
+    write may or may not have been executed.
     """
 
 
@@ -115,8 +116,9 @@ class ServerTimeoutError(ServingError):
 
 
 class BusyError(EvernearError):
-    """A different run uses the working directory,
-    or a different deployment holds the cluster's Lease."""
+    """A different run uses the working directory, or a different deployment holds the
+    Lease in the cluster.
+    """
 
     exit_code = 10
 
@@ -146,21 +148,23 @@ class PartError(EvernearError):
 
 
 class UserInterruptError(EvernearError):
-    """Ctrl-C ended the command. The message states what was stopped,
-    what remains and how to continue."""
+    """Ctrl-C ended the command. The message states what was stopped, what remains, and
+    how to continue.
+    """
 
     exit_code = 130
 
 
 def disk_full_message(error: OSError, path: Path | str) -> str | None:
-    """The message for a full disk, an exceeded quota or a file size limit at ``path``,
-    or None for any other error."""
+    """The message for a full disk, an exceeded quota or an exceeded file size limit at
+    ``path``. Returns None for any other error.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"The disk that holds {path} is full; free some space and run again."
     if error.errno == errno.EFBIG:
         return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
-    # `tempfile` probes its candidate directories by writing a file.
-    # The resulting error does not include the cause.
+    # `tempfile` tests its candidate directories by writing a file to each. Its error
+    # does not include the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

@@ -1,2 +1,3 @@
-"""The command line, with one module for each group of commands.
-`evernear.cli.app` combines the modules."""
+"""The command line, with one module per group of commands. `evernear.cli.app` combines
+the modules.
+"""

@@ -1,5 +1,6 @@
-"""The ``evernear`` command. Each command imports heavy libraries itself,
-so that other commands start quickly."""
+"""The ``evernear`` command. Each command imports the heavy libraries that it needs, so
+that other commands start quickly.
+"""
 
 import sys
 from pathlib import Path

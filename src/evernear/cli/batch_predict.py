@@ -1,5 +1,6 @@
 """``evernear batch-predict``: recognize all images of a source with a release, without
-a server, and write Parquet files."""
+a server, and write the answers to Parquet files.
+"""
 
 import sys
 from pathlib import Path
@@ -84,8 +85,9 @@ def batch_predict(
 
 
 def _executor(settings: Settings, processes: int | None, nodes: int | None, *uris: str) -> "Executor":
-    """Processes on this machine or, with ``nodes``,
-    an Indexed Job whose pods can read all ``uris``."""
+    """Processes on this machine or, if ``nodes`` is set, an Indexed Job whose pods can
+    read all ``uris``.
+    """
     if nodes is None:
         from evernear.common.run_parts import Processes
         from evernear.common.threads import available_cpus
@@ -102,8 +104,9 @@ def _executor(settings: Settings, processes: int | None, nodes: int | None, *uri
 
 
 def _absolute(source: str) -> str:
-    """Make a source's path absolute,
-    so that the command can continue from any directory."""
+    """Make a source's path absolute, so that the command can be continued from any
+    directory.
+    """
     kind, _, path = source.partition(":")
     if kind == "folder" and path:
         return f"folder:{Path(path).expanduser().resolve()}"

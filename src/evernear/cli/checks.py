@@ -1,7 +1,7 @@
-"""Check the services that evernear depends on, and report problems and their remedies.
+"""Check the services that evernear depends on. Report each problem with its remedy.
 
 Each check sends real requests with the settings and the identity of this process. The
-only change is one small object in the store, ``doctor.json``.
+checks change only one small object in the store, ``doctor.json``.
 """
 
 import os
@@ -25,7 +25,7 @@ PROBE = "doctor.json"
 
 
 class CheckResult(Frozen):
-    """The result of checking one part."""
+    """The result of the check of one part."""
 
     part: Part
     ok: bool
@@ -33,7 +33,7 @@ class CheckResult(Frozen):
 
 
 def configured(settings: Settings) -> list[Part]:
-    """The parts that are configured by ``settings`` or the environment."""
+    """The parts for which ``settings`` or the environment contains a configuration."""
     parts: list[Part] = ["store"]
     if settings.target == "kubernetes":
         parts.append("cluster")
@@ -45,8 +45,8 @@ def configured(settings: Settings) -> list[Part]:
 
 
 def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
-    """Check ``parts`` and yield each result as soon as it is known.
-    An error becomes a finding.
+    """Check ``parts``, and yield each result as soon as it is known. An error becomes a
+    finding.
     """
     checks: dict[Part, Callable[[Settings], str]] = {
         "store": _store,
@@ -67,7 +67,7 @@ def check(settings: Settings, parts: Sequence[Part]) -> Iterator[CheckResult]:
 
 def _store(settings: Settings) -> str:
     """Write, read and list objects. The first conditional write tests whether the store
-    supports them.
+    supports conditional writes.
     """
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
@@ -82,8 +82,9 @@ def _store(settings: Settings) -> str:
 
 
 def _cluster(settings: Settings) -> str:
-    """Check the deployer's permissions,
-    and whether the API server accepts the objects of a release (dry run)."""
+    """Check the deployer's permissions. Check with a dry run whether the API server
+    accepts the objects of a release.
+    """
     from evernear.deployment.kubernetes import KubernetesTarget
 
     target = KubernetesTarget(settings)
@@ -96,7 +97,7 @@ def _cluster(settings: Settings) -> str:
 
 
 def _pipelines(settings: Settings) -> str:
-    """Get the newest version of the pipeline, and its last run."""
+    """Get the newest version of the pipeline, and the last run."""
     from evernear.kubeflow.client import KfpRuns
 
     runs = KfpRuns(settings.pipeline)
@@ -106,7 +107,7 @@ def _pipelines(settings: Settings) -> str:
 
 
 def _slack(settings: Settings) -> str:
-    """Use each token once, and check the scopes of the app."""
+    """Use each token once, and check the scopes of the Slack app."""
     from slack_sdk.web import WebClient
 
     from evernear.triggers.slack.client import translated_errors

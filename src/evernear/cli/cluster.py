@@ -12,7 +12,7 @@ app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="The K
 
 @app.callback()
 def _group() -> None:
-    """Make typer treat the only command as a subcommand."""
+    """Make Typer treat the only command as a subcommand."""
 
 
 @app.command()
@@ -22,7 +22,7 @@ def render(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Print the objects that a deployment would apply, as YAML, for reviews,
+    """Print the Kubernetes objects that a deployment would apply, as YAML, for review,
     policy checks or GitOps.
     """
     import yaml

@@ -1,5 +1,6 @@
-"""``evernear console`` and ``evernear review``:
-the page on which users try and name images and make decisions."""
+"""``evernear console`` and ``evernear review``: the page on which users try and name
+images, and make decisions.
+"""
 
 import os
 import secrets

@@ -1,5 +1,5 @@
-"""``evernear demo``: run the pipeline, deploy the release locally,
-and recognize images that it was not trained on.
+"""``evernear demo``: run the pipeline, deploy the release locally, and recognize images
+that were not used for training.
 """
 
 import shlex
@@ -44,7 +44,7 @@ def run_demo(
     """Run the pipeline, deploy the release on TorchServe,
     and recognize images that it was not trained on.
 
-    ``unseen`` is a folder with images of a class that is not in the source.
+    ``unseen`` is a folder with images of a class that the source does not contain.
     """
     source = (printable(settings.data.source), "cyan")
     console.print(Text.assemble(("1. The pipeline", "bold"), ", each step its own process, on ", source))
@@ -85,8 +85,9 @@ def _recognize(settings: Settings, result: RunResult, console: Console, unseen: 
 
 
 def unseen_images(dataset: Dataset, directory: Path) -> Iterator[tuple[str, Path]]:
-    """Write one test image of each class to ``directory`` as PNG,
-    and yield (label, path)."""
+    """Write one test image of each class to ``directory`` as a PNG file, and yield
+    (label, path).
+    """
     directory.mkdir(parents=True, exist_ok=True)
     remaining = set(range(len(dataset.labels)))
     for block in dataset.blocks("test"):

@@ -1,5 +1,5 @@
-"""``evernear inspect``: show the contents of a release and predict with it,
-without a server.
+"""``evernear inspect``: show the contents of a release, and predict with it without a
+server.
 """
 
 import shutil
@@ -77,7 +77,7 @@ def run(
         _archive(release, registry) as archive,
         tempfile.TemporaryDirectory(prefix="evernear-inspect-") as temporary,
     ):
-        # A copy, so that the file cannot change between the check and the loading.
+        # Use a copy, so that the file cannot change between the check and the loading.
         copy = Path(temporary) / "release.mar"
         with open_regular(archive) as source, copy.open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -105,7 +105,9 @@ def run(
 
 @contextmanager
 def _archive(release: str, registry: "Registry") -> Generator[Path]:
-    """The file ``release``, or the archive of this version in a temporary directory."""
+    """The file ``release``, or the downloaded archive of the version ``release`` in a
+    temporary directory.
+    """
     from evernear.release.manifest import is_version
 
     if Path(release).is_file() or not is_version(release):
@@ -125,7 +127,7 @@ def _read(image: Path) -> bytes:
 
 
 def _print_answer(file: Path, answer: "Prediction | Rejection", as_json: bool) -> bool:
-    """Print one answer, and return whether it is a rejection."""
+    """Print one answer. Return whether it is a rejection."""
     fields = answer.model_dump(mode="json")
     rejected = "message" in fields
     if as_json:
@@ -194,7 +196,7 @@ def _numbers(values: tuple[float, ...]) -> str:
 
 
 def _safe(text: str, limit: int = 100) -> str:
-    """Text from an archive, without control characters and with a length limit."""
+    """Text from an archive, truncated and without control characters."""
     return printable(text, limit)
 
 

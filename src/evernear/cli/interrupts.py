@@ -1,5 +1,6 @@
-"""Ctrl-C handling: the command ends with exit code 130 and a message that states what
-remains."""
+"""Handle Ctrl-C: the command ends with exit code 130 and a message that states what
+remains.
+"""
 
 import signal
 import threading
@@ -12,7 +13,7 @@ from evernear.errors import UserInterruptError
 
 @contextmanager
 def message_on_interrupt(message: str) -> Generator[None]:
-    """Convert Ctrl-C in the body to an error with ``message``.
+    """Convert Ctrl-C in the context's body to an error with ``message``.
 
     Raises:
         UserInterruptError: on Ctrl-C.
@@ -25,11 +26,12 @@ def message_on_interrupt(message: str) -> Generator[None]:
 
 @contextmanager
 def stop_on_signals(stop: threading.Event, message: str) -> Generator[None]:
-    """Set ``stop`` on SIGTERM and Ctrl-C, so that the body can finish its current work.
+    """Set ``stop`` on SIGTERM and Ctrl-C, so that the context's body can finish its
+    current work.
 
     Raises:
-        UserInterruptError: on Ctrl-C, with ``message``. SIGTERM raises no error,
-            so the exit code is 0.
+        UserInterruptError: on Ctrl-C, with ``message``. SIGTERM does not raise an
+            error, so the exit code is 0.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""``evernear labels``: look for wrong labels."""
+"""``evernear labels``: search for wrong labels."""
 
 import sys
 from datetime import UTC, datetime
@@ -44,8 +44,9 @@ def check(
     """List images in the ingested source whose label looks wrong, for
     `evernear review`.
 
-    The command trains twice, each time on half of the images and as briefly as the
-    probe, because a network that was trained on an image has fitted the image's label.
+    The command trains two networks, each on half of the images and as briefly as the
+    probe. A network is not used for the images that it was trained on, because it has
+    fitted their labels.
     """
     from evernear.common.store import open_store
     from evernear.review.suspects import check_labels

@@ -1,6 +1,6 @@
 """Options that several commands share, and functions that build settings from them.
 
-A command declares the options and passes them to a function of this module:
+A command declares the options, and passes their values to a function of this module:
 
     @app.command()
     def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
@@ -66,7 +66,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
-    """The settings from files, the environment and options."""
+    """The settings from files, the environment and command-line options."""
     return load(config=config, overrides=assignments(overrides, workdir=workdir))
 
 
@@ -79,8 +79,9 @@ def run_settings(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> Settings:
-    """The settings of a run, with options for its source and preset, and for classes
-    that were removed or renamed on purpose."""
+    """The settings of a run. Options set the source, the preset, and the classes that
+    were removed or renamed on purpose.
+    """
     return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
 
 
@@ -94,7 +95,7 @@ def run_layers(
     rename: RenameOption = None,
     minutes: MinutesOption = None,
 ) -> Layers[Settings]:
-    """Like `run_settings`, but return the settings separately for each source."""
+    """Like `run_settings`, but keep the settings of each origin separate."""
     classes = {
         "classes.retired": json.dumps(retire) if retire else None,
         "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
@@ -111,6 +112,7 @@ def _old_and_new(rename: str) -> tuple[str, str]:
 
 
 def assignments(overrides: list[str] | None, **options: object) -> list[str]:
-    """All assignments as ``key=value``.
-    Assignments from ``--set`` precede assignments from dedicated options."""
+    """All assignments as ``key=value``. Assignments from ``--set`` come before
+    assignments from dedicated options.
+    """
     return [*(overrides or []), *(f"{key}={value}" for key, value in options.items() if value is not None)]

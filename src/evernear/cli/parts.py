@@ -1,5 +1,6 @@
-"""Helpers for commands whose output consists of many parts:
-the output location and the progress."""
+"""Helpers for commands whose output consists of many parts: the output location and the
+progress display.
+"""
 
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ INTERRUPTED = "Interrupted. Finished parts stay; run the command again to contin
 
 
 def output_uri(out: str) -> str:
-    """The URI of the store for ``--out``,
-    which is a directory or ``s3://bucket/prefix``.
+    """The store URI for the value of ``--out``, which is a directory or
+    ``s3://bucket/prefix``.
 
     Raises:
         SettingsError: ``out`` is empty.
@@ -24,7 +25,7 @@ def output_uri(out: str) -> str:
 
 
 def parts_progress() -> Callable[[int, int], None]:
-    """Print the number of finished parts and the time left to stderr."""
+    """Print the number of finished parts and the remaining time to stderr."""
     from evernear.common.progress import Countdown
 
     countdown = Countdown(lambda text: print_line(text, sys.stderr))

@@ -60,8 +60,9 @@ StoreOption = Annotated[
 def server_settings(
     endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
 ) -> PipelineSettings:
-    """The settings of the Kubeflow Pipelines server. Remembered settings of a working
-    directory are ignored, because they concern this machine."""
+    """The settings for the Kubeflow Pipelines server. Settings that a working directory
+    remembers are ignored, because they concern this machine.
+    """
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
     return load(config=config, overrides=assignments(None, **options), remembered=False).pipeline
 
@@ -73,7 +74,7 @@ def run_assignments(
     serving_image: ServingImageOption = None,
     parameters: ParameterOption = None,
 ) -> list[str]:
-    """The parameters of a run as ``key=value``."""
+    """The parameters of a run as a list of ``key=value``."""
     return assignments(parameters, source=source, preset=preset, target=target, serving_image=serving_image)
 
 
@@ -84,7 +85,7 @@ def default_assignments(
     store: StoreOption = None,
     defaults: ParameterOption = None,
 ) -> list[str]:
-    """The defaults of a pipeline version as ``key=value``."""
+    """The parameter defaults for a pipeline version as a list of ``key=value``."""
     return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
 
 
@@ -332,8 +333,9 @@ def _new_key() -> str:
 
 
 def _compile_all(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
-    """Compile pipelines, keyed by name.
-    A default applies to every pipeline that has the parameter."""
+    """Compile pipelines, keyed by name. A default applies to every pipeline that has a
+    parameter with that name.
+    """
     from evernear.kubeflow import NAMES
     from evernear.kubeflow.compiled import compiled_parameters, fill_defaults, for_cluster
     from evernear.kubeflow.parameters import from_words

@@ -1,5 +1,6 @@
-"""``evernear pod``: the commands, probes and hooks of a serving pod's containers.
-See `evernear.serving.pod`."""
+"""``evernear pod``: the commands, probes and hooks for the containers of a serving pod.
+See `evernear.serving.pod`.
+"""
 
 import time
 from typing import Annotated

@@ -1,5 +1,6 @@
-"""``evernear predict``: recognize images with a running server.
-Neither torch nor FAISS is imported."""
+"""``evernear predict``: recognize images with a running server. This module imports
+neither torch nor FAISS.
+"""
 
 import re
 import sys
@@ -31,13 +32,15 @@ STDIN = Path("-")
 SHOWN_NEIGHBORS = 3
 SHOWN_SKIPPED = 10
 PIPE_WIDTH = 10_000
-"""Table width in characters if the output is not a terminal.
-No row wraps at this width."""
+"""Table width in characters if the output is not a terminal. At this width, no row
+wraps.
+"""
 
 
 def _path(text: str) -> Path:
     """Parse a path argument. An empty path, for example from an unset variable, would
-    otherwise be the current directory."""
+    otherwise stand for the current directory.
+    """
     if not text:
         raise SettingsError('The path of an image is empty; name a file or a folder, or "." for this directory.')
     return Path(text)
@@ -109,8 +112,9 @@ def predict(
 
 
 def _with_champion(error: ServerUnreachableError, settings: Settings) -> EvernearError:
-    """Return ``error``, or an error with the first step to take if no server can be
-    started yet."""
+    """Return ``error``. If no server can be started yet, return an error with the first
+    step to take.
+    """
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -119,7 +123,7 @@ def _with_champion(error: ServerUnreachableError, settings: Settings) -> Evernea
 
 
 def _host(target: str) -> str:
-    """Check that ``target`` is a host name or an address without a scheme and port."""
+    """Check that ``target`` is a host name or IP address, without a scheme or port."""
     try:
         return target if re.fullmatch(r"[\w.-]+", target) else str(IPv6Address(target.strip("[]")))
     except AddressValueError:
@@ -135,8 +139,8 @@ def _with_overrides(target: "Target", port: int | None, timeout_s: float | None,
 
 
 def _files(paths: list[Path]) -> Iterator[Path]:
-    """The files in ``paths``. A folder expands to all images in it,
-    at any depth and through links.
+    """The files in ``paths``. A folder is replaced by all images in it, at any depth,
+    including images behind links.
 
     Raises:
         DataError: a folder contains no image.
@@ -157,8 +161,9 @@ def _files(paths: list[Path]) -> Iterator[Path]:
 
 
 def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The images below ``folder``, by the same rule as for sources, and the files that
-    are left out. Both are sorted."""
+    """The images below ``folder``, selected by the same rule as in a source, and the
+    files that are skipped. Both are sorted.
+    """
     from evernear.data.image_tree import walk_images
 
     images: list[Path] = []
@@ -172,8 +177,9 @@ Answer = tuple[Path, dict[str, Any] | EvernearError]
 
 
 def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterator[Answer]:
-    """The answer or error for each file.
-    An error that does not concern a single file is raised."""
+    """The answer or error for each file. An error is raised if it does not concern a
+    single file.
+    """
     for file in files:
         try:
             if file == STDIN:
@@ -185,14 +191,15 @@ def _predict_all(client: Any, files: list[Path], version: str | None) -> Iterato
 
 
 def _with_progress(answers: Iterator[Answer], total: int, terminal: TextIO) -> Iterator[Answer]:
-    """Show on ``terminal`` how many of ``total`` answers have arrived, and the time
-    left. Erase the display at the end."""
+    """Show on ``terminal`` how many of ``total`` answers have arrived, and the
+    remaining time. Erase the progress display at the end.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("recognizing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(file=terminal)
-    # stdout may be a pipe, so it is not redirected to the terminal.
+    # stdout may be a pipe, so stdout is not redirected to the terminal.
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as progress:
         yield from progress.track(answers, total=total)
 
@@ -209,8 +216,9 @@ def _print_json(answers: Iterator[Answer]) -> int:
 
 
 def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
-    """Print all answers as a table, including answers before an error,
-    and return the exit code."""
+    """Print all answers in a table, including the answers before an error. Return the
+    exit code.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -239,8 +247,9 @@ def _print_table(answers: Iterator[Answer], *, alone: bool) -> int:
 
 
 def _local_metadata(settings: Settings, version: str | None) -> "Metadata":
-    """The metadata of a release that the local TorchServe has loaded,
-    read from the registry."""
+    """The metadata of a release that the local TorchServe process has loaded, read from
+    the registry.
+    """
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
     from evernear.serving.endpoints import home_of

@@ -1,4 +1,4 @@
-"""``evernear registry``: the releases in a store, and the pointer to the champion."""
+"""``evernear registry``: the releases in a store, and the champion pointer."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,7 +45,7 @@ def registry_settings(
 def registry_of(
     store: StoreOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "Registry":
-    """The registry that the settings select."""
+    """The registry that the settings specify."""
     from evernear.common.store import open_store
     from evernear.release.registry import Registry
 
@@ -322,14 +322,16 @@ def prune(
 
 
 def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:
-    """The fields of a record and its manifest in one flat dictionary."""
+    """The fields of a record and of its manifest in one flat dictionary."""
     tree = record.model_dump(mode="json")
     manifest: dict[str, Any] = tree.pop("manifest")
     return manifest | tree | {"champion": champion is not None and champion.version == record.manifest.version}
 
 
 def _state(release: dict[str, Any], promoted: set[str]) -> str:
-    """Whether a release is the champion, was the champion, or was held by the gate."""
+    """The state of a release: "champion", "promoted" (a former champion), "held" (by
+    the gate) or "not promoted".
+    """
     if release["champion"]:
         return "champion"
     if release["version"] in promoted:

@@ -1,4 +1,4 @@
-"""``evernear report``: the page of one run, or of two runs side by side."""
+"""``evernear report``: the page of one run, or a page with two runs side by side."""
 
 import webbrowser
 from pathlib import Path

@@ -121,8 +121,9 @@ def demo(
 
 
 def _require_own_directory(settings: Settings) -> None:
-    """Check that the working directory has no release of other images, with which the
-    demo's release would be compared."""
+    """Check that the working directory has no release of a different dataset.
+    Otherwise, the demo's release would be compared with it.
+    """
     from evernear.common.store import open_store
     from evernear.data.listing import dataset_name
     from evernear.data.sources import open_source
@@ -141,8 +142,9 @@ def _require_own_directory(settings: Settings) -> None:
 
 
 class _Progress:
-    """Displays the events of a run: a status line for the current step,
-    and a line for each completed step."""
+    """Displays the events of a run, with a status line for the current step and a line
+    for each completed step.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -164,14 +166,14 @@ class _Progress:
             case _:
                 mark, color = ("ok", "green") if event.kind == "finished" else ("!!", "red")
                 rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(event.message)}"
-                # A single print call per line,
-                # because rich redraws the status line after each call.
+                # Each line is printed in a single call, because rich redraws the status
+                # line after each call.
                 self._console.print(Text.assemble("  ", (mark, color), rest), soft_wrap=True)
         if event.step == "notify" and event.kind == "finished":
             self._status.stop()
 
     def note(self, line: str) -> None:
-        """Print a line between the lines of the steps."""
+        """Print a line between the lines for the steps."""
         self._console.print(Text(f"     {printable(line)}"), soft_wrap=True)
 
 
@@ -193,8 +195,8 @@ def _run_and_show(
     settings = _rereading(layers.settings(), reread)
     command = _command(layers, remember, "run" if pipeline == "continuous_training" else pipeline)
     _print_changes(layers, remember)
-    # If FORCE_COLOR is set, as in notebooks and CI,
-    # rich would also animate output to a pipe.
+    # If FORCE_COLOR is set, as in notebooks and CI, rich would otherwise animate output
+    # to a pipe too.
     with _Progress(Console(stderr=True, force_terminal=sys.stderr.isatty())) as show:
         result = run_pipeline(settings, _and_keep(show, layers, remember), pipeline, command)
     if as_json:
@@ -204,8 +206,9 @@ def _run_and_show(
 
 
 def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunCommand":
-    """The command of this process, as typed,
-    and in the form that repeats it after its settings are saved."""
+    """The command line of this process, as typed, and a command line that repeats the
+    run once the settings are saved.
+    """
     from evernear.common.progress import RunCommand
 
     later = layers.later_words(keep=remember or layers.remembered is None)
@@ -213,7 +216,7 @@ def _command(layers: Layers[Settings], remember: bool, *words: str) -> "RunComma
 
 
 def _print_changes(layers: Layers[Settings], remember: bool) -> None:
-    """Print which remembered settings this run replaces."""
+    """Print the remembered settings that this run overrides."""
     if layers.remembered is None or not (changes := list(layers.changes())):
         return
     print_line(f"{layers.file} has other settings; this run uses:", sys.stderr)
@@ -224,10 +227,10 @@ def _print_changes(layers: Layers[Settings], remember: bool) -> None:
 
 
 def _and_keep(show: _Progress, layers: Layers[Settings], remember: bool) -> "Callable[[Event], None]":
-    """Show the events of a run, and save its settings after the images pass validation.
+    """Show the events of a run. Save its settings after the images pass validation.
 
-    A mistyped folder is therefore not saved. If a run fails or is stopped later,
-    it can be repeated without options.
+    A mistyped folder name is therefore not saved. If a run fails or is stopped after
+    that, it can be repeated without options.
     """
 
     def show_and_keep(event: "Event") -> None:

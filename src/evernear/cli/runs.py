@@ -1,4 +1,4 @@
-"""Print a run on Kubeflow Pipelines, and follow it to its end."""
+"""Print a run on Kubeflow Pipelines, and follow the run until it ends."""
 
 import os
 import sys
@@ -81,8 +81,9 @@ def row(run: "Run") -> tuple[str, ...]:
 
 
 def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
-    """The outcome of a finished run, or None if the run recorded no outcome or its
-    store is not readable from here."""
+    """The outcome of a finished run. Returns None if the run did not record an outcome,
+    or if its store is not readable from here.
+    """
     from evernear.reporting.notify import load_outcome
 
     record = record_of(run, runs) if run.state.is_final else None
@@ -104,8 +105,9 @@ def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
 
 
 def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "Store | None":
-    """The store of a run, or None if this process has no access keys for it or its
-    directory does not exist."""
+    """The store of a run. Returns None if this process has no access keys for the
+    store, or if the store's directory does not exist.
+    """
     from evernear.common.store import open_store
 
     default = next((p.default for p in runs.parameters(pipeline) if p.name == "store"), "")
@@ -121,8 +123,8 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
-    """Get the current state of the run. Requests are retried,
-    so that a restart of the server does not end the wait.
+    """Get the current state of the run. Requests are retried, so that the wait
+    continues if the server restarts.
     """
     return retry(
         lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))

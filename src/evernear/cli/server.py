@@ -1,5 +1,5 @@
-"""The local servers: ``evernear status``, ``serve``, ``ready``,
-``stop`` and ``token`` of TorchServe, and ``prep``.
+"""Local servers: ``evernear status``, ``serve``, ``ready``, ``stop`` and ``token`` for
+TorchServe, and ``prep``.
 """
 
 import logging
@@ -50,8 +50,9 @@ def status(
 
 
 def _live_accuracy(settings: Settings, champion: str) -> "list[LiveAccuracy] | None":
-    """The champion's weekly accuracy on labeled live queries, newest week first, or
-    None if SciPy is not installed."""
+    """The champion's weekly accuracy on labeled live queries, newest week first.
+    Returns None if SciPy is not installed.
+    """
     from evernear.common.store import open_store
     from evernear.review.live_labels import live_accuracy
 

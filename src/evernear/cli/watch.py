@@ -1,5 +1,6 @@
-"""``evernear watch``: check for new images and drift,
-and propose or start a training run or a reindex."""
+"""``evernear watch``: check for new images and drift. Propose or start a training run
+or a reindex.
+"""
 
 import logging
 import os
@@ -41,14 +42,14 @@ app = typer.Typer(
 def watch_settings(
     source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> Settings:
-    """The watcher's settings, with an option for the source."""
+    """The watcher's settings. An option sets the source."""
     return run_settings(source, None, config, overrides, workdir)
 
 
 def schedule_store(
     config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> "ScheduleStore":
-    """The watcher's schedule in the store that the settings select."""
+    """The schedule of the watcher, from the store that the settings specify."""
     from evernear.common.store import open_store
     from evernear.triggers.watch.schedule_state import ScheduleStore
 
@@ -178,8 +179,9 @@ def ship(
 
 
 def _runs(settings: Settings) -> "KfpRuns | None":
-    """The pipeline server from the settings or in this cluster,
-    or None if neither exists."""
+    """The pipeline server in the settings or in this cluster, or None if neither
+    exists.
+    """
     if not settings.pipeline.endpoint and "KUBERNETES_SERVICE_HOST" not in os.environ:
         return None
     try:
@@ -192,7 +194,7 @@ def _runs(settings: Settings) -> "KfpRuns | None":
 
 
 def baker_of(settings: Settings, store: "Store", runs: "KfpRuns | None") -> "Baker | None":
-    """The baker of the releases in the cluster, or None if no release is baked."""
+    """The baker for releases in the cluster, or None if the settings disable baking."""
     if settings.target != "kubernetes" or not settings.watch.bake_s:
         return None
     from evernear.triggers.watch.baker import Baker

@@ -1,4 +1,4 @@
-"""A connection to S3: endpoint, keys, proxy, certificates, retries and error messages."""
+"""A connection to S3: endpoint, keys, proxy, certificates, retries, error messages."""
 
 import os
 import re
