@@ -1,5 +1,5 @@
 """Measure candidate and champion on the same frozen test split,
 and decide on promotion.
 
-Both are measured as they are served.
+Both systems are measured as they are served.
 """

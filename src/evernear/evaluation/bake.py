@@ -1,17 +1,19 @@
-"""Compare the live traffic of a release with the traffic of the previous release.
+"""Compare the live requests to a release with the live requests to the previous
+release.
 
-The entry is `Comparison.find_breach`. A rule is about one share of the requests, and is
+The entry is `Comparison.find_breach`. A rule concerns one share of the requests. It is
 broken if that share has risen by more than a margin. The comparison is repeated every
-few seconds, so a fixed level for each comparison would roll back nearly every release
-in the end. Each rule is therefore an e-process, a mixture of likelihood ratios against
+few seconds, so a fixed level per comparison would eventually roll back nearly every
+release. Each rule therefore uses an e-process, a mixture of likelihood ratios against
 the largest share that the rule tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and
 Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021). While
-the rule holds, the probability that the e-process ever exceeds 1 / level is at most the
-level (Ville 1939), regardless of the number of comparisons.
+the share is within the tolerance, the probability that the e-process ever exceeds 1 /
+level is at most the level (Ville 1939), regardless of the number of comparisons.
 
-Requests come in bursts. Counts are therefore divided by their dispersion, the ratio of
-the variance between the cells of a window to the variance of independent requests
-(Pearson's chi-squared divided by its degrees of freedom, McCullagh and Nelder 1989).
+Requests come in bursts. Request counts are therefore divided by their dispersion, the
+ratio of the variance between the cells of a window to the variance for independent
+requests (Pearson's chi-squared divided by its degrees of freedom, McCullagh and Nelder
+1989).
 """
 
 import math
@@ -22,28 +24,32 @@ from typing import NamedTuple, Self
 from evernear.common.frozen import Frozen
 
 LEVEL = 0.005
-"""Largest probability, for all rules together,
-of rolling back a release whose shares are within the margins.
+"""Upper limit on the probability, for all rules together, of rolling back a release
+whose shares are within the margins.
 """
 ERROR_MARGIN = 0.01
 SLOW_MARGIN = 0.01
 UNKNOWN_MARGIN = 0.05
 WITHOUT_REFERENCE = 0.05
-"""Tolerated share of errors if no request of the previous release was counted."""
+"""Tolerated share of requests with an error if no request of the previous release was
+counted.
+"""
 SLOWER = 1.4
 """Multiple of the previous release's p99 above which a request is slow."""
 MIN_CELLS = 3
-"""Smallest number of cells. Fewer cells do not distinguish a rise from a burst."""
+"""Smallest number of cells. With fewer cells, a rise cannot be distinguished from a
+burst.
+"""
 
 
 class Figures(Frozen):
-    """Counts of requests: the counters of a pod, or their increments.
+    """Request counts: the counter values of a pod, or their increments.
 
-    ``answered`` and ``refused`` (with a status of 500 or more) are counted by the
-    worker. ``failed`` are TorchServe's responses with a status of 500 or more, which
-    include the worker's responses over HTTP, a full queue and a dead worker. ``within``
-    maps an upper bound in seconds to the number of ``timed`` requests that took no
-    longer.
+    The worker counts ``answered`` requests, and ``refused`` requests (with a status of
+    500 or more). ``failed`` counts all of TorchServe's responses with a status of 500
+    or more, for example because the queue is full or the worker is dead. It includes
+    such responses of the worker over HTTP. ``within`` maps an upper bound in seconds to
+    the number of ``timed`` requests that took no longer.
     """
 
     answered: int = 0
@@ -58,8 +64,8 @@ class Figures(Frozen):
         return total((self, other))
 
     def since(self, earlier: Self) -> Self | None:
-        """The increments since ``earlier``, or None if a counter went down,
-        as after a restart.
+        """The increments since ``earlier``, or None if a counter value decreased, as
+        after a restart.
         """
         if any(getattr(self, name) < getattr(earlier, name) for name in _COUNTERS):
             return None
@@ -69,12 +75,12 @@ class Figures(Frozen):
 
     @property
     def requests(self) -> int:
-        """Number of requests with any outcome."""
+        """Number of requests, whatever their outcome."""
         return self.answered + max(0, self.failed - self.refused)
 
     @property
     def errors(self) -> int:
-        """Number of requests for which the client got a status of 500 or more."""
+        """Number of requests for which the client received a status of 500 or more."""
         return max(self.failed, self.refused)
 
 
@@ -84,7 +90,7 @@ Cells = Sequence[Figures]
 
 
 class Share(NamedTuple):
-    """A share of ``events`` among a ``total``."""
+    """The share of ``events`` in ``total``."""
 
     events: float
     total: float
@@ -97,8 +103,8 @@ class Share(NamedTuple):
 class Rule:
     """A share of the requests that may rise by at most ``margin``.
 
-    ``events`` completes a sentence that begins with a share. Without a reference,
-    ``without_reference`` is the largest tolerated share.
+    ``events`` completes a sentence that begins with the value of the share. If there
+    are no earlier requests, ``without_reference`` is the largest tolerated share.
     """
 
     name: str
@@ -118,8 +124,8 @@ class Rule:
 def total(cells: Cells) -> Figures:
     """The sum of the cells.
 
-    Releases built by two versions of evernear may have different bounds in ``within``.
-    Only the bounds that all cells have are in the sum.
+    Releases that two versions of evernear built may have different bounds in
+    ``within``. The sum contains only bounds that all cells have.
     """
     counts = {name: sum(getattr(cell, name) for cell in cells) for name in _COUNTERS}
     timed = [cell.within for cell in cells if cell.timed]
@@ -129,9 +135,10 @@ def total(cells: Cells) -> Figures:
 
 
 class Comparison:
-    """Compares a release with the release that answered the requests in ``before``.
+    """Compares a release with the previous release, which answered the requests in
+    ``before``.
 
-    Without any requests in ``before``, only errors are compared, with a fixed bound.
+    If ``before`` contains no requests, only errors are compared, with a fixed bound.
     """
 
     def __init__(self, before: Cells) -> None:
@@ -141,7 +148,8 @@ class Comparison:
         self._dispersions = [dispersion([rule.share(cell) for cell in before]) for rule in self._rules]
 
     def find_breach(self, seen: Cells) -> str | None:
-        """A sentence about the first rule that the requests since the rollout break.
+        """A sentence about the first rule that is broken by the requests since the
+        rollout.
 
         Return None while no rule is broken.
         """
@@ -154,7 +162,7 @@ class Comparison:
                 continue
             spread = max(spread, dispersion([rule.share(cell) for cell in seen]))
             if reference.total:
-                # The reference is a sample as well, and takes half of the level.
+                # The reference is also a sample, and uses half of the level.
                 tolerated = upper_bound(_thinned(reference, spread), level / 2) + rule.margin
             else:
                 tolerated = rule.without_reference
@@ -164,7 +172,7 @@ class Comparison:
 
 
 def rules_for(before: Figures) -> tuple[Rule, ...]:
-    """The rules for a release that replaces the release that answered ``before``."""
+    """The rules for a release whose predecessor answered the requests in ``before``."""
     limit_s = slow_limit_s(before)
 
     def errors(figures: Figures) -> Share:
@@ -186,9 +194,10 @@ def rules_for(before: Figures) -> tuple[Rule, ...]:
 
 
 def slow_limit_s(before: Figures) -> float | None:
-    """The smallest bound that is at least `SLOWER` times the p99 of ``before``.
+    """The smallest bound in ``within`` that is at least `SLOWER` times the p99 of
+    ``before``.
 
-    Return None if no bound is large enough or no request was timed.
+    Return None if no bound is large enough, or if no request was timed.
     """
     p99_s = next((bound for bound, count in sorted(before.within.items()) if count >= 0.99 * before.timed > 0), None)
     if p99_s is None:
@@ -197,9 +206,10 @@ def slow_limit_s(before: Figures) -> float | None:
 
 
 def dispersion(shares: Sequence[Share]) -> float:
-    """Pearson's chi-squared of the cells divided by its degrees of freedom, at least 1.
+    """Pearson's chi-squared of the cells divided by its degrees of freedom, or 1 if
+    that is larger.
 
-    The dispersion of independent requests is about 1.
+    Independent requests have a dispersion of about 1.
     """
     shares = [share for share in shares if share.total]
     events, count = (sum(part) for part in zip(*shares, strict=True)) if shares else (0, 0)
@@ -211,7 +221,7 @@ def dispersion(shares: Sequence[Share]) -> float:
 
 
 def upper_bound(share: Share, level: float) -> float:
-    """The upper bound of Clopper and Pearson (1934).
+    """The upper confidence bound of Clopper and Pearson (1934).
 
     The true share exceeds the bound with a probability of at most ``level``.
     """
@@ -223,9 +233,10 @@ def upper_bound(share: Share, level: float) -> float:
 
 
 def log_evidence(share: Share, tolerated: float) -> float:
-    """The logarithm of the e-process for a share above ``tolerated``.
+    """The logarithm of the e-process for the hypothesis that the share is above
+    ``tolerated``.
 
-    The e-process is a uniform mixture over all larger shares.
+    The e-process is a uniform mixture over all shares above ``tolerated``.
     """
     from scipy.special import betaincc, betaln
 
@@ -240,5 +251,5 @@ def log_evidence(share: Share, tolerated: float) -> float:
 
 
 def _thinned(share: Share, spread: float) -> Share:
-    """The number of independent requests that are as informative as ``share``."""
+    """The counts of independent requests that would be as informative as ``share``."""
     return Share(share.events / spread, share.total / spread)

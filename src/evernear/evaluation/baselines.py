@@ -1,7 +1,7 @@
-"""Trivial recognizers to compare the candidate with on its test images.
+"""Trivial recognizers that are compared with the candidate on its test images.
 
-One predicts the most common class,
-and the other predicts the class of the nearest gallery image by pixels.
+One baseline predicts the most common class. The other baseline predicts the class of
+the nearest gallery image by pixels.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,27 +18,29 @@ from evernear.evaluation.measure import Outcomes
 from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
 
 SIDE_PX = 16
-"""Height and width to which images are reduced,
-so that a shift by a few pixels matters less.
+"""Height and width to which images are reduced, so that a shift by a few pixels has
+less effect.
 """
 GALLERY_MAX = 10_000
 QUERIES_MAX = 2_000
 FLAT = 1e-6
-"""Standard deviation of pixels below which an image is constant."""
+"""Standard deviation of the pixels below which an image counts as constant."""
 
 
 class Baseline(Frozen):
-    """The results of one baseline and of the candidate on the same queries."""
+    """The results of a baseline and of the candidate on the same queries."""
 
     name: str
     """A noun phrase, such as "the most common class"."""
     accuracy: Proportion
     comparison: PairedCounts
-    """The comparison, in which improvements are queries that only the candidate answers
-    correctly."""
+    """The comparison. Improvements are queries that only the candidate answers
+    correctly.
+    """
     p_perfect: float
-    """Probability of at least as many improvements as a recognizer without errors would
-    have, if both systems were equally good."""
+    """Probability, if both systems were equally good, of at least as many improvements
+    as a recognizer without errors would have.
+    """
     p_by_chance: float
     """See `evernear.evaluation.statistics.p_by_chance`."""
 
@@ -46,12 +48,12 @@ class Baseline(Frozen):
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, batch_size: int) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
-    No recognizer that ignores the image is better than always predicting the most
-    common class of the test split. The nearest gallery image by pixels (`SIDE_PX`, each
-    image standardized) needs no training. The gallery and the queries of this baseline
-    are spread evenly over the splits, with at most `GALLERY_MAX` and `QUERIES_MAX`
-    images. If a class has no image in the gallery split, the baseline uses the same
-    train images as the candidate's index.
+    No recognizer that ignores the image is more accurate than one that always predicts
+    the most common class of the test split. The baseline that finds the nearest gallery
+    image by pixels (`SIDE_PX`, each image standardized) requires no training. Its
+    gallery and its queries are spread evenly over the splits, with at most
+    `GALLERY_MAX` and `QUERIES_MAX` images. If a class has no image in the gallery
+    split, the baseline uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
     baselines = [_baseline("the most common class", most_common, outcomes, confidence)]
@@ -93,9 +95,10 @@ def _nearest(gallery: NDArray[np.float32], queries: NDArray[np.float32]) -> NDAr
 def _pixels(
     blocks: Iterable[Block], count: int, count_max: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """Up to ``count_max`` reduced, standardized images (N, D) out of ``count``.
+    """Up to ``count_max`` of ``count`` images, reduced and standardized, as an array of
+    shape (N, D).
 
-    Also return their label indices (N,) and positions (N,).
+    Also return the label indices (N,) and the positions (N,) of these images.
     """
     step = max(1, -(-count // count_max))
     pixels: list[NDArray[np.float32]] = []
@@ -118,7 +121,7 @@ def _numbered(blocks: Iterable[Block]) -> Iterator[tuple[int, Block]]:
 
 
 def _reduce(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Average images (N, H, W, C) over areas, and standardize each image.
+    """Average the pixels of images (N, H, W, C) over areas, and standardize each image.
 
     Brightness and contrast say little about a class.
     """

@@ -1,13 +1,13 @@
-"""The variance of the open-set probe's figures,
-which includes the spread between classes.
+"""The variance of the open-set probe's figures, including the spread between classes.
 
-The probe holds out some classes, and its figures describe classes that nobody has seen
-yet. Classes differ from each other more than their images do. The sample therefore
-consists of classes rather than images, and two classes of a thousand images each are
-two observations. Images of one group (``data.group``) are one observation as well.
+The probe holds out some classes, and its figures are meant to describe classes that
+nobody has seen yet. Classes differ from each other more than images of one class do.
+The sample therefore consists of classes rather than images. Two classes of a thousand
+images each are two observations. Images of one group (``data.group``) also count as one
+observation.
 
-Each function imports SciPy itself, because the import takes half a second and is not
-needed to read an earlier measurement.
+Each function imports SciPy itself. The import takes half a second, and is not necessary
+to read an earlier measurement.
 """
 
 import math
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from evernear.evaluation.statistics import deviations
 
 PRIOR_DEVIATION = 0.8
-"""Prior standard deviation between classes of a figure's log-odds. On three sets of
-photographs, the measured deviation was 0.6 to 0.9 for the AUROC
-(docs/decisions/0077-an-honest-unknown.md)."""
+"""Prior value for the standard deviation of a figure's log-odds between classes. On
+three sets of photographs, the measured deviation was 0.6 to 0.9 for the AUROC
+(docs/decisions/0077-an-honest-unknown.md).
+"""
 PRIOR_DEGREES = 4
-"""Weight of `PRIOR_DEVIATION`, in degrees of freedom."""
+"""Weight given to `PRIOR_DEVIATION`, in degrees of freedom."""
 Clusters = NDArray[np.int32]
 """The class number or group number of each image (N,)."""
 
@@ -47,32 +48,33 @@ class Spread(NamedTuple):
 
 
 def spread_of_mean(values: NDArray[np.floating], clusterings: Sequence[Clusters]) -> Spread:
-    """The spread of the mean of ``values`` (N,), each 0 to 1,
-    whose clusters are a sample.
+    """The spread of the mean of ``values`` (N,), each between 0 and 1. The clusters of
+    the values are a sample.
 
-    N must be at least 1. The clustering with the largest interval among ``clusterings``
-    determines the result. The variance between the means of clusters is moderated
-    (Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3:3), which averages it with
-    `PRIOR_DEVIATION`, weighted by the degrees of freedom of each. Two clusters contain
-    almost no information about their variance. Without moderation, their interval from
-    Student's t distribution would be nearly 0 to 1.
+    N must be at least 1. The result is computed with the clustering among
+    ``clusterings`` that gives the widest interval. The variance between the means of
+    clusters is moderated (Smyth 2004, Stat Appl Genet Mol Biol 3:3): it is averaged
+    with the variance for `PRIOR_DEVIATION`. The weights are the degrees of freedom. Two
+    clusters contain almost no information about the variance between clusters. Without
+    moderation, the interval for two clusters from Student's t distribution would be
+    nearly 0 to 1.
     """
     return max((_moderated(values, clusters) for clusters in clusterings), key=lambda spread: spread.half_width(0.95))
 
 
 def sum_of_spreads(spreads: Sequence[Spread]) -> Spread:
-    """The spread of a sum of independent means,
-    with Welch-Satterthwaite degrees of freedom (1946).
+    """The spread of a sum of independent means, with degrees of freedom according to
+    Welch and Satterthwaite (1946).
     """
     variance = sum(spread.variance for spread in spreads)
     return Spread(variance, variance**2 / sum(spread.variance**2 / spread.degrees for spread in spreads))
 
 
 def effective_images(accepted: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> float:
-    """The number of independent images with as much information about the share of
-    ``accepted`` (N,).
+    """The number of independent images that would contain as much information about the
+    share of ``accepted`` (N,).
 
-    The number is at most N.
+    The result is at most N.
     """
     count, total = int(accepted.sum()), len(accepted)
     share = _inside(count / total, total)
@@ -95,8 +97,8 @@ def _moderated(values: NDArray[np.floating], clusters: Clusters) -> Spread:
 
 
 def _inside(share: float, total: int) -> float:
-    """``share`` moved away from 0 and 1, where log-odds are infinite.
+    """The share moved away from 0 and 1, where its log-odds would be infinite.
 
-    The result is the share with half an image of each outcome added.
+    The result is the share after half an image of each outcome has been added.
     """
     return (share * total + 0.5) / (total + 1)

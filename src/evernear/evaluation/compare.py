@@ -1,4 +1,4 @@
-"""The paired test of whether the candidate is worse than the champion on the same
+"""A paired test of whether the candidate is worse than the champion on the same
 queries.
 """
 
@@ -18,10 +18,11 @@ from evernear.evaluation.measure import Outcomes
 
 
 class PairedCounts(Frozen):
-    """Counts of queries that only one of two systems answers correctly.
+    """Numbers of queries that only one of two systems answers correctly.
 
-    The systems are the candidate and an earlier release or a baseline. Queries that
-    both or neither answer correctly carry no information about which system is better.
+    One system is the candidate. The other system is an earlier release or a baseline.
+    Queries that both systems or neither system answers correctly carry no information
+    about which system is better.
     """
 
     queries: int = Field(ge=0)
@@ -30,18 +31,19 @@ class PairedCounts(Frozen):
     improvements: int = Field(ge=0)
     """Number of queries that only the candidate answers correctly."""
     groups: int | None = None
-    """Number of groups of the queries, or None if every query is independent."""
+    """Number of groups among the queries, or None if the queries are independent."""
     nets: dict[int, int] = {}
-    """Regressions minus improvements by group number,
-    for groups where the difference is not 0.
+    """Regressions minus improvements for each group, keyed by group number, for groups
+    in which the difference is not 0.
     """
 
     @property
     def p_worse(self) -> float:
-        """Probability of at least this number of regressions if both are equally good.
+        """Probability of at least this number of regressions if both systems are
+        equally good.
 
-        See `mcnemar_worse`, or `evernear.evaluation.grouped.sign_flip_worse` for
-        groups.
+        See `mcnemar_worse` or, for groups,
+        `evernear.evaluation.grouped.sign_flip_worse`.
         """
         if self.groups is None:
             return mcnemar_worse(self.regressions, self.improvements)
@@ -49,8 +51,8 @@ class PairedCounts(Frozen):
 
     @property
     def p_better(self) -> float:
-        """Probability of at least this number of improvements if both are equally
-        good.
+        """Probability of at least this number of improvements if both systems are
+        equally good.
         """
         if self.groups is None:
             return mcnemar_worse(self.improvements, self.regressions)
@@ -58,9 +60,10 @@ class PairedCounts(Frozen):
 
     @property
     def independent(self) -> "PairedCounts":
-        """Counts of independent queries with about as much information.
+        """Counts for independent queries that would contain about as much information.
 
-        Each group counts as one query, and the shares of changes are the same.
+        Each group counts as one query. The shares of regressions and improvements stay
+        the same.
         """
         if not self.groups:
             return self
@@ -73,8 +76,8 @@ class PairedCounts(Frozen):
 
     @property
     def net_losses(self) -> int:
-        """Regressions minus improvements,
-        which is negative if the candidate gained queries.
+        """Regressions minus improvements. The difference is negative if the candidate
+        has more improvements.
         """
         return self.regressions - self.improvements
 
@@ -84,21 +87,23 @@ class PairedCounts(Frozen):
         return f"{improvements} and {quantity(self.regressions, 'regression')}"
 
     def p_in_words(self, p: float | None = None) -> str:
-        """``p`` (default: `p_worse`) in words. A tiny p is not printed as 0."""
+        """``p`` (default: `p_worse`) in words. A very small p-value is not printed as
+        0.
+        """
         p = self.p_worse if p is None else p
         return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
 
 class Comparison(Frozen):
-    """Candidate against an earlier release,
-    over all queries and within each class that has queries.
+    """The comparison of the candidate with an earlier release, over all queries and
+    within each class that has queries.
     """
 
     overall: PairedCounts
     classes: dict[str, PairedCounts]
 
     def within(self, labels: Iterable[str]) -> PairedCounts:
-        """The sum of the counts over the classes in ``labels``."""
+        """The sum of the counts for the classes in ``labels``."""
         chosen = [self.classes[label] for label in labels if label in self.classes]
         nets: Counter[int] = Counter()
         for pairs in chosen:  # a group may have images of several classes
@@ -116,10 +121,11 @@ class Comparison(Frozen):
 def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
-    If two equally good systems differ on a query, each is correct with probability 1/2.
-    The number of regressions among the n = ``regressions + improvements`` such queries
-    is therefore Binomial(n, 1/2). p is the probability of at least this number. Unlike
-    the mid-p and chi-squared forms, the exact test never exceeds its level, for any
+    If two equally good systems differ on a query, either system is correct with
+    probability 1/2. The number of regressions among the n = ``regressions +
+    improvements`` such queries therefore has the distribution Binomial(n, 1/2). The
+    p-value is the probability of at least this number of regressions. Unlike the mid-p
+    test and the chi-squared test, the exact test never exceeds its level, for any
     number of queries.
     """
     from scipy.special import bdtrc
@@ -130,13 +136,14 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 
 
 def net_loss_budget(errors: int, queries: int, significance: float) -> int:
-    """The net losses that a candidate may have against a system with ``errors`` on
-    ``queries``.
+    """The budget: the net losses that a candidate may have against a system with
+    ``errors`` on ``queries``.
 
-    Two systems that err independently at this error rate exceed the budget with a
-    probability of about half of ``significance``. Retrained networks repeat most of
-    each other's errors, so they exceed the budget less often. The error rate is assumed
-    to be (errors + 1) / (queries + 2), because observing no error may be luck.
+    If two systems err independently at this error rate, the net losses exceed the
+    budget with a probability of about half of ``significance``. Retrained networks
+    repeat most of each other's errors, so they exceed the budget less often than
+    independent systems. The error rate is assumed to be (errors + 1) / (queries + 2),
+    because a result without errors may be luck.
     """
     from scipy.special import ndtri
 
@@ -145,42 +152,42 @@ def net_loss_budget(errors: int, queries: int, significance: float) -> int:
 
 
 def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> float:
-    """The smallest loss of accuracy, 0 to 1,
-    that `mcnemar_worse` detects with probability ``power``.
+    """The smallest loss of accuracy, between 0 and 1, that `mcnemar_worse` detects with
+    probability ``power``.
 
-    The test has the level ``level``. The share of improvements is assumed to be
-    (improvements + 1) / (queries + 2), because observing no improvement may be luck. A
-    group counts as one query. The result is 1 if the test detects no loss with this
-    probability.
+    The test has the significance level ``level``. The share of improvements is assumed
+    to be (improvements + 1) / (queries + 2), because a result without improvements may
+    be luck. A group counts as one query. If the test detects no loss with this
+    probability, the result is 1.
     """
     from scipy.special import ndtri
 
     pairs = pairs.independent
 
     def critical(differing: float) -> float:
-        # With the continuity correction of the exact test.
+        # The limit includes the continuity correction of the exact test.
         return -float(ndtri(level)) * math.sqrt(pairs.queries * differing) + 1
 
     return _smallest_loss(pairs, critical, power)
 
 
 def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> float:
-    """The smallest loss of accuracy at which the net losses exceed ``budget`` with
+    """The smallest loss of accuracy for which the net losses exceed ``budget`` with
     probability ``power``.
 
-    The assumptions are the same as in `detectable_loss`.
-    The result is 1 if no loss suffices.
+    The assumptions are the same as in `detectable_loss`. If no loss is large enough,
+    the result is 1.
     """
     return _smallest_loss(pairs.independent, lambda _: budget + 0.5, power)
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
-    """The smallest loss at which the net losses exceed ``critical`` with probability
+    """The smallest loss for which the net losses exceed ``critical`` with probability
     ``power``.
 
     ``critical`` is a function of the share of queries on which the systems differ. The
-    net losses are approximately normal (Connor 1987, Biometrics 43:207). The result is
-    1 if no loss suffices.
+    net losses are approximately normal (Connor 1987, Biometrics 43:207). If no loss is
+    large enough, the result is 1.
     """
     from scipy.optimize import root_scalar
     from scipy.special import ndtr
@@ -219,9 +226,9 @@ def compare(candidate: Outcomes, champion: Outcomes, labels: tuple[str, ...]) ->
 
 
 def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCounts:
-    """Compare the candidate with a system that answers the same queries.
+    """Compare the candidate with a system on the same queries.
 
-    ``correct`` (N,) says which of the N answers of the system are correct. N must be at
+    ``correct`` (N,) states which of the system's N answers are correct. N must be at
     least 1.
     """
     changes = correct.astype(np.int8) - candidate.correct
@@ -231,7 +238,7 @@ def paired_counts(candidate: Outcomes, correct: NDArray[np.bool_]) -> PairedCoun
 def _paired(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32] | None
 ) -> dict[int, PairedCounts]:
-    """The counts of each stratum that has queries.
+    """The counts for each stratum that has queries.
 
     A change is 1 for a regression and -1 for an improvement.
     """
@@ -260,8 +267,8 @@ def _paired(
 def _nets(
     changes: NDArray[np.int8], strata: NDArray[np.int32], groups: NDArray[np.int32]
 ) -> tuple[list[int], dict[int, dict[int, int]]]:
-    """The number of groups of each stratum, and the nonzero nets of its groups,
-    by stratum.
+    """The number of groups in each stratum, and the nonzero net changes of these
+    groups, keyed by stratum.
     """
     pairs, rows = np.unique(np.stack([strata, groups]), axis=1, return_inverse=True)
     net = np.bincount(rows.ravel(), weights=changes).astype(np.int64)

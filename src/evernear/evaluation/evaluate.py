@@ -1,6 +1,6 @@
-"""The evaluation artifact, which has all measurements that the gate needs.
+"""The evaluation artifact, which contains all measurements that the gate needs.
 
-All measurements come from one run on one frozen test split.
+All measurements come from a single run on the same frozen test split.
 """
 
 import io
@@ -37,8 +37,8 @@ SYSTEMS = ("candidate", "champion", "anchor")
 
 
 Answered = Callable[[str], Iterable[AnsweredBlock] | None]
-"""Returns the answers of one of `SYSTEMS` to the test split, in order,
-or None if they have yet to be computed.
+"""A function that returns the answers of one of `SYSTEMS` to the test split, in order,
+or None if the answers have yet to be computed.
 """
 
 
@@ -47,17 +47,15 @@ def answered_by_nobody(_: str) -> None:
 
 
 class ReleasedSystem(NamedTuple):
-    """A release that is measured together with the candidate:
-    the champion or the anchor.
+    """A release that is measured together with the candidate, which is the champion or
+    the anchor.
     """
 
     recognizer: "Recognizer"
     dataset: Dataset | None = None
-    """The snapshot that the release was built from,
-    if the store still has the snapshot.
-    """
+    """The snapshot that the release was built from, if the store still contains it."""
     classes: ClassSettings = NO_CHANGES
-    """The release's classes that were removed or renamed on purpose."""
+    """The classes of the release that were removed or renamed on purpose."""
     fault: str | None = None
     """The reason why the snapshot's manifest cannot be read."""
 
@@ -71,30 +69,33 @@ class UnavailableSystem(NamedTuple):
 
 
 class AnchorEvaluation(Frozen):
-    """The anchor, a fixed earlier release, on the same queries as the candidate.
+    """The measurement of the anchor, a fixed earlier release, on the same queries as
+    the candidate.
 
-    See `evernear.evaluation.gate_anchor`. Without a measurement, ``fault`` or
-    ``difference`` has the reason, as a sentence.
+    See `evernear.evaluation.gate_anchor`. If the anchor was not measured, ``fault`` or
+    ``difference`` states the reason as a sentence.
     """
 
     name: str
     measurement: Measurement | None = None
     comparison: Comparison | None = None
     test_overlap: float | None = None
-    """Proportion of the anchor's test images that are in the test split, or None if the
-    anchor's test images are unknown."""
+    """Proportion of the anchor's test images that are also in the test split, or None
+    if the anchor's test images are unknown.
+    """
     fault: str = ""
-    """The fault of an anchor whose archive is damaged,
-    or whose snapshot is damaged or lost.
+    """The reason for which the anchor cannot be measured: its archive is damaged, or
+    its snapshot is damaged or lost.
     """
     difference: str = ""
-    """The difference that prevents the anchor from answering these queries, such as a
-    different image shape."""
+    """The difference for which the anchor cannot answer these queries, such as a
+    different image shape.
+    """
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate and of earlier releases, if any,
-    on the same queries.
+    """Measurements of the candidate and of earlier releases, if any, on the same
+    queries as each other.
     """
 
     remedy = "run the evaluate step again"
@@ -105,49 +106,55 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     open_set: OpenSet
     baselines: tuple[Baseline, ...] = ()
     leakage: dict[str, int]
-    """Number of test images in each split that the candidate was built from. See
-    `count_leakage`."""
+    """Number of test images in each split from which the candidate was built. See
+    `count_leakage`.
+    """
     near_duplicates: NearDuplicates | None = None
-    """Test images that are nearly the same as an image of the train or gallery split,
-    or None in evaluations of earlier versions.
+    """Number of test images that are near-duplicates of an image in the train or
+    gallery split, or None in evaluations from earlier versions.
     """
     training_warnings: tuple[str, ...] = ()
-    """Signs that the candidate's training did not go well."""
+    """Signs of problems in the candidate's training."""
     champion_leakage: dict[str, int] | None
-    """Number of test images in each split that the champion was built from, or None
-    without a champion or if the champion's dataset is unavailable.
+    """Number of test images in each split from which the champion was built. None
+    without a champion, or if the champion's dataset is unavailable.
     """
     champion_test_overlap: float | None = None
-    """Proportion of the champion's test images that are in the test split, or None
+    """Proportion of the champion's test images that are also in the test split, or None
     under the same conditions as ``champion_leakage``. Images that came from review do
     not count.
     """
     champion_tests: int = 0
-    """Number of the champion's test images that are in the test split."""
+    """Number of the champion's test images that are also in the test split."""
     reviewed_left_out: dict[str, int] = {}
-    """Number of images that came from review and left a measured split, by split."""
+    """Number of images that came from review and left a measured split, keyed by
+    split.
+    """
     unreadable: dict[Literal["training", "champion"], str] = {}
-    """The reason why a snapshot cannot be read: the snapshot that the candidate's
-    network was trained on, or the champion's snapshot.
+    """The reason why a snapshot cannot be read, either the snapshot on which the
+    candidate's network was trained or the champion's snapshot.
     """
     classes: ClassSettings = NO_CHANGES
     """Classes of the champion that were removed or renamed on purpose. The champion's
-    measurement uses their current names."""
+    measurement uses the current names of these classes.
+    """
     anchor: AnchorEvaluation | None = None
-    """The anchor's evaluation, or None if the champion is the anchor or without a
-    champion.
+    """The anchor's evaluation. None if the champion is the anchor, or if no champion
+    exists.
     """
     replay: Replay | None = None
-    """Both systems' answers to stored live queries, or None without a champion."""
+    """Comparison of the candidate's and the champion's answers to stored live queries,
+    or None if no champion exists.
+    """
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
-    """Outcomes by the names in `SYSTEMS`, stored in `OUTCOMES_FILE`."""
+    """Outcomes, keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
 
     def summary(self) -> str:
         """The candidate's accuracy and its number of known images called unknown."""
         return f"accuracy {self.candidate.accuracy}; {self.candidate.false_rejects} of known images called unknown"
 
     def metrics(self) -> dict[str, float]:
-        """The metrics to chart, without values that are None or not finite."""
+        """The metrics to chart, except metrics whose value is None or not finite."""
         metrics: dict[str, float | None] = {
             "accuracy": self.candidate.accuracy.value,
             "accuracy_low": self.candidate.accuracy.low,
@@ -194,7 +201,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
 
     @staticmethod
     def open(directory: Path) -> "Evaluation":
-        """Read the files that `write` wrote, and check the counts against the outcomes.
+        """Read the files that `write` created, and check the counts against the
+        outcomes.
 
         Raises:
             IntegrityError: a file is missing or invalid,
@@ -229,7 +237,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
 
 
 class _Leakage(NamedTuple):
-    """The fields of `Evaluation` that compare snapshots."""
+    """The fields of `Evaluation` that are computed by comparing snapshots."""
 
     leakage: dict[str, int]
     champion_leakage: dict[str, int] | None
@@ -254,15 +262,16 @@ def evaluate_systems(
     ``dataset``.
 
     Also count leaked test images. ``anchor`` is None if the champion is the anchor. An
-    anchor or an earlier snapshot that cannot be read is not an error, because the gate
-    then holds the candidate.
+    anchor or an earlier snapshot that cannot be read is not an error. The gate then
+    holds the candidate.
 
-    The accuracy of a champion that was trained on test images is overstated, and the
-    gate reports this. A renamed class of the champion counts under its new name. A
-    retired class is left out. ``trained_on`` is the snapshot that the candidate's
-    network was trained on, ``dataset`` by default. ``answered`` returns the answers of
-    each of `SYSTEMS` if they are already computed. ``observe`` receives the candidate's
-    results, and ``observe_champion`` the champion's results. See `measure`.
+    If the champion was trained on test images, its accuracy is overstated. The gate
+    reports this fact. Images of a class that was renamed count under the new name.
+    Images of a retired class are left out. ``trained_on`` is the snapshot on which the
+    candidate's network was trained, which is ``dataset`` by default. ``answered``
+    returns the answers of each of `SYSTEMS` if the answers are already computed.
+    ``observe`` receives the candidate's results, and ``observe_champion`` receives the
+    champion's results. See `measure`.
 
     Raises:
         DataError: the test split is empty,
@@ -310,8 +319,8 @@ def _measure_anchor(
     groups: GroupNumbers | None,
     answered: Answered,
 ) -> AnchorEvaluation:
-    """Measure the anchor and add its outcomes to ``outcomes``,
-    if the anchor can be measured.
+    """If the anchor can be measured, measure it and add its outcomes to
+    ``outcomes``.
     """
     if isinstance(anchor, UnavailableSystem):
         return AnchorEvaluation(name=anchor.name, fault=anchor.fault)
@@ -338,8 +347,8 @@ def _measure_anchor(
 
 
 def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSystem | None) -> _Leakage:
-    """Count leaked test images. An earlier snapshot that cannot be read leaves its
-    counts unknown.
+    """Count leaked test images. If an earlier snapshot cannot be read, the counts for
+    that snapshot are unknown.
     """
     unreadable: dict[Literal["training", "champion"], str] = {}
     leakage = count_leakage(dataset, dataset)
@@ -361,8 +370,8 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
 
 
 def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> tuple[float, int]:
-    """Proportion and number of the champion's test images that are in the test split of
-    ``dataset``.
+    """Proportion and number of the champion's test images that are also in the test
+    split of ``dataset``.
 
     Images of retired classes, and images that left the test split because they came
     from review, do not count.

@@ -1,36 +1,38 @@
-"""The gate's rules for the anchor, a fixed earlier release,
-which limit the sum of small losses.
+"""The gate's rules for the anchor, a fixed earlier release. The rules limit the sum of
+small losses.
 
 Every candidate is compared with the champion. A promoted candidate may have a loss that
-is too small to detect, and the next candidate may lose as much again. The anchor does
-not move with the champion, so the losses against the anchor accumulate until a rule
-fails. The anchor is measured in the same run on the same images.
+is too small to detect. The next candidate may lose as much again. The anchor does not
+move with the champion, so the losses against the anchor accumulate until a rule fails.
+The anchor and the candidate are measured in the same run on the same images.
 
-The first release that a store promotes is the anchor. It remains the anchor until a
-user moves the anchor (`evernear registry anchor`), or until it can no longer be
-compared. This is the case if it takes images of a different shape, if fewer than
-``gate.test_overlap_floor`` of its test images are left, or if none of its classes are
-left. The champion then becomes the anchor, and the reason says so. A damaged or lost
-anchor fails the rule instead, because a fault must not weaken the gate.
+The first release that is promoted in a store becomes the anchor. It remains the anchor
+until a user chooses a different anchor (`evernear registry anchor`), or until it can no
+longer be compared with the candidate. An anchor can no longer be compared if its images
+have a different shape, if fewer than ``gate.test_overlap_floor`` of its test images are
+left, or if none of its classes are left. The champion then becomes the anchor, and the
+reason of the rule states the change. If the anchor is damaged or lost, the rule fails
+instead, because a fault must not weaken the gate.
 
 Paired test (`no_worse_than_anchor`)
-    The test of `no_worse`, on the classes that both the anchor and the candidate know.
-    Both tests spend the same share of ``gate.significance``. If the champion is the
-    anchor, `no_worse` spends both shares.
+    The same test as in `no_worse`, on the classes that both the anchor and the
+    candidate know. Both tests use the same share of ``gate.significance``. If the
+    champion is the anchor, `no_worse` uses both shares.
 
 Budget (`anchor_budget`)
-    On a small test split, no test detects a loss of several points. The regressions
-    minus the improvements must therefore not exceed a budget, which depends only on the
-    size of the test split and on the anchor's errors
+    On a small test split, no test can detect a loss of several percentage points. The
+    regressions minus the improvements must therefore not exceed a budget, which depends
+    only on the size of the test split and the number of the anchor's errors
     (`evernear.evaluation.compare.net_loss_budget`).
 
 Sensitivity (`detectable_loss`)
-    The smallest loss that one of these rules detects with a probability of 90%. If this
-    loss is above ``gate.max_undetected_loss``, the verdict says so. With
-    ``gate.on_undetected_loss = hold``, the rule fails. Runs that the watcher starts
-    have this setting.
+    The smallest loss that at least one of these rules detects with a probability of
+    90%. If this loss is above ``gate.max_undetected_loss``, the verdict states the
+    loss. With ``gate.on_undetected_loss = hold``, the rule also fails. Runs that the
+    watcher starts use this setting.
 
-Shares, budget and bound were chosen by simulation (docs/decisions/0069-the-anchor.md).
+The shares, the budget and the bound were chosen by simulation
+(docs/decisions/0069-the-anchor.md).
 """
 
 import math
@@ -45,13 +47,13 @@ from evernear.evaluation.verdict import AnchorChoice, Rule
 from evernear.settings import GateSettings
 
 CLASSES_SHARE = 0.2
-"""Share of ``gate.significance`` that `class_recall_drop` spends."""
+"""Share of ``gate.significance`` that `class_recall_drop` uses."""
 ANCHOR_SHARE = 0.4
-"""Share of ``gate.significance`` that `no_worse_than_anchor` spends.
-`no_worse` spends the remaining share.
+"""Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends
+the remaining share.
 """
 POWER = 0.9
-"""Probability of detecting the loss that a verdict states."""
+"""Probability with which the loss that a verdict states is detected."""
 _MOVE = "`evernear registry anchor VERSION --why REASON`"
 _REMEDY = f" If this accuracy is intended, promote the release and make it the anchor with {_MOVE}."
 
@@ -64,10 +66,11 @@ class Anchor:
     is_champion: bool
     measurement: Measurement | None
     pairs: PairedCounts | None
-    """The comparison on the classes that both know, or None with ``fault`` or without a
-    comparison with the champion."""
+    """The comparison on the classes that both releases know. None if ``fault`` is set,
+    or if the candidate was not compared with the champion.
+    """
     errors: int = 0
-    """Number of the anchor's errors on the compared queries."""
+    """Number of errors of the anchor on the compared queries."""
     fault: str = ""
     """The reason why the anchor cannot be measured, as a sentence."""
 
@@ -75,7 +78,7 @@ class Anchor:
 def choose_anchor(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Anchor:
     """The anchor of an evaluation.
 
-    Return the measured anchor if that release can be compared, otherwise the champion.
+    Return the measured anchor if it can be compared, and otherwise the champion.
     """
     measured = evaluation.anchor
     if measured is None:
@@ -96,7 +99,7 @@ def choose_anchor(evaluation: Evaluation, champion: Measurement, settings: GateS
 
 
 def levels(anchor: Anchor, settings: GateSettings) -> tuple[float, float]:
-    """The levels of `no_worse` and `no_worse_than_anchor`."""
+    """The significance levels of `no_worse` and `no_worse_than_anchor`."""
     both = settings.significance * (1 - CLASSES_SHARE)
     of_anchor = 0.0 if anchor.is_champion else settings.significance * ANCHOR_SHARE
     return both - of_anchor, of_anchor
@@ -127,7 +130,7 @@ def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: Gate
 
 
 def detectable_loss_rule(loss: float, settings: GateSettings) -> Rule:
-    """The rule for the smallest loss that the gate detects."""
+    """The rule for the smallest loss that the gate can detect."""
     bound = settings.max_undetected_loss
     is_small = loss <= bound
     stated = f"A loss of {100 * loss:.1f} points is detected" if loss < 1 else "No loss is detected"
@@ -155,8 +158,8 @@ def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorCh
 def _why_incomparable(
     difference: str, overlap: float | None, pairs: PairedCounts | None, settings: GateSettings
 ) -> str:
-    """The reason why an anchor cannot be compared, as a sentence,
-    or empty if it can be compared.
+    """The reason why the anchor cannot be compared, as a sentence, or an empty string
+    if the anchor can be compared.
     """
     if difference:
         return difference

@@ -1,4 +1,4 @@
-"""The gate's rule for known images that are called unknown."""
+"""The gate's rule for known images that the candidate calls unknown."""
 
 from evernear.common.output import quantity
 from evernear.evaluation.evaluate import Evaluation
@@ -10,8 +10,8 @@ from evernear.settings import GateSettings
 
 
 def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    """Hold if the share of known test images called unknown is significantly above the
-    ceiling.
+    """Hold the candidate if the share of known test images called unknown is
+    significantly above the ceiling.
 
     The ceiling is ``gate.false_reject_ceiling``.
     """
@@ -34,11 +34,11 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
 
 def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:
     """A sentence if test images are called unknown significantly more often than query
-    images.
+    images, or an empty string otherwise.
 
-    The query images set the threshold, and come from the same files as the gallery
-    images. If query images are near-duplicates of gallery images, images of a different
-    place or time exceed the threshold.
+    The threshold is calibrated on the query images, which come from the same files as
+    the gallery images. If the query images are near-duplicates of gallery images,
+    images from a different place or time exceed the threshold.
     """
     calibrated = candidate.calibration_rejects
     if calibrated is None or rejected.low <= calibrated.high:

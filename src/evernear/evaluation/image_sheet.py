@@ -1,4 +1,6 @@
-"""Image sheets for a page, each with many images of one size in one picture."""
+"""Image sheets for a page. Each sheet combines many images of one size in one
+picture.
+"""
 
 import base64
 import io
@@ -13,8 +15,9 @@ SHEET_COLUMNS = 20
 TILE_PX = 96
 """Longest side of an image on the page. Larger images are reduced."""
 LOSSLESS_BELOW_PX = 32
-"""Shorter side of a tile below which a sheet is lossless. Lossy WebP would blur small
-neighboring tiles."""
+"""Tile side below which a sheet is compressed without loss. The shorter side of the
+tile counts. Lossy WebP would blur small neighboring tiles.
+"""
 
 
 class Sheet(Frozen):
@@ -24,12 +27,12 @@ class Sheet(Frozen):
     width_px: int
     height_px: int
     webp: str
-    """The tiled image as WebP in base64."""
+    """The sheet as a base64-encoded WebP image."""
 
 
 class Tiles:
-    """Collects images of the dataset's shape,
-    reduced so that the longer side is at most ``limit_px``.
+    """Collects images with the dataset's shape, reduced so that the longer side is at
+    most ``limit_px``.
     """
 
     def __init__(self, shape: tuple[int, int, int], limit_px: int) -> None:
@@ -39,7 +42,7 @@ class Tiles:
         self._images: list[Image.Image] = []
 
     def add(self, image: Pixels) -> int:
-        """Add an image (H, W, C) and return its number."""
+        """Add an image of shape (H, W, C) and return its number."""
         picture = Image.fromarray(np.squeeze(image, axis=2) if image.shape[2] == 1 else image).convert("RGB")
         self._images.append(picture.resize((self._width, self._height), Image.Resampling.LANCZOS))
         return len(self._images) - 1

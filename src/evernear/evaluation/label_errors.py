@@ -1,13 +1,14 @@
-"""Find images whose label looks wrong,
-by confident learning on the neighbors of embeddings.
+"""Find images whose label looks wrong, by applying confident learning to the neighbors
+of embeddings.
 
-The class shares among an image's nearest neighbors are the image's class probabilities.
-A network that was trained on an image has fitted the label, right or wrong, so the
-image lies among images of that class. The images are therefore divided into folds. A
-network that is trained briefly on the other folds embeds each fold, and neighbors are
-searched within the fold. No embedding and no vote depends on the label that it checks.
+The class shares among an image's nearest neighbors serve as the image's class
+probabilities. A network has fitted the labels of the images that it was trained on,
+right or wrong. It therefore embeds each image among other images of the labeled class.
+For this reason, the images are divided into folds. Each fold is embedded by a network
+that is trained briefly on the other folds. Neighbors are searched within the fold. As a
+result, no embedding and no vote depends on the label that is checked.
 
-Northcutt, Jiang and Chuang 2021, "Confident Learning:
+The method is described in Northcutt, Jiang and Chuang 2021, "Confident Learning:
 Estimating Uncertainty in Dataset Labels", arXiv:1911.00068.
 """
 
@@ -35,15 +36,17 @@ from evernear.settings import TrainSettings
 FOLDS = 2
 NEIGHBORS = 20
 EXACT = 1 - 1e-6
-"""Smallest cosine at which two embeddings show the same picture. Copies do not vote."""
+"""Smallest cosine similarity at which two embeddings count as the same picture. Copies
+do not vote.
+"""
 NEAR_DUPLICATE = 0.98
-"""Smallest pixel correlation at which two images are near-duplicates."""
+"""Smallest pixel correlation at which two images count as near-duplicates."""
 _BATCH_IMAGES = 1024
 
 
 class Embedded(NamedTuple):
-    """The images of one fold: unit vectors (N, D), label indices (N,),
-    sha256 as uint8 (N, 32), pixels (N, H, W, C).
+    """The images of one fold: unit vectors (N, D), label indices (N,), sha256 digests
+    as uint8 (N, 32), and pixels (N, H, W, C).
     """
 
     vectors: NDArray[np.float32]
@@ -53,11 +56,11 @@ class Embedded(NamedTuple):
 
 
 class LabelError(NamedTuple):
-    """A row whose label looks wrong.
+    """A row of the fold whose label looks wrong.
 
     ``margin`` is the share of votes for the label minus the share of votes for
     ``suggested``. ``duplicate`` is the row of a near-duplicate with a different label,
-    or -1 if the votes contradict the label.
+    or -1 if the image was found because the votes contradict its label.
     """
 
     row: int
@@ -67,12 +70,13 @@ class LabelError(NamedTuple):
 
 
 def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
-    """Embed the images of all splits, fold by fold,
-    with networks that were not trained on them.
+    """Embed the images of all splits, fold by fold, each fold with a network that was
+    not trained on it.
 
-    The networks are discarded. ``settings`` apply to each training run, which
-    `evernear.evaluation.probe.probe_recipe` shortens. The images of the current fold
-    are in memory, and the images of the other folds are in a temporary directory.
+    The networks are discarded. ``settings`` applies to every training run.
+    `evernear.evaluation.probe.probe_recipe` shortens the runs. Only the images of the
+    current fold are in memory. The images of the other folds are in a temporary
+    directory.
     """
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
@@ -89,10 +93,10 @@ def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]
 
 
 def find_label_errors(embedded: Embedded) -> list[LabelError]:
-    """The images whose label looks wrong, the most suspect first.
+    """The images whose label looks wrong, with the most suspect image first.
 
-    Near-duplicates with different labels come first, and both images of a pair are
-    listed. Images whose neighbors' votes contradict the label follow.
+    Near-duplicates with different labels come first. Both images of a pair are listed.
+    Images whose neighbors vote against the label follow.
     """
     rows = nearest_others(embedded.vectors, NEIGHBORS)
     duplicates = _near_duplicates(embedded, rows)
@@ -101,9 +105,10 @@ def find_label_errors(embedded: Embedded) -> list[LabelError]:
 
 
 def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.int64]:
-    """The rows (N, ``neighbors``) of the nearest other vectors, nearest first.
+    """For each vector, the rows of the nearest other vectors, nearest first, as an
+    array of shape (N, ``neighbors``).
 
-    Copies are left out, and missing neighbors are -1.
+    Copies of the image are left out, and missing neighbors are -1.
     """
     index = faiss.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
@@ -120,14 +125,15 @@ def nearest_others(vectors: NDArray[np.float32], neighbors: int) -> NDArray[np.i
 
 
 def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelError]:
-    """Off-diagonal entries of the confident joint (arXiv:1911.00068, section 3),
+    """The off-diagonal entries of the confident joint (arXiv:1911.00068, section 3),
     sorted by margin.
 
-    The votes of the neighbors ``rows`` (N, K) are sparse, so memory does not grow with
-    the number of classes. The threshold of a class is the mean share of votes that the
-    class gets from the neighbors of images with its label. Only classes whose share
-    reaches their threshold are candidates for an image. The image is listed if the
-    candidate with the largest share is not the image's label.
+    ``rows`` (N, K) contains the neighbors. Votes are stored per neighbor rather than
+    per class, so memory use does not grow with the number of classes. The threshold for
+    a class is the mean share of votes that the class receives from the neighbors of
+    images with that label. A class is a candidate for an image only if its share of the
+    image's votes reaches the threshold for the class. The image is listed if the
+    candidate class with the largest share differs from the image's label.
     """
     votes = np.where(rows >= 0, labels[rows], -1)
     own_shares = (votes == labels[:, None]).mean(axis=1)
@@ -148,9 +154,9 @@ def by_votes(labels: NDArray[np.int64], rows: NDArray[np.int64]) -> list[LabelEr
 
 
 def _near_duplicates(embedded: Embedded, rows: NDArray[np.int64]) -> list[LabelError]:
-    """Pairs of neighbors with different labels and nearly the same pixels.
+    """Pairs of neighbors that have different labels and nearly the same pixels.
 
-    Either label of a pair may be wrong.
+    Either label in a pair may be wrong.
     """
     votes = embedded.labels[rows]
     errors: dict[int, LabelError] = {}
@@ -169,8 +175,8 @@ def _correlation(first_image: NDArray[np.uint8], second_image: NDArray[np.uint8]
 
 
 def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
-    """A copy of the train and gallery splits without the images of ``fold``,
-    in ``directory``.
+    """A copy of the train and gallery splits, without the images in ``fold``, that is
+    created in ``directory``.
     """
     store = open_store((directory / "store").as_uri())
     shards: list[Shard] = []
@@ -201,8 +207,8 @@ def _blocks(dataset: Dataset, split: Split) -> Iterator[Block]:
 
 
 def _fold_of(block: Block) -> NDArray[np.uint8]:
-    """The fold of each image, chosen by content so that all copies of an image are in
-    one fold.
+    """The fold of each image, derived from the content so that all copies of an image
+    are in the same fold.
     """
     return block.digests[:, -1] % FOLDS
 

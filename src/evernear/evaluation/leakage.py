@@ -1,4 +1,6 @@
-"""Count test leakage, the test images that a release was built from."""
+"""Count test leakage, which is the number of test images that a release was built
+from.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,21 +11,21 @@ from evernear.data.manifest import Split
 from evernear.data.shards import Dataset
 
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
-"""Splits that the weights, index and threshold of a release are built from."""
+"""Splits from which the weights, the index and the threshold of a release are built."""
 BLOCK_SIZE = 1_000_000
-"""Largest number of digests in memory, 32 MB. A larger test split is processed in
-blocks of this size, with one pass over the images per block.
+"""Maximum number of digests in memory, which corresponds to 32 MB. A larger test split
+is processed in blocks of this size. Each block requires one pass over the images.
 """
 Digests = NDArray[np.bytes_]
 
 
 def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[Split] = SEEN) -> dict[str, int]:
-    """Count the images of ``splits`` of ``training_dataset`` that are in the test split
-    of ``dataset``.
+    """For each of ``splits`` of ``training_dataset``, count the images that are also in
+    the test split of ``dataset``.
 
-    The images are read from the shards rather than from the ledger that assigned the
-    splits. Images are equal if their pixels at source resolution are equal. Two scans
-    of the same digit are two images.
+    The images are read from the shards, not from the ledger that assigned the splits.
+    Two images are equal if their pixels at source resolution are equal. Two scans of
+    the same digit therefore count as two images.
     """
     leakage = dict.fromkeys(splits, 0)
     for test in _merge_blocks(_digests(dataset, "test")):
@@ -37,8 +39,8 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
 
 def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
     for block in dataset.blocks(split):
-        # NumPy compares byte strings without trailing zeros,
-        # which is harmless at equal lengths.
+        # NumPy ignores trailing zeros when it compares byte strings, which is harmless
+        # if the lengths are equal.
         yield block.digests.view("S32").ravel()
 
 

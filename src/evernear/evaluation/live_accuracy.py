@@ -1,20 +1,20 @@
-"""Estimate live accuracy from labeled live queries, with confidence intervals, and test
-for a loss.
+"""Estimate live accuracy with confidence intervals from labeled live queries, and test
+for a loss of accuracy.
 
-The labels of a release are tested in blocks, in order of arrival. A block is a sample
-of fixed size. The test checks whether the block has more wrong labels than the accuracy
-on the test split explains. The number of wrong labels never decreases, so the result is
-known as soon as a label exceeds the limit. Therefore every label may be checked on
-arrival, and the test is as powerful as a single check of the whole block (curtailed
-inspection; Girshick, Mosteller and Savage 1946, Ann. Math. Stat. 17:13). A sequential
-test that may continue forever, such as a likelihood ratio, needs more labels to detect
-the same loss.
+The labels for a release are tested in blocks, in the order in which they arrive. Each
+block is a sample of fixed size. The test determines whether the block contains more
+wrong predictions than the accuracy on the test split explains. The number of wrong
+predictions in a block never decreases, so the result is known as soon as the number
+exceeds the limit. Therefore, each label may be checked on arrival, and the test is as
+powerful as a single check of the complete block (curtailed inspection; Girshick,
+Mosteller and Savage 1946, Ann Math Stat 17:13). A sequential test without a fixed
+end, such as a likelihood ratio test, needs more labels to detect the same loss.
 
 The limit is a quantile of the beta-binomial distribution. This distribution predicts
-the number of wrong labels from the test split, and thus accounts for the size of the
-test split.
+the number of wrong predictions from the results on the test split, and thus accounts
+for the size of the test split.
 
-``benchmarks/live_accuracy.py`` measures coverage, power and false alarms.
+``benchmarks/live_accuracy.py`` measures coverage, power and the rate of false alarms.
 """
 
 from collections import defaultdict
@@ -32,24 +32,26 @@ from evernear.common.output import quantity
 from evernear.evaluation.statistics import Proportion, deviations, exact_proportion
 
 LEVEL = 0.02
-"""Probability that the test reports a loss in a month for a release without a loss."""
+"""Probability that the test reports a loss in a given month although the release has no
+loss.
+"""
 BLOCK = 150
-"""Number of labels in the first block of a month. Each later block has twice the size
-of the previous block ...
+"""Number of labels in the first block of a month. Each later block in the month has
+twice the size of the previous block.
 """
 _LATER = 1 / 8
-"""... and this fraction of its level, so that all blocks of a month together use up
-`LEVEL`.
+"""Ratio of a later block's level to the level of the previous block. All blocks in a
+month together use up `LEVEL`.
 """
 _PARTS = ((1.0, 0.8), (1 / 3, 0.15), (0.1, 0.05))
-"""Fractions of a block with separate limits, which detect a severe loss early, and
-their shares of the block's level.
+"""Fractions of a block that have separate limits, with their shares of the block's
+level. The early limits detect a severe loss sooner.
 """
 
 
 class LabeledQuery(Frozen):
-    """A live query with the prediction of the release ``version``, and the true
-    label.
+    """A live query with its true label and the prediction of the release
+    ``version``.
     """
 
     id: str
@@ -62,18 +64,18 @@ class LabeledQuery(Frozen):
 
     @property
     def correct(self) -> bool:
-        """Whether the predicted class is correct, even if the prediction is unknown, as
-        on the test split.
+        """Whether the predicted class is correct. As on the test split, a correct class
+        also counts if the prediction is unknown.
         """
         return self.pred == self.label
 
 
 class LiveAccuracy(Frozen):
-    """The accuracy of a release on the labeled live queries of one week."""
+    """The accuracy of a release on the live queries from one week that have labels."""
 
     version: str
     week: str
-    """The ISO week of the queries, such as "2026-W07"."""
+    """The ISO week in which the queries arrived, such as "2026-W07"."""
     accuracy: Proportion
 
     def __str__(self) -> str:
@@ -91,24 +93,24 @@ class ExpectedAccuracy:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The accuracy of one release on the live queries that were labeled in this month
-    or the previous month.
+    """The accuracy of one release on the live queries that were labeled in the current
+    or previous month.
     """
 
     accuracy: Proportion
     expected: float | None
-    """The accuracy on the test split, or None if the release was archived without this
-    accuracy.
+    """The accuracy on the test split, or None if the archived release does not contain
+    it.
     """
     lost_at: datetime | None
-    """The arrival time of the label that made the loss significant, or None if the loss
-    is not significant.
+    """The arrival time of the label with which the loss became significant, or None if
+    the loss is not significant.
     """
 
     @property
     def loss(self) -> float:
-        """The decrease from the expected accuracy, or 0 without a decrease or an
-        expected accuracy.
+        """The decrease from the expected accuracy, or 0 if the accuracy did not
+        decrease or no expected accuracy is known.
         """
         return max(0.0, (self.expected or 0.0) - self.accuracy.value)
 
@@ -125,7 +127,7 @@ class Assessment:
 def assess(
     queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime, confidence: float = 0.95
 ) -> Assessment | None:
-    """Compare the labels of one release, in order of arrival, with the expected
+    """Compare the labels for one release, in order of arrival, with the expected
     accuracy. Return None without recent labels.
     """
     months = np.array([_month(query.labeled_at) for query in queries])
@@ -142,13 +144,13 @@ def assess(
 
 
 def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) -> ExpectedAccuracy | None:
-    """The accuracy on the test split from a release's metrics, or None if the metrics
-    lack its confidence interval.
+    """The accuracy on the test split, from a release's metrics. Returns None if the
+    metrics do not contain its confidence interval.
 
-    The number of independent images follows from the interval, because images of a
-    group count as fewer images (Wilson's formula, solved for the number). The
-    confidence level of an earlier interval is unknown, so the result is limited to the
-    number of images.
+    The number of independent images is computed from the interval with Wilson's
+    formula. It can be smaller than the number of images, because images of a group
+    count as fewer images. The confidence level of an interval from an earlier version
+    is unknown, so the result is limited to the number of images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
@@ -158,7 +160,7 @@ def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) ->
 
 
 def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) -> list[LiveAccuracy]:
-    """The accuracy of each release in each week, with the newest week first."""
+    """The accuracy of each release in each week, sorted by week in descending order."""
     outcomes: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
     for query in queries:
         outcomes[_week(query.at), query.version].append(query.correct)
@@ -169,10 +171,11 @@ def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) 
 
 
 def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: ExpectedAccuracy) -> NDArray[np.bool_]:
-    """Whether a loss is significant after each label, (N,).
+    """For each label, whether the loss is significant after that label, as an array of
+    shape (N,).
 
-    ``correct`` (N,) and ``months`` (N,), in ascending order,
-    are in the order in which the labels arrived.
+    ``correct`` (N,) and ``months`` (N,) are in the order in which the labels arrived,
+    so ``months`` is ascending.
     """
     lost = np.zeros(len(correct), np.bool_)
     for start, end, size, level in _blocks(months):
@@ -185,10 +188,10 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 
 
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
-    """Yield the start and end of each block, its full size and its level.
+    """Yield the start, the end, the full size and the level of each block.
 
-    A block ends when it reaches its full size, or at the end of a month if it has at
-    least `BLOCK` labels. With few labels, a block lasts several months.
+    A block ends when it reaches its full size. If it has at least `BLOCK` labels, it
+    also ends at the end of a month. If labels are rare, a block lasts several months.
     """
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)
     while start < len(months):
@@ -202,8 +205,8 @@ def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
 
 @lru_cache
 def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
-    """The largest number of wrong labels among ``labels`` that the test split explains
-    with a probability of more than ``level``.
+    """The largest number of wrong predictions among ``labels`` queries that the test
+    split explains with a probability of more than ``level``.
     """
     from scipy.stats import betabinom
 
@@ -216,7 +219,7 @@ def _limit(expected: ExpectedAccuracy, labels: int, level: float) -> int:
 
 
 def _month(at: datetime) -> int:
-    """The number of the month, counted in UTC."""
+    """The number of the month of ``at`` in UTC."""
     at = at.astimezone(UTC)
     return 12 * at.year + at.month
 

@@ -1,4 +1,6 @@
-"""Accuracy, recall and confusions of one recognizer, as served, on one split."""
+"""Accuracy, recall and confusions of a recognizer on one split, measured as the
+recognizer is served.
+"""
 
 import hashlib
 from collections import Counter
@@ -31,7 +33,7 @@ Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"]
 
 
 class AnsweredBlock(NamedTuple):
-    """A block of queries with their results."""
+    """A block of queries together with their results."""
 
     block: Block
     embeddings: NDArray[np.float32]
@@ -42,8 +44,8 @@ class AnsweredBlock(NamedTuple):
 def answer_queries(
     recognizer: "Recognizer", dataset: Dataset, shards: Sequence[Shard], batch_size: int
 ) -> Iterator[AnsweredBlock]:
-    """Answer the images of ``shards`` in order,
-    in batches that do not cross shard boundaries.
+    """Answer the images in ``shards`` in order, in batches that do not cross shard
+    boundaries.
     """
     gallery = recognizer.gallery
     for block, embeddings in recognizer.embed_shards(dataset, shards, batch_size):
@@ -52,7 +54,7 @@ def answer_queries(
 
 
 def observe_all(*observers: Observer) -> Observer:
-    """An observer that calls each of ``observers``."""
+    """An observer that calls each of ``observers`` in turn."""
 
     def observe(
         block: Block, embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
@@ -66,7 +68,7 @@ def observe_all(*observers: Observer) -> Observer:
 class Measurement(Frozen):
     """The result of `measure`.
 
-    Proportions refer to all queries of the split, unless stated otherwise.
+    Unless stated otherwise, proportions refer to all queries of the split.
     """
 
     name: str
@@ -74,58 +76,63 @@ class Measurement(Frozen):
     index_digest: str
     dataset_digest: str
     queries_sha256: str
-    """Hash of the image digests and labels of the queries, in order. Two measurements
-    have the same hash only if they have the same queries.
+    """Hash of the queries' image digests and labels, in order. Two measurements have
+    the same hash only if both have the same queries.
     """
     labels: tuple[str, ...]
     """Labels of the dataset."""
     known_labels: tuple[str, ...]
-    """Labels that the system can predict."""
+    """Labels that the measured system can predict."""
     threshold: float
     parity_max_abs_difference: float
-    """Difference between the exported and the eager network,
-    measured by the export step.
+    """Difference between the outputs of the exported and the eager network, as measured
+    by the export step.
     """
     accuracy: Proportion
-    """Proportion of queries with the correct prediction,
-    whether called unknown or not.
+    """Proportion of queries with the correct prediction, including queries called
+    unknown.
     """
     recall_at_1: Proportion
     """Proportion of queries whose nearest neighbor has the correct label."""
     recall_at_5: Proportion
-    """Proportion of queries with the correct label among the five nearest neighbors."""
+    """Proportion of queries whose five nearest neighbors include the correct label."""
     false_rejects: Proportion | None
     """Proportion of queries called unknown among the queries of classes that the system
-    knows, or None without such queries."""
+    knows. None if no query is of a known class.
+    """
     calibration_rejects: Proportion | None = None
-    """Proportion of images called unknown in the query split, on which the threshold
-    was calibrated. The interval counts groups, and is exact even though the threshold
-    was chosen on these images. None in evaluations of earlier versions.
+    """Proportion of images called unknown in the query split, which was used to
+    calibrate the threshold. Groups count in the interval, which is exact even though
+    the threshold was chosen on these images. None in evaluations from earlier versions.
     """
     index_recall: Proportion
-    """Proportion of query-split images whose nearest vector the index found (recall@1
-    against exact search)."""
+    """Proportion of query-split images for which the index found the nearest vector
+    (recall@1 against exact search).
+    """
     class_recall: dict[str, Proportion]
-    """Proportion of queries predicted correctly, for each label that has queries."""
+    """For each label that has queries, the proportion of queries predicted
+    correctly.
+    """
     class_rejects: dict[str, Proportion] = {}
-    """Proportion of queries called unknown, for each label that has queries."""
+    """For each label that has queries, the proportion of queries called unknown."""
     confusions: tuple[tuple[str, str, int], ...]
-    """(label, prediction, count) of the pairs that occur, sorted by label."""
+    """Tuples (label, prediction, count) for the pairs that occur, sorted by label."""
     groups: int | None = None
-    """Number of groups of the queries (``data.group``), which the intervals count, or
-    None if every query is independent.
+    """Number of groups (``data.group``) among the queries, which count in the
+    intervals. None if every query is independent.
     """
 
     @property
     def most_common_class_proportion(self) -> float:
-        """The accuracy of always predicting the most common class of the split."""
+        """The accuracy of always predicting the most common class in the split."""
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total
 
     def confusion_matrix(self, max_labels: int = 50) -> tuple[list[str], list[list[int]]]:
-        """The labels, and a matrix with labels as rows and predictions as columns.
+        """The labels, and a matrix whose rows are labels and whose columns are
+        predictions.
 
-        With more than ``max_labels`` labels, the labels with the fewest confusions are
-        merged.
+        If there are more than ``max_labels`` labels, the labels with the fewest
+        confusions are merged.
         """
         wrong: Counter[str] = Counter()
         for label, answer, count in self.confusions:
@@ -143,13 +150,13 @@ class Measurement(Frozen):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcome of each query, in the order of the split."""
+    """The outcomes of all queries, in the order of the split."""
 
     correct: NDArray[np.bool_]
     labels: NDArray[np.int32]
     """Label indices of the queries."""
     groups: NDArray[np.int32] | None = None
-    """Group numbers of the queries, or None if every query is independent."""
+    """Group numbers of the queries, or None if the queries are independent."""
 
 
 def measure(
@@ -162,17 +169,18 @@ def measure(
     groups: GroupNumbers | None = None,
     answered: Iterable[AnsweredBlock] | None = None,
 ) -> tuple[Measurement, Outcomes]:
-    """Measure ``recognizer`` on every image of ``split``.
+    """Measure ``recognizer`` on all images in ``split``.
 
     ``classes`` translates the labels of an earlier release. ``observe`` is called with
-    each block, its embeddings, their neighbors and the predictions. The intervals count
-    ``groups``, or images if ``groups`` is None. ``answered`` has the answers to the
-    split in order, if they are already computed (`evernear.evaluation.in_parts`).
-    Memory grows with the split only by the outcomes, 12 bytes per image.
+    each block, the embeddings of the block, their neighbors, and the predictions. In
+    the intervals, ``groups`` count, or images if ``groups`` is None. ``answered``
+    contains the answers to the split in order, if the answers are already computed
+    (`evernear.evaluation.in_parts`). Only the outcomes need memory in proportion to the
+    size of the split, 12 bytes per image.
 
     Raises:
-        DataError: the split is empty, or its images do not have the input shape of the
-            recognizer.
+        DataError: the split is empty, or its images do not have the recognizer's input
+            shape.
     """
     dataset.require_shape(recognizer.shape, recognizer.name or "The candidate")
     gallery = recognizer.gallery
@@ -222,7 +230,7 @@ Column = Literal["correct", "nearest", "among_nearest", "unknown"]
 
 @dataclass(frozen=True)
 class _Shares:
-    """Proportions of queries. Each property has one column of booleans."""
+    """Proportions of queries. Each property has one column of boolean values."""
 
     names: tuple[str, ...]
     labels: NDArray[np.int32]
@@ -239,11 +247,13 @@ class _Shares:
         return self._by_stratum(column, np.zeros_like(self.labels))[0]
 
     def within(self, labels: tuple[str, ...], column: Column) -> Proportion | None:
-        """The proportion of the queries of ``labels``, or None without such queries."""
+        """The proportion among the queries with ``labels``, or None if there are no
+        such queries.
+        """
         return self._by_stratum(column, np.isin(self.names, labels).astype(np.int32)[self.labels]).get(1)
 
     def by_class(self, column: Column) -> dict[str, Proportion]:
-        """The proportion of the queries of each label that has queries."""
+        """The proportion for each label that has queries."""
         return {self.names[label]: share for label, share in self._by_stratum(column, self.labels).items()}
 
     def _by_stratum(self, column: Column, strata: NDArray[np.int32]) -> dict[int, Proportion]:
@@ -262,8 +272,8 @@ class _Shares:
 class _Tally:
     """Collects blocks.
 
-    Predictions use the dataset's label indices.
-    The index after the last label stands for any other label.
+    Predictions use the dataset's label indices. The index after the last label stands
+    for any label that the dataset does not have.
     """
 
     def __init__(self, labels: tuple[str, ...], answers: tuple[str, ...]) -> None:
@@ -298,7 +308,7 @@ class _Tally:
         self._pairs.update(dict(zip(pairs.tolist(), counts.tolist(), strict=True)))
         self._labels.append(truth.astype(np.int32))
         self._groups += [] if groups is None else [groups]
-        # Digests and labels alternate so that the hash does not depend on the block
+        # Digests and labels alternate, so that the hash does not depend on the block
         # size.
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())

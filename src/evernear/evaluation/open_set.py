@@ -8,61 +8,63 @@ from evernear.evaluation.statistics import Auroc, Interval, Proportion, Roc
 class OpenSet(Frozen):
     """The result of a probe.
 
-    If the classes are too few to hold any out, ``held_out`` is empty and all figures
-    are None. At most one of ``threshold`` and ``reject_rate`` is set, and determines
-    the threshold of the release. If the network is reused from a release, only
+    If there are too few classes to hold any out, ``held_out`` is empty and all figures
+    are None. At most one of ``threshold`` and ``reject_rate`` is set. It determines the
+    threshold of the release. If the network is reused from an earlier release, only
     ``threshold`` is set.
     """
 
     held_out: tuple[str, ...]
-    """The classes that at least one draw held out."""
+    """The classes that were held out in at least one draw."""
     draws: int = 0
-    """Number of probed networks, each trained without different classes. The number is
-    0 in probes of earlier versions, whose intervals count images only.
+    """Number of probed networks. Each network is trained without a different set of
+    classes. The number is 0 in probes from earlier versions. In the intervals of those
+    probes, only images count.
     """
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
-    """Share of accepted test images of held-out classes at the threshold that accepts
-    95% of the known images (FPR at 95% TPR).
+    """Share of test images of held-out classes that are accepted at the threshold that
+    accepts 95% of the known images (FPR at 95% TPR).
     """
     roc: Roc | None = None
     threshold: float | None = None
-    """Threshold of the release whose network is reused, or
+    """Threshold of the release whose network is reused. It is
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen
-    classes."""
+    classes.
+    """
     reject_rate: float | None = None
-    """Share of known images to call unknown: ``required_reject_rate``,
-    but at most ``stated_false_reject_rate``.
+    """Share of known images that the release calls unknown, which is
+    ``required_reject_rate`` but at most ``stated_false_reject_rate``.
     """
     required_reject_rate: float | None = None
-    """Share of known query images that the threshold for ``stated_false_accept_rate``
-    rejects.
+    """Share of known query images that are rejected by the threshold for
+    ``stated_false_accept_rate``.
     """
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Proportion of test images of held-out classes accepted at ``reject_rate``. All
-    are accepted if unknown is switched off. The intervals of all figures contain the
-    spread between classes.
+    """Proportion of test images of held-out classes that are accepted at
+    ``reject_rate``. If no image is called unknown, all images are accepted. The
+    intervals of all figures include the spread between classes.
     """
     false_rejects: Proportion | None = None
-    """Proportion of test images of the other classes rejected at ``reject_rate``. None
-    are rejected if unknown is switched off.
+    """Proportion of test images of the other classes that are rejected at
+    ``reject_rate``. If no image is called unknown, no image is rejected.
     """
 
     @property
     def separates(self) -> bool:
-        """Whether images of the held-out classes are significantly farther away than
-        known images.
+        """Whether images of the held-out classes are significantly farther from the
+        gallery than known images.
 
-        This property is about the held-out classes. Other classes may differ,
-        as the interval of ``auroc`` shows.
+        This property concerns only the held-out classes. Other classes may be
+        different, as the interval of ``auroc`` shows.
         """
         return self.reject_rate is not None
 
     def summary(self) -> str:
-        """The outcome of the calibration in one or two sentences,
-        or empty without a probe.
+        """The outcome of the calibration in one or two sentences, or an empty string
+        without a probe.
         """
         if self.auroc is None or self.false_accepts is None:
             return ""
@@ -81,12 +83,12 @@ class OpenSet(Frozen):
         return text
 
     def _classes(self) -> str:
-        """The number of classes and draws that the figures rest on."""
+        """The number of classes and draws on which the figures are based."""
         draws = f" in {self.draws} draws" if self.draws > 1 else ""
         return f"the {quantity(len(self.held_out), 'class', 'classes')} held out{draws} ({named(self.held_out)})"
 
     def basis(self) -> str:
-        """The basis and the scope of the figures, in a few sentences."""
+        """The basis and the scope of the figures, in one or two sentences."""
         classes = quantity(len(self.held_out), "class", "classes")
         if not self.draws:
             return f"The figures rest on {classes}, and the intervals hold for these alone: other classes may differ."

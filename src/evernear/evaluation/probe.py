@@ -1,4 +1,6 @@
-"""The open-set probe, which measures how well distances separate unseen classes."""
+"""The open-set probe, which measures how well distances separate unseen classes from
+known classes.
+"""
 
 import math
 import time
@@ -38,31 +40,33 @@ from evernear.settings import EvaluationSettings, IndexSettings, TrainSettings
 
 Distances = NDArray[np.float32]
 FEWEST_KNOWN = 2
-"""Minimum number of classes to train on.
-Calibration needs two classes in the gallery.
+"""Minimum number of classes that remain for training. Calibration requires two classes
+in the gallery.
 """
 FEWEST_HELD_OUT = 2
-"""Default number of classes to hold out if the dataset has fewer than ten classes. Of
-more classes, a fifth is held out.
+"""Number of classes to hold out by default if the dataset has fewer than ten classes.
+If the dataset has more classes, a fifth of them is held out.
 """
 
 
 class Sample(NamedTuple):
-    """Images of one split in one draw,
-    either of known classes or of held-out classes.
+    """Images from one split in one draw, either all of known classes or all of held-out
+    classes.
     """
 
     distances: Distances
-    """Distance of each image (N,) to its nearest gallery vector."""
+    """Distance of each image (N,) to the nearest gallery vector."""
     clusterings: tuple[Clusters, ...]
-    """The class of each image and, with ``data.group``, its group."""
+    """The class of each image and, if ``data.group`` is set, the group of each
+    image.
+    """
 
     @property
     def independent(self) -> float:
         """The number of independent images.
 
-        With groups, `effective_totals` estimates the number. Without groups,
-        all images are independent.
+        If the images have groups, `effective_totals` estimates this number. If the
+        images have no groups, all images are independent.
         """
         if len(self.clusterings) == 1:
             return float(len(self.distances))
@@ -76,7 +80,9 @@ class Sample(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Distances of one network, which has not seen the held-out classes."""
+    """Distances that are measured with one network, which was not trained on the
+    held-out classes.
+    """
 
     known: Sample
     """Test images of known classes."""
@@ -85,7 +91,7 @@ class Draw(NamedTuple):
     known_for_calibration: Distances
     """Query images of known classes."""
     unknown_for_calibration: Distances
-    """Query and gallery images of held-out classes."""
+    """Query and gallery images of the held-out classes."""
 
 
 def probe_open_set(
@@ -99,24 +105,26 @@ def probe_open_set(
 ) -> OpenSet:
     """Train without some classes, and measure the distances of their images.
 
-    The candidate cannot be probed, because it was trained on every class. The probe
-    trains with the same recipe for fewer epochs. ``train_settings.seed`` chooses the
-    held-out classes, which are excluded from training and from the gallery. A frozen
-    backbone is probed in several draws, each without different classes, because its
-    features are cached. The query and gallery images of the held-out classes, and the
-    query images of the other classes, determine the share of known images to reject.
-    The test split determines the figures. The networks are discarded, because the
-    result describes the recipe. If images of unseen classes are not significantly
-    farther away than known images, the release calls no image unknown.
+    The candidate itself cannot be probed, because it was trained on all classes. The
+    probe uses the same recipe as the training, with fewer epochs.
+    ``train_settings.seed`` determines the held-out classes. These classes are excluded
+    from training and from the gallery. A frozen backbone is probed in several draws,
+    because its features are cached. Each draw holds out different classes. The share of
+    known images to reject is determined from the query and gallery images of the
+    held-out classes and the query images of the other classes. The figures are
+    determined from the test split. The networks are discarded, because the result
+    describes the recipe and not a network. If images of unseen classes are not
+    significantly farther from the gallery than known images, the release calls no image
+    unknown.
 
     ``on_step`` is called after each training step. ``on_draw`` is called after each
     draw with the number of completed draws and the total number of draws. Features of a
-    frozen backbone come from ``store``. With ``train.minutes``, no draw begins after
-    the planned time.
+    frozen backbone are read from ``store``. If ``train.minutes`` is set, no draw begins
+    after the planned time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
-    # Every class needs images in each split, whether it is held out or not.
+    # Every class needs images in each split, whether the class is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     wanted = settings.held_out_classes or max(FEWEST_HELD_OUT, len(eligible) // 5)
     plan = plan_training(dataset, train_settings, store) if train_settings.minutes else None
@@ -141,11 +149,11 @@ def probe_open_set(
 def probe_recipe(
     dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
 ) -> TrainSettings:
-    """``train_settings`` with the epochs of the probe.
+    """``train_settings`` with the number of epochs for the probe.
 
-    The number of epochs is ``settings.probe_epochs``, or a share of the training's
-    epochs if that setting is 0. With ``train.minutes``, the recipe is part of the plan
-    in ``store``.
+    The number of epochs is ``settings.probe_epochs`` or, if that setting is 0, a share
+    of the training's epochs. If ``train.minutes`` is set, the recipe is part of the
+    plan in ``store``.
     """
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
@@ -156,11 +164,11 @@ def probe_recipe(
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) -> OpenSet:
-    """Choose the share of known images to reject,
-    and measure the effect on the test images of ``draws``.
+    """Choose the share of known images to reject, and measure the effect of this share
+    on the test images of ``draws``.
 
-    Each draw has its own threshold, because the distances of two networks differ.
-    ``held_out`` of the result is empty.
+    Each draw has a separate threshold, because the distances of two networks differ. In
+    the result, ``held_out`` is empty.
     """
     known, unknown = (_concatenate(samples) for samples in zip(*(draw[:2] for draw in draws), strict=True))
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
@@ -201,15 +209,17 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) ->
 
 
 def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
-    """Share of known images that the threshold for ``false_accept_rate`` rejects."""
+    """Share of known images that are rejected by the threshold for
+    ``false_accept_rate``.
+    """
     return float((draw.known_for_calibration > threshold_at(draw.unknown_for_calibration, false_accept_rate)).mean())
 
 
 def _interval_of_classes(
     value: float, placements: Placements, known: Sample, unknown: Sample, confidence: float
 ) -> tuple[float, float]:
-    """Interval limits of the area ``value``,
-    with known and held-out classes as samples of all classes.
+    """Interval limits for the area ``value``. The known and the held-out classes are
+    regarded as samples of all classes.
     """
     from scipy.special import expit, logit
 
@@ -234,8 +244,8 @@ def _false_accepts_at_95(known: Sample, unknown: Sample, confidence: float) -> I
 
 
 def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> Proportion:
-    """The share of ``outcomes`` (N,) with an interval that contains the spread between
-    classes.
+    """The share of ``outcomes`` (N,) that are true, with an interval that includes the
+    spread between classes.
     """
     effective = effective_images(outcomes, clusterings, confidence)
     return proportion(int(outcomes.sum()), len(outcomes), confidence, effective)
@@ -247,10 +257,10 @@ def _concatenate(samples: Sequence[Sample]) -> Sample:
 
 
 def choose_held_out(labels: Sequence[str], wanted: int, draws: int, seed: int) -> list[frozenset[str]]:
-    """Choose ``wanted`` of ``labels`` for each of ``draws``, without repeating a label.
+    """Choose ``wanted`` of ``labels`` for each draw, without choosing a label twice.
 
-    A draw has fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be
-    left. The result has fewer draws if the labels are used up.
+    A draw gets fewer labels if fewer than `FEWEST_KNOWN` classes would otherwise be
+    left. If the labels are used up, the result has fewer draws than ``draws``.
     """
     wanted = min(wanted, len(labels) - FEWEST_KNOWN)
     if wanted < 1:
@@ -267,7 +277,9 @@ def _measure_draw(
     batch_size: int,
     groups: GroupNumbers | None,
 ) -> Draw:
-    """Distances to the gallery of a ``recognizer`` without ``held_out``."""
+    """The distances to the gallery of ``recognizer``, which does not contain
+    ``held_out``.
+    """
     seen = groups.seen_queries() if groups else frozenset[bytes]()
     known, unknown = _distances(recognizer, dataset, "test", held_out, batch_size, groups)
     queries, others = _distances(recognizer, dataset, "query", held_out, batch_size, None, seen)
@@ -284,11 +296,11 @@ def _distances(
     groups: GroupNumbers | None,
     exclude: frozenset[bytes] = frozenset(),
 ) -> tuple[Sample, Sample]:
-    """Nearest-neighbor distances of a split's images of known classes and of held-out
-    classes.
+    """Nearest-neighbor distances of a split's images: the known classes, then the
+    held-out classes.
 
-    Known images whose digest is in ``exclude`` are left out,
-    unless no other known image is left.
+    Known images whose digest is in ``exclude`` are left out, unless no known image
+    would be left.
     """
     held_out_indices = [dataset.labels.index(label) for label in held_out]
     gallery = recognizer.gallery

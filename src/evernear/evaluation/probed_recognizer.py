@@ -1,6 +1,7 @@
-"""The recognizers that the open-set probe measures.
+"""The recognizers that are measured by the open-set probe.
 
-Each recognizer does not know some of the classes, and is discarded afterwards.
+Each recognizer does not know some of the classes, and is discarded after the
+measurement.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from evernear.settings import IndexSettings, TrainSettings
 
 
 class ProbedRecognizer(NamedTuple):
-    """A network's gallery, and a function that embeds queries with the network."""
+    """A network's gallery, and a function that uses the network to embed queries."""
 
     gallery: Gallery
     embed: Embed
@@ -34,8 +35,8 @@ class ProbedRecognizer(NamedTuple):
 def choose_opener(
     dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, store: Store | None
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
-    """Return a function that makes a recognizer without the labels that the function is
-    called with.
+    """Return a function that takes a set of labels and makes a recognizer without these
+    labels.
     """
     if not recipe.keeps_backbone:
         return partial(_open_trained, dataset, recipe, settings, on_step)
@@ -47,7 +48,7 @@ def choose_opener(
 def _open_trained(
     dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
 ) -> ProbedRecognizer:
-    """Train a network, whose files and embeddings are discarded."""
+    """Train a network. The files and embeddings of the network are discarded."""
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
@@ -66,7 +67,7 @@ def _open_head(
     pretrained: Pretrained,
     held_out: frozenset[str],
 ) -> ProbedRecognizer:
-    """Fit the last layer of a pretrained network.
+    """Fit the last layer of a pretrained network to the dataset.
 
     The network is not exported, because the export would take longer than the training.
     """

@@ -1,4 +1,4 @@
-"""Network, index, labels and threshold, combined as they are served."""
+"""A network, an index, labels and a threshold, combined as in serving."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from evernear.index.search import Gallery
 class Recognizer:
     """A release or a candidate.
 
-    ``name`` is the version of the release, or empty for a candidate.
+    ``name`` is the version of the release, or an empty string for a candidate.
     """
 
     network: torch.jit.ScriptModule
@@ -32,19 +32,19 @@ class Recognizer:
     parity_max_abs_difference: float
     name: str = ""
     embedder: ExportedEmbedder | None = None
-    """Reads a frozen network's features from the store,
-    or None if images are always embedded by the network.
+    """Reads the features of a frozen network from the store. None if the network always
+    embeds the images.
     """
 
     @staticmethod
     def open(network_dir: Path, index_dir: Path, name: str = "", store: Store | None = None) -> "Recognizer":
-        """Open the outputs of the export and index steps,
-        which may be in the same directory.
+        """Open the outputs of the export step and the index step, which may be in the
+        same directory.
 
-        With a ``store``, features of a frozen network are cached there.
+        If ``store`` is set, it caches the features of a frozen network.
 
         Raises:
-            IntegrityError: a file is missing or changed, or the index belongs to a
+            IntegrityError: a file is missing or was changed, or the index belongs to a
                 different network.
         """
         described = describe_network(network_dir)
@@ -60,26 +60,26 @@ class Recognizer:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of the input images."""
+        """Height, width and number of channels of the input images."""
         return self.preprocessing.shape
 
     def embed(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Embed images (N, H, W, C) as unit vectors (N, D)."""
+        """Embed images of shape (N, H, W, C) as unit vectors of shape (N, D)."""
         return embed_images(self.network, images)
 
     def embed_split(
         self, dataset: Dataset, split: Split, batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``split`` in order, with the embeddings (N,
-        D) of their images.
+        """Yield the blocks of ``split`` in order, each with the embeddings (N, D) of
+        its images.
         """
         return self.embed_shards(dataset, dataset.shards(split), batch_size)
 
     def embed_shards(
         self, dataset: Dataset, shards: Sequence[Shard], batch_size: int
     ) -> Iterator[tuple[Block, NDArray[np.float32]]]:
-        """Yield the blocks of ``shards`` in order, with the embeddings (N,
-        D) of their images.
+        """Yield the blocks of ``shards`` in order, each with the embeddings (N, D) of
+        its images.
         """
         if self.embedder is None:
             for shard in shards:

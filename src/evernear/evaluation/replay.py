@@ -1,41 +1,42 @@
-"""Replay, which compares changed answers on stored live queries with changes on the
-test split.
+"""Replay compares how many answers change on stored live queries and on the test split.
 
-A live query has no label, so it cannot show which of two answers is right. Two good
-releases nevertheless agree on most queries, and the test split shows how often they
-differ. `replay_rule` holds a candidate that changes significantly more of the
-champion's answers on live queries. Replay reveals damage that the test split cannot
-reveal. Examples are a preprocessing of client files that differs from the dataset's, a
-class that the dataset lost together with its test images, and exchanged labels in the
-dataset.
+A live query has no label, so it cannot show which of two different answers is right.
+However, two good releases agree on most queries, and the test split shows how often
+they differ. `replay_rule` holds a candidate that changes significantly more of the
+champion's answers on live queries than on the test split. Replay reveals some damage
+that the test split cannot reveal. Examples are preprocessing of client files that
+differs from the dataset's preprocessing, a class that the dataset lost together with
+its test images, and swapped labels in the dataset.
 
 Compared answers
     Only queries and test images that the champion recognizes are compared. Queries that
-    the champion calls unknown (`Replay.was_unknown`) say nothing about the candidate,
-    because recognizing them may be the purpose of the new images. An answer has changed
-    if the candidate calls the query unknown or names a different class. Answers with a
-    class that the champion does not know (`Replay.new_class`) or that
-    ``classes.retired`` names (`Replay.retired`) are counted separately.
+    the champion calls unknown (`Replay.was_unknown`) provide no evidence about the
+    candidate, because recognizing such queries may be the purpose of the new images. An
+    answer has changed if the candidate calls the query unknown or predicts a different
+    class. Answers with a class that the champion does not know (`Replay.new_class`), or
+    with a class in ``classes.retired`` (`Replay.retired`), are counted separately.
 
 Difficulty
-    Live queries are often more difficult than test images, and retrained networks
-    differ on difficult images. Queries and test images are therefore grouped by the
-    champion's distance. Within each group, the number of changed queries is compared
-    with the number of changed test images. The test is exact, conditional on the totals
-    of each group (Birch 1964, J. R. Stat. Soc. B 26:313). It is the exact form of the
-    Mantel-Haenszel test (1959, J. Natl. Cancer Inst. 22:719).
+    Live queries are often more difficult than test images. The answers of retrained
+    networks differ on difficult images. Queries and test images are therefore grouped
+    by the champion's distance. Within each group, the number of changed answers to
+    queries is compared with the number of changed answers to test images. The test is
+    exact, conditional on the totals of each group (Birch 1964, J R Stat Soc B
+    26:313). This test is the exact form of the Mantel-Haenszel test (1959, J Natl
+    Cancer Inst 22:719).
 
 Classes
-    Each class that the champion predicts is also compared alone, because the loss of
-    one class among many hardly changes the total. The comparison of all queries and the
-    comparison of the classes share `LEVEL` of ``gate.significance``. Changes must also
-    exceed a minimum, because live queries are never an exact sample of the test images.
+    Each class that the champion predicts is also compared separately, because the loss
+    of one class among many hardly changes the total. The comparison of all queries and
+    the comparisons of the classes share the fraction `LEVEL` of ``gate.significance``.
+    The number of changes must also exceed a minimum, because live queries are never an
+    exact sample of the test images.
 
 Exchanged labels
-    If the labels of the dataset are exchanged, candidate and champion differ on the
-    test split as much as on live queries. The champion may have more errors than at its
-    release on images that it was already tested on. The additional errors therefore do
-    not explain changed answers (`unexpected_errors`).
+    If labels in the dataset are swapped, candidate and champion differ as much on the
+    test split as on live queries. The champion may then have more errors on images that
+    it was already tested on than it had at its release. Therefore, the additional
+    errors do not count as an explanation for changed answers (`unexpected_errors`).
 """
 
 import math
@@ -57,31 +58,33 @@ if TYPE_CHECKING:
     from evernear.index.search import Classifications, Neighbors
 
 LEVEL = 0.1
-"""Share of ``gate.significance`` that `replay_rule` spends,
-half on all queries and half on the classes.
+"""Share of ``gate.significance`` that `replay_rule` uses, half for all queries together
+and half for the classes.
 """
 MIN_QUERIES = 50
-"""Number of compared queries below which no candidate is held."""
+"""If fewer queries are compared, no candidate is held."""
 GROUPS = 20
-"""Number of groups of queries and test images by the champion's distance.
-All groups have the same size.
+"""Number of groups into which queries and test images are divided by the champion's
+distance. All groups have the same size.
 """
 MIN_CLASS_IMAGES = 10
-"""Number of test images below which a class is compared with the whole test split."""
+"""If a class has fewer test images, it is compared with the whole test split."""
 CLASS_CHANGE = 0.5
-"""A class holds the candidate only if its share of changed answers exceeds the
-explained share by more than this value.
+"""A class causes a hold only if its share of changed answers exceeds the explained
+share by more than this value.
 """
 LACKING, RETIRED = -1, -2
-"""Class numbers of a class that the candidate lacks, and of a class that was retired on
-purpose."""
+"""Class numbers for a class that the candidate lacks, and for a class that was retired
+on purpose.
+"""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to N images: class numbers, distances and unknown flags, each (N,).
+    """Answers to N images, as arrays of shape (N,): class numbers, distances and
+    unknown flags.
 
-    Class numbers refer to the candidate's classes.
+    The class numbers refer to the candidate's classes.
     """
 
     labels: NDArray[np.int32]
@@ -90,29 +93,29 @@ class Answers:
 
 
 class AnswerNumbers:
-    """Translates a system's labels to numbers of the candidate's classes."""
+    """Translates the labels of a system to the numbers of the candidate's classes."""
 
     def __init__(self, labels: tuple[str, ...], classes: ClassSettings) -> None:
         self._numbers = {label: number for number, label in enumerate(labels)}
         self._classes = classes
 
     def of_candidate(self, label: str) -> int:
-        """The number of a candidate class."""
+        """The number of a class that the candidate predicts."""
         return self._numbers.get(label, LACKING)
 
     def of_champion(self, label: str) -> int:
-        """The number of a champion class, after ``classes`` has renamed or retired the
-        class.
+        """The number of a class that the champion predicts, after ``classes`` has
+        renamed or retired it.
         """
         current = self._classes.current(label)
         return RETIRED if current is None else self._numbers.get(current, LACKING)
 
 
 class AnswerCollector:
-    """An observer of `evernear.evaluation.measure.measure` that stores 9 bytes of each
-    answer.
+    """An observer for `evernear.evaluation.measure.measure` that stores 9 bytes for
+    each answer.
 
-    ``numbers`` has the class number of each of the system's label indices.
+    ``numbers`` contains the class number for each of the system's label indices.
     """
 
     def __init__(self, numbers: list[int]) -> None:
@@ -122,7 +125,7 @@ class AnswerCollector:
     def add(
         self, block: "Block | None", embeddings: NDArray[np.float32], neighbors: "Neighbors", answers: "Classifications"
     ) -> None:
-        """Add the answers to a block."""
+        """Add the answers to one block."""
         self._blocks.append(Answers(self._numbers[answers.labels], answers.distances, answers.unknown))
 
     def answers(self) -> Answers:
@@ -135,15 +138,17 @@ class AnswerCollector:
 
 
 class ChangeCounts(Frozen):
-    """Counts of changed answers among live queries and among test images,
-    of one group or class.
+    """Counts of changed answers among the live queries and the test images of one group
+    or class.
     """
 
     queries: int = Field(default=0, ge=0)
     changed: int = Field(default=0, ge=0)
     images: int = Field(default=0, ge=0)
     explained: int = Field(default=0, ge=0)
-    """Number of changed answers among the test images, without `unexpected_errors`."""
+    """Number of changed answers among the test images, excluding
+    `unexpected_errors`.
+    """
 
     @property
     def expected(self) -> float:
@@ -152,10 +157,10 @@ class ChangeCounts(Frozen):
 
 
 class Replay(Frozen):
-    """The comparison of the candidate's and the champion's answers to stored live
+    """A comparison of the candidate's and the champion's answers to stored live
     queries.
 
-    The module docstring explains the comparison.
+    See the module docstring for an explanation of the comparison.
     """
 
     queries: int = Field(default=0, ge=0)
@@ -163,17 +168,21 @@ class Replay(Frozen):
     newest: AwareDatetime | None = None
     oldest: AwareDatetime | None = None
     left_out: Mapping[str, int] = {}
-    """Number of stored queries that were not replayed, by reason."""
+    """Number of stored queries that were not replayed, keyed by reason."""
     changed: int = Field(default=0, ge=0)
-    """Number of queries with a different answer, whether they are compared or not."""
+    """Number of queries with a different answer, including queries that are not
+    compared.
+    """
     new_class: int = Field(default=0, ge=0)
     retired: int = Field(default=0, ge=0)
     was_unknown: int = Field(default=0, ge=0)
     now_recognized: int = Field(default=0, ge=0)
-    """Number of the ``was_unknown`` queries that the candidate recognizes."""
+    """Number of ``was_unknown`` queries that the candidate recognizes."""
     groups: tuple[ChangeCounts, ...] = ()
     classes: dict[str, ChangeCounts] = {}
-    """Counts by the champion's class, under its current name."""
+    """Counts for each class that the champion predicts, keyed by the current name of
+    the class.
+    """
 
     @property
     def compared(self) -> int:
@@ -190,16 +199,18 @@ class PairedAnswers:
 
     @property
     def changed(self) -> NDArray[np.bool_]:
-        """Mask (N,) of the images for which a client would see a different answer.
+        """Mask (N,) of the images for which clients would receive a different answer.
 
-        The answer names a different class,
-        or is unknown instead of a class or the reverse.
+        An answer is different if it names a different class, or if only one of the two
+        answers is unknown.
         """
         return (self.champion.unknown != self.candidate.unknown) | self.relabeled
 
     @property
     def relabeled(self) -> NDArray[np.bool_]:
-        """Mask (N,) of the images that both systems recognize, as different classes."""
+        """Mask (N,) of the images that the two systems recognize as different
+        classes.
+        """
         recognized = ~self.champion.unknown & ~self.candidate.unknown
         return recognized & (self.champion.labels != self.candidate.labels)
 
@@ -208,13 +219,13 @@ class PairedAnswers:
         return ~self.champion.unknown & (self.champion.labels == RETIRED)
 
     def is_new_class(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Mask (N,) of the images that the candidate recognizes as a class not in
-        ``known_before``.
+        """Mask (N,) of the images that the candidate recognizes as a class that is not
+        in ``known_before``.
         """
         return ~self.candidate.unknown & ~np.isin(self.candidate.labels, known_before)
 
     def is_compared(self, known_before: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Mask (N,) of the images that are part of the comparison."""
+        """Mask (N,) of the images whose answers are compared."""
         return ~self.champion.unknown & ~self.is_retired() & ~self.is_new_class(known_before)
 
 
@@ -225,9 +236,9 @@ def compare_answers(
     known_before: NDArray[np.int32],
     unexpected: float = 0.0,
 ) -> Replay:
-    """Compare the answers to ``live`` queries and to ``test`` images.
+    """Compare the answers to the ``live`` queries and to the ``test`` images.
 
-    ``labels`` are the candidate's classes. ``known_before`` has the numbers of the
+    ``labels`` are the candidate's classes. ``known_before`` contains the numbers of the
     classes that the champion knows. ``unexpected`` is the result of
     `unexpected_errors`.
     """
@@ -273,22 +284,23 @@ def compare_answers(
 
 
 def unexpected_errors(errors: int, images: int, tested_before: int, accuracy_before: float) -> float:
-    """The number of the champion's ``errors`` that its accuracy at release does not
+    """The number of the champion's ``errors`` that its accuracy at its release does not
     explain.
 
-    The errors are on ``images`` test images. The champion was already tested on
-    ``tested_before`` of these images, with ``accuracy_before``. The remaining images
-    may be of a kind that is new to the champion, so it may be wrong on all of them.
+    The errors were made on ``images`` test images. The champion was already tested on
+    ``tested_before`` of these images, with the accuracy ``accuracy_before``. The
+    remaining images may be of a kind that is new to the champion, so the champion may
+    be wrong on all of them.
     """
     return max(0.0, errors - (images - tested_before) - tested_before * (1 - accuracy_before))
 
 
 def p_explained(groups: tuple[ChangeCounts, ...]) -> float:
-    """Probability of at least this number of changed queries if queries change as often
-    as test images.
+    """Probability of at least this number of changed answers to queries if these
+    answers change as often as the answers to test images.
 
-    Conditional on the totals of a group, the number of changed queries in the group is
-    hypergeometric.
+    Conditional on the totals of a group, the number of changed answers to queries in
+    the group has a hypergeometric distribution.
     """
     from scipy.stats import hypergeom
 
@@ -303,8 +315,8 @@ def p_explained(groups: tuple[ChangeCounts, ...]) -> float:
 
 
 def replay_rule(replay: Replay, settings: GateSettings) -> Rule:
-    """Hold a candidate that changes more of the champion's answers than the test split
-    explains.
+    """Hold a candidate that changes more of the champion's answers than the changes on
+    the test split explain.
     """
     name, compared = "replay", replay.compared
     if compared < MIN_QUERIES:
@@ -356,7 +368,7 @@ def _too_few(replay: Replay) -> str:
 
 
 def _apart(replay: Replay) -> str:
-    """Sentences about the queries that are not compared, to append to a text."""
+    """Sentences about queries that are not compared, to append to another text."""
     parts: list[str] = []
     if replay.new_class:
         parts.append(f"{replay.new_class:,} answered with a class that the champion does not know")

@@ -1,4 +1,4 @@
-"""Changed answers to stored live queries for the run page, with their pictures."""
+"""Changed answers to stored live queries, with their images, for the run page."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ SHOWN = 24
 
 
 class ChangedAnswer(Frozen):
-    """A query with a different answer. ``tile`` is the query's number in the sheet."""
+    """A query whose answer has changed. ``tile`` is the query's number in the sheet."""
 
     before: str
     before_unknown: bool
@@ -23,13 +23,13 @@ class ChangedAnswer(Frozen):
 
 
 class ReplayExamples(Frozen):
-    """The changed answers that the run page shows."""
+    """The changed answers that are shown on the run page."""
 
     remedy = "run the evaluate step again"
 
     answers: tuple[ChangedAnswer, ...]
-    """The changed answers, sorted by the champion's distance. The changes at the
-    smallest distances come first, because they are the least expected.
+    """The changed answers, sorted by the distance that the champion measured. Changes
+    at the smallest distances come first, because they are the least expected changes.
     """
     images: Sheet
 
@@ -37,11 +37,11 @@ class ReplayExamples(Frozen):
 def changed_answers(
     pairs: PairedAnswers, images: Pixels, named_before: list[str], labels: tuple[str, ...]
 ) -> ReplayExamples:
-    """The first `SHOWN` changed answers among ``pairs``, with their ``images`` (N,
+    """The first `SHOWN` changed answers in ``pairs``, with the queries' ``images`` (N,
     H, W, C).
 
-    ``named_before`` has the champion's predictions (N,),
-    and ``labels`` has the candidate's classes.
+    ``named_before`` contains the champion's predictions (N,), and ``labels`` contains
+    the candidate's classes.
     """
     champion, candidate = pairs.champion, pairs.candidate
     changed = np.flatnonzero(pairs.changed)

@@ -1,7 +1,7 @@
 """Proportions and areas under the ROC curve, with confidence intervals.
 
-Each function imports SciPy itself, because the import takes half a second and is not
-needed to read an earlier measurement.
+Each function imports SciPy itself. The import takes half a second, and is not necessary
+to read an earlier measurement.
 """
 
 import math
@@ -18,14 +18,15 @@ from evernear.common.frozen import Frozen
 
 ROC_POINTS = 200
 BOOTSTRAP = 10_000
-"""Number of resamples for a bootstrap interval."""
+"""Number of resamples for each bootstrap interval."""
 
 
 class Proportion(Frozen):
-    """``count`` of ``total``, with an interval that is valid near 0 and 1 and for small
-    totals.
+    """``count`` out of ``total``, with an interval that is also valid near 0 and 1 and
+    for small totals.
 
-    The interval is Wilson's (1927), unless `exact_proportion` computed it.
+    The interval is Wilson's (1927), unless the proportion was computed by
+    `exact_proportion`.
     """
 
     count: int = Field(ge=0)
@@ -43,7 +44,7 @@ class Proportion(Frozen):
 
 
 class Interval(Frozen):
-    """An estimated proportion with its confidence interval."""
+    """An estimated share with its confidence interval."""
 
     value: float = Field(ge=0, le=1, allow_inf_nan=False)
     low: float = Field(ge=0, le=1, allow_inf_nan=False)
@@ -54,8 +55,8 @@ class Interval(Frozen):
 
 
 class Auroc(Interval):
-    """Area under the ROC curve, the probability that an unknown image is farther away
-    than a known image.
+    """Area under the ROC curve, which is the probability that an unknown image is
+    farther from the gallery than a known image.
     """
 
     known: int
@@ -66,48 +67,57 @@ class Auroc(Interval):
 
 
 class Placements(NamedTuple):
-    """The ranks of known and unknown images relative to each other.
+    """The ranks of known images among unknown images, and of unknown images among known
+    images.
 
-    The mean of either column is the area under the ROC curve.
+    The mean of each column is the area under the ROC curve.
     """
 
     known_below: NDArray[np.float64]
-    """For each known image (N,), the share of unknown images that are farther away."""
+    """For each known image (N,), the share of unknown images that are farther from the
+    gallery.
+    """
     beyond_known: NDArray[np.float64]
-    """For each unknown image (M,), the share of known images that are nearer."""
+    """For each unknown image (M,), the share of known images that are nearer to the
+    gallery.
+    """
 
 
 class Roc(Frozen):
-    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points,
-    all finite.
+    """The ROC curve of a distance threshold, with at most `ROC_POINTS` points. All
+    values are finite.
     """
 
     false_accepts: tuple[float, ...]
-    """Proportion of unknown images within the threshold (the curve's x, FAR)."""
+    """Proportion of unknown images within the threshold, the x-coordinate of the curve
+    (FAR).
+    """
     true_accepts: tuple[float, ...]
-    """Proportion of known images within the threshold (the curve's y, 1 - FRR)."""
+    """Proportion of known images within the threshold, the y-coordinate of the curve (1
+    - FRR).
+    """
     thresholds: tuple[float, ...]
 
     def false_accepts_at(self, false_reject_rate: float) -> float:
-        """The smallest false-accept rate at a false-reject rate of at most
-        ``false_reject_rate``.
+        """The smallest false-accept rate among thresholds with a false-reject rate of
+        at most ``false_reject_rate``.
         """
         pairs = zip(self.false_accepts, self.true_accepts, strict=True)
-        # Rounded, because 1 - 0.95 is slightly more than 0.05.
+        # The value is rounded, because 1 - 0.95 is slightly more than 0.05.
         return min(accepted for accepted, true_accepts in pairs if round(1 - true_accepts, 9) <= false_reject_rate)
 
 
 def proportion(count: int, total: int, confidence: float, effective: float | None = None) -> Proportion:
-    """``count`` of ``total`` (at least 1) with a two-sided interval.
+    """``count`` out of ``total`` (at least 1), with a two-sided interval.
 
-    If the images depend on each other, ``effective`` is the effective number of
-    independent images (`evernear.evaluation.grouped.effective_totals`).
+    If images are not independent, ``effective`` is the effective number of independent
+    images (`evernear.evaluation.grouped.effective_totals`).
     """
     z, share = deviations(confidence), count / total
     n = total if effective is None else effective
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * math.sqrt(share * (1 - share) / n + (z / n) ** 2 / 4) / (1 + z**2 / n)
-    # At 0 and 1, rounding may move a limit past the value by 1e-17.
+    # At 0 and 1, rounding errors may move a limit past the value by 1e-17.
     return Proportion(
         count=count,
         total=total,
@@ -117,12 +127,12 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
 
 
 def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
-    """``count`` of ``total`` (at least 1) with the exact two-sided interval of Clopper
-    and Pearson (1934).
+    """``count`` out of ``total`` (at least 1), with the exact two-sided interval of
+    Clopper and Pearson (1934).
 
-    The interval covers every true proportion with a probability of at least
-    ``confidence``. Wilson's interval covers a true proportion of 99% in 92% of samples
-    of 100.
+    For every true proportion, the interval contains it with a probability of at least
+    ``confidence``. In comparison, Wilson's interval contains a true proportion of 99%
+    for only 92% of samples of 100.
     """
     from scipy.special import betaincinv
 
@@ -136,15 +146,16 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
 
 
 def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: float) -> Auroc:
-    """Area under the ROC curve of the distances of known (N,) and unknown (M,) images.
+    """Area under the ROC curve for the distances of known (N,) and unknown (M,) images.
 
     Neither array may be empty. Ties count half. The interval is the hull of two
-    intervals, because each fails where the other is valid (the tests measure both). The
-    interval of DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44:837), on the
-    log-odds scale, assumes no distribution. Its width approaches zero if the distances
-    of known and unknown images hardly overlap. The interval of Newcombe (2006, Statist.
-    Med. 25:559, method 5) assumes a distribution and uses the standard error at the
-    limits of the interval, so it does not collapse.
+    intervals, because each of them fails where the other is valid. The tests measure
+    both intervals. The first interval (DeLong, DeLong and Clarke-Pearson 1988,
+    Biometrics 44:837), on the log-odds scale, does not assume a distribution. Its width
+    approaches zero if the distances of known images hardly overlap with the distances
+    of unknown images. The second interval (Newcombe 2006, Statist Med 25:559, method
+    5) assumes a distribution. It uses the standard error at the limits of the interval,
+    so its width does not approach zero.
     """
     placements = place(known, unknown)
     value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
@@ -152,8 +163,8 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
 
 
 def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placements:
-    """Compare each distance of known (N,) images with each distance of unknown (M,)
-    images.
+    """Compare the distance of each known image (N,) with the distance of each unknown
+    image (M,).
 
     Ties count half.
     """
@@ -167,7 +178,7 @@ def place(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Placement
 def auroc_interval(
     placements: Placements, known: float, unknown: float, confidence: float
 ) -> tuple[float, float, float]:
-    """The area, and the limits of the interval of `auroc`.
+    """The area, followed by the limits of the interval from `auroc`.
 
     ``known`` and ``unknown`` are the numbers of independent images.
     """
@@ -177,7 +188,8 @@ def auroc_interval(
 
 
 def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
-    """The curve at thresholds that are evenly spaced over the ranks of all distances.
+    """The ROC curve at thresholds that are evenly spaced over the ranks of all
+    distances.
 
     The first threshold accepts no image, and the last threshold accepts all images.
     """
@@ -195,13 +207,13 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
-    """Probability of at least this accuracy if predictions were assigned to the images
-    at random.
+    """Probability of an accuracy at least as high if the predictions were assigned to
+    the images at random.
 
     ``confusions`` are (label, prediction, count). The number of correct predictions has
-    the exact mean and variance of a permutation test. Its distribution is approximated
-    by a normal distribution, with continuity correction. The result is 1 if all
-    predictions are the same.
+    the exact mean and variance of a permutation test. The distribution of this number
+    is approximated by a normal distribution with continuity correction. If all
+    predictions are the same, the result is 1.
     """
     labels: Counter[object] = Counter()
     predictions: Counter[object] = Counter()
@@ -213,8 +225,8 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
         total += count
     products = [(labels[name] * predictions[name], labels[name], predictions[name]) for name in labels]
     matches = sum(product for product, _, _ in products)
-    # The matches of a class are hypergeometric. The covariance of two classes is
-    # proportional to the product of their products.
+    # The number of matches of a class has a hypergeometric distribution. The covariance
+    # between two classes is proportional to the product of their entries in `products`.
     variance = sum(product * ((total - a) * (total - b) - product) for product, a, b in products) + matches**2
     if total < 2 or variance <= 0:
         return 1.0
@@ -225,15 +237,15 @@ def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
 def false_accepts_at(
     known: NDArray[np.float32], unknown: NDArray[np.float32], true_accept_rate: float, confidence: float
 ) -> Interval:
-    """Share of unknown (M,) distances that the threshold accepts.
+    """Share of the unknown (M,) distances that a threshold accepts.
 
-    The threshold is the smallest that accepts ``true_accept_rate`` of the known (N,)
-    distances. The interval is the hull of two intervals. The percentile bootstrap
-    (Efron 1979) includes the randomness of the threshold. In a resample of the known
-    distances, the rank of the threshold is a Beta variable, and the number of accepted
-    unknown distances is a Binomial variable, so no resample has to be drawn. The
-    bootstrap interval collapses at 0 and 1, where Wilson's interval at the chosen
-    threshold does not collapse.
+    The threshold is the smallest one that accepts the share ``true_accept_rate`` of the
+    known (N,) distances. The interval is the hull of a bootstrap interval and Wilson's
+    interval. The percentile bootstrap (Efron 1979) includes the random variation of the
+    threshold. In a resample of the known distances, the rank of the threshold has a
+    Beta distribution. The number of accepted unknown distances has a binomial
+    distribution. Therefore, no resample has to be drawn. The bootstrap interval has a
+    width of zero at 0 and 1, where Wilson's interval at the chosen threshold is wider.
     """
     known, unknown = np.sort(known), np.sort(unknown)
     n, m = len(known), len(unknown)
@@ -248,8 +260,8 @@ def false_accepts_at(
 
 
 def deviations(confidence: float) -> float:
-    """Half-width, in standard deviations,
-    of the central normal interval with probability ``confidence``.
+    """Half-width, in standard deviations, of the central interval of a normal
+    distribution with probability ``confidence``.
     """
     return NormalDist().inv_cdf((1 + confidence) / 2)
 
@@ -265,9 +277,10 @@ def _delong(value: float, placements: Placements, known: float, unknown: float, 
 
 
 def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]:
-    """The limits below and above ``value``.
+    """The interval limits below and above ``value``.
 
-    Each limit is at a distance of ``z`` times the standard error at the limit.
+    The distance of each limit from ``value`` is ``z`` times the standard error at that
+    limit.
     """
     from scipy.optimize import root_scalar
 
@@ -276,8 +289,8 @@ def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]
         return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
 
     def end(limit: float) -> float:
-        # The function is negative next to ``value`` and positive at the limit,
-        # where the error is zero.
+        # The function is negative next to ``value``. It is positive at the limit 0 or
+        # 1, where the standard error is zero.
         start = value + (limit - value) * 1e-9
         if start == limit or beyond(start) >= 0:
             return limit

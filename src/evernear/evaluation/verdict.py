@@ -1,4 +1,4 @@
-"""The gate's verdict. Reading a verdict imports neither torch nor FAISS."""
+"""The gate's verdict. Neither torch nor FAISS is imported to read a verdict."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from evernear.errors import IntegrityError
 class Rule(Frozen):
     """The result of one rule.
 
-    ``reason`` is a sentence, whether the rule passed or failed.
+    ``reason`` is a sentence, both for a passed and for a failed rule.
     """
 
     name: str
@@ -23,8 +23,8 @@ class Rule(Frozen):
     bound: float | None = None
     reason: str
     setting: str = ""
-    """``key=value`` with which a failed rule would pass,
-    or empty if no setting should make it pass.
+    """The setting ``key=value`` with which a failed rule would pass, or an empty string
+    if no setting should make the rule pass.
     """
 
 
@@ -40,15 +40,15 @@ class System(Frozen):
 
 
 class AnchorChoice(Frozen):
-    """The release that the candidate is compared with in addition to the champion.
+    """The release with which the candidate is compared in addition to the champion.
 
     See `evernear.evaluation.gate_anchor`.
     """
 
     version: str
     former: str = ""
-    """The previous anchor, if it can no longer be compared.
-    A promotion then makes ``version`` the anchor.
+    """The previous anchor, if it can no longer be compared with the candidate. A
+    promotion of the candidate then makes ``version`` the anchor.
     """
     why: str = ""
     """The reason why ``former`` cannot be compared, as a sentence."""
@@ -60,20 +60,20 @@ class Verdict(Frozen):
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
-    """Reasons of the failed rules, or of all rules if none failed."""
+    """Reasons of the failed rules, or of all rules if no rule failed."""
     rules: list[Rule]
     candidate: System
     champion: System | None
     dataset_digest: str
     anchor: AnchorChoice | None = None
-    """The anchor, or None without a champion and in verdicts of earlier versions."""
+    """The anchor. None if no champion exists, and in verdicts from earlier versions."""
     detectable_loss: float | None = None
-    """The smallest loss of accuracy, 0 to 1, that the gate detects with a probability
-    of 90%. None under the same conditions as ``anchor``.
+    """The smallest loss of accuracy, between 0 and 1, that the gate detects with a
+    probability of 90%. None under the same conditions as ``anchor``.
     """
     caution: str = ""
-    """The loss that an automatic promotion may leave undetected, as sentences, or empty
-    if the test split is large enough.
+    """Sentences about the loss that an automatic promotion may leave undetected, or an
+    empty string if the test split is large enough.
     """
     digest: str
     """sha256 of all other fields."""
@@ -88,8 +88,8 @@ class Verdict(Frozen):
         detectable_loss: float | None = None,
         caution: str = "",
     ) -> "Verdict":
-        """The verdict of ``rules``, which is promote if there is at least one rule and
-        all rules passed.
+        """The verdict for ``rules``. The verdict is to promote if there is at least one
+        rule and all rules passed.
         """
         rules = list(rules)
         promote = _all_passed(rules)
@@ -108,8 +108,8 @@ class Verdict(Frozen):
         return verdict.model_copy(update={"digest": _digest(verdict)})
 
     def summary(self) -> str:
-        """The verdict and the names of the failed rules.
-        `reasons` has their reasons.
+        """A text with the verdict and the names of the failed rules. `reasons` has
+        their reasons.
         """
         failed = [rule.name for rule in self.rules if not rule.passed]
         if self.promote:
@@ -118,11 +118,11 @@ class Verdict(Frozen):
 
     @classmethod
     def from_json(cls, data: bytes | str, source: Path | str, remedy: str | None = None) -> Self:
-        """Parse a stored verdict and check that it is consistent.
+        """Parse a stored verdict, and check that it is consistent.
 
         Raises:
-            IntegrityError: the verdict is invalid, was changed,
-                or promotes although a rule failed.
+            IntegrityError: the verdict is invalid or was changed, or it promotes the
+                candidate although a rule failed.
         """
         verdict = super().from_json(data, source, remedy)
         if verdict.digest != _digest(verdict) or verdict.promote != _all_passed(verdict.rules):
@@ -136,23 +136,24 @@ def _all_passed(rules: Iterable[Rule]) -> bool:
 
 
 def _digest(verdict: Verdict) -> str:
-    # Verdicts of earlier versions lack these fields and remain valid.
+    # Verdicts from earlier versions lack these fields and remain valid.
     unset = {name for name in ("anchor", "detectable_loss", "caution") if not getattr(verdict, name)}
     return sha256_bytes(verdict.model_dump_json(exclude={"digest", *unset}).encode())
 
 
 def floor_setting(key: str, value: float) -> str:
-    """The setting ``key`` with a floor that ``value`` reaches, rounded to hundredths.
+    """An assignment that sets the floor ``key`` so that ``value`` reaches it, rounded
+    to hundredths.
 
-    The result is empty if ``value`` is not finite.
+    If ``value`` is not finite, the result is empty.
     """
     return f"{key}={math.floor(value * 100) / 100:g}" if math.isfinite(value) else ""
 
 
 def ceiling_setting(key: str, value: float) -> str:
-    """The setting ``key`` with a ceiling that ``value`` does not exceed,
+    """An assignment that sets the ceiling ``key`` so that ``value`` does not exceed it,
     rounded to hundredths.
 
-    The result is empty if ``value`` is not finite.
+    If ``value`` is not finite, the result is empty.
     """
     return f"{key}={math.ceil(value * 100) / 100:g}" if math.isfinite(value) else ""
