@@ -1,4 +1,4 @@
-"""Batches of images between a source and a shard."""
+"""Batches of images that are passed from a source to a shard."""
 
 import math
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ _MAX_BYTES = 16 * 2**20
 
 
 def images_at_once(form: ImageForm) -> int:
-    """The number of images in a batch, which is smaller for larger images."""
+    """The number of images in a batch. Batches of larger images have fewer images."""
     return max(1, min(_MAX_IMAGES, _MAX_BYTES // math.prod(form.shape)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Images ready for a shard: ``pixels`` is uint8 (N, H, W, C), in the shape of the
-    dataset.
+    """Images that are ready for a shard: ``pixels`` is a uint8 array of shape (N, H, W,
+    C), in which each image has the dataset's shape.
     """
 
     names: list[str]
@@ -35,11 +35,13 @@ class Batch:
     flaws: list[Flaw]
     pixels: Pixels
     former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
-    """Maps file names to former splits, for unchanged files that were decoded again."""
+    """Maps file names to former splits, for unchanged files that are decoded again."""
 
     @classmethod
     def of_arrays(cls, block: ArrayBlock, form: ImageForm) -> "Batch":
-        """Make a batch of decoded images. Pillow is used only to resize them."""
+        """Make a batch of images that a source provides as decoded arrays. Pillow is
+        only used to resize the images.
+        """
         shape, resize = form.shape, form.resize
         count, height, width = block.images.shape
         flat = block.images.reshape(count, -1)
@@ -59,7 +61,7 @@ class Batch:
 
     @classmethod
     def of_files(cls, images: list[DecodedImage], former_splits: Mapping[str, Split]) -> "Batch":
-        """Make a batch of images that were decoded from files."""
+        """Make a batch of images that were decoded from image files."""
         return cls(
             names=[image.entry.name for image in images],
             labels=[image.entry.label for image in images],

@@ -1,9 +1,9 @@
-"""Combine the results of an ingest's parts in one process, in an order that does not
-depend on the parts.
+"""Combine the results of an ingest's parts in one process. The order does not depend on
+how the files were divided into parts.
 
-Combining leaves out duplicate images, chooses splits, which depend on the earlier
-images, and writes the shards. Then it compares the shards with the files, because files
-may have been removed or relabeled.
+This step leaves out duplicate images, chooses a split for each image, which depends on
+the earlier images, and writes the shards. It then compares the shards with the files,
+because files may have been removed or relabeled.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from evernear.settings import DataSettings
 
 
 def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Iterator[Batch]:
-    """List and yield the images of a source of decoded images."""
+    """List a source of decoded images, and yield the images."""
     for block in source.blocks():
         batch = Batch.of_arrays(block, form)
         ledger.list_decoded(zip(batch.names, batch.labels, batch.explicit_splits, batch.digests, strict=True))
@@ -33,8 +33,8 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
 
 
 def file_batches(results: Iterator[DecodedImage | DecodeFailure], ledger: Ledger, size: int) -> Iterator[Batch]:
-    """Record the results of files that are unchanged since they were decoded, and yield
-    their images in batches of at most ``size``, which is at most 500.
+    """Record the results for files that are unchanged since they were decoded, and
+    yield their images in batches of at most ``size`` images. ``size`` is at most 500.
     """
     for page in batched(results, size):
         listed = ledger.pending([result.entry.name for result in page])
@@ -65,10 +65,10 @@ def combine(
     writer: ShardWriter,
     on_images: Callable[[int], None],
 ) -> None:
-    """Add the images of ``batches``, and update the shards of earlier images whose
+    """Add the images in ``batches``, and update the shards with earlier images whose
     files have changed.
 
-    ``candidates`` are the splits that ingest may choose.
+    ``candidates`` contains the splits that ingest may choose.
 
     Raises:
         ConflictError: a file is missing from the batches because a different ingest
@@ -98,7 +98,7 @@ def _rewrite_changed(ledger: Ledger, writer: ShardWriter) -> None:
 
 
 def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Set the groups of all decoded images again, because names, labels or
+    """Set the group of every decoded image again, because names, labels or
     ``data.group`` may have changed.
     """
     if settings.group or not ledger.groups.is_empty():
@@ -106,7 +106,7 @@ def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> 
 
 
 def _add(batch: Batch, placer: Placer, numbers: dict[str, int], ledger: Ledger, writer: ShardWriter) -> None:
-    """Add the new images of a batch to the shards of their splits."""
+    """Add the new images of a batch to shards of their splits."""
     splits = placer.place(batch.names, batch.labels, batch.digests, batch.explicit_splits, batch.former_splits)
     for split in SPLITS:
         rows = [row for row, chosen in splits.items() if chosen == split]

@@ -1,13 +1,13 @@
-"""A part of an ingest (`evernear.common.parts`) decodes and hashes some files. Parts
-are independent of each other.
+"""A part of an ingest (`evernear.common.parts`), which decodes and hashes some of the
+files. Parts are processed independently of each other.
 
 ::
 
     <folder>/...              the plan, its parts and their results
     <folder>/<sha256>.raw     the pixels of one part's images
 
-The result of a part describes each of its files, in decoding order, and names the
-object with the pixels.
+The result of a part describes each of its files, in decoding order, and contains the
+name of the object with the pixels.
 """
 
 import tempfile
@@ -35,29 +35,29 @@ KIND = "ingest"
 
 
 class LostPartsError(StoreError):
-    """The parts of this ingest or their results are missing from the store."""
+    """The parts of this ingest, or their results, are missing from the store."""
 
 
 class IngestPart(Part):
-    """Files to decode, in this order. Each unit is a file."""
+    """Files to decode, in the order of decoding. Each unit is a file."""
 
     entries: tuple[FileEntry, ...]
 
 
 class Shared(Frozen):
-    """The settings and image form that all parts share."""
+    """The settings and the image form, which are the same for all parts."""
 
     settings: DataSettings
     form: ImageForm
 
 
 class Outcome(NamedTuple):
-    """The outcome of decoding a file. The file is an image if it has a ``digest``,
-    broken if it has a ``fault``, and otherwise not an image.
+    """The outcome of decoding one file. If ``digest`` is set, the file is an image. If
+    ``fault`` is set, the file is broken. Otherwise, the file is not an image.
     """
 
     position: int
-    """Position of the file in its part."""
+    """Position of the file in the part."""
     digest: str = ""
     width_px: int = 0
     height_px: int = 0
@@ -71,8 +71,8 @@ class DecodedPart(Frozen):
     outcomes: tuple[Outcome, ...]
     """The outcomes in decoding order."""
     pixels: str = ""
-    """The object with the images' pixels, uint8 (N, H, W, C) without a header;
-    empty if there is no image.
+    """The name of the object with the images' pixels, as a uint8 array of shape (N, H,
+    W, C) without a header. Empty if the part has no images.
     """
     sha256: str = ""
 
@@ -80,17 +80,17 @@ class DecodedPart(Frozen):
 def open_here(
     source: FileSource, settings: DataSettings, form: ImageForm, on_files: Callable[[int], None], parts: Parts
 ) -> Worker:
-    """Return a worker that decodes parts with ``source``. Bind all arguments but the
-    last to get an `OpenWorker`.
+    """Return a worker that uses ``source`` to decode parts. Bind all arguments except
+    the last one to get an `OpenWorker`.
 
-    ``on_files`` receives the number of files decoded since its last call.
+    ``on_files`` is called with the number of files decoded since the previous call.
     """
     return partial(_decode_part, source, settings, form, on_files, parts)
 
 
 def open_worker(parts: Parts) -> Worker:
-    """Open the source and return a worker, in a different process or on a different
-    machine than `open_here`.
+    """Open the source and return a worker. Unlike `open_here`, this function runs in a
+    different process or on a different machine.
     """
     shared = Shared.model_validate(parts.plan.shared)
     source = open_source(shared.settings.source, shared.settings)
@@ -108,8 +108,8 @@ def _decode_part(
     number: int,
     value: bytes,
 ) -> bytes:
-    """Decode a part, write its pixels to the store under their sha256, and return its
-    `DecodedPart` as JSON.
+    """Decode a part, and write the pixels to the store under their sha256. Return the
+    part's `DecodedPart` as JSON.
     """
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
     positions = {entry.name: position for position, entry in enumerate(part.entries)}
@@ -142,14 +142,14 @@ def _outcome(result: DecodedImage | DecodeFailure, position: int) -> Outcome:
 
 
 def _append(path: Path, images: Iterable[Pixels]) -> None:
-    # Opened for each batch, so that a failed part leaves no open file.
+    # The file is opened for each batch, so that a failed part leaves no open file.
     with disk_errors(path), path.open("ab") as file:
         for pixels in images:
             file.write(pixels.tobytes())
 
 
 def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
-    """Yield each file of the finished parts and its outcome, in decoding order.
+    """Yield each file of the finished parts with its outcome, in decoding order.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
@@ -159,8 +159,8 @@ def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
 
 
 def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedImage | DecodeFailure]:
-    """Yield the results of `Decoder.decode_all` for the finished parts. At most three
-    parts have their pixels on disk at a time.
+    """Yield the results of `Decoder.decode_all` for the files in the finished parts.
+    The pixels of at most three parts are on disk at the same time.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
@@ -202,6 +202,6 @@ def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:
 
 
 def _numbers(parts: Parts) -> list[int]:
-    """The numbers of the finished parts."""
+    """The indices of the finished parts."""
     missing = set(parts.missing())
     return [number for number in range(parts.plan.parts) if number not in missing]

@@ -1,4 +1,6 @@
-"""Read and decode image files in parallel, in order, within a memory limit."""
+"""Read and decode image files in parallel, and yield the results in order, within a
+memory limit.
+"""
 
 import threading
 from collections import deque
@@ -15,21 +17,21 @@ from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 
-# Maximum number of images of the largest size that are decoded at the same time,
-# regardless of the number of threads.
+# Maximum number of images that are decoded at the same time if each has the largest
+# allowed size, regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
 _MAX_AHEAD_BYTES = 64 * 2**20
-"""Number of bytes that may be read ahead of decoding from files that contain many
+"""Maximum number of bytes that are read ahead of decoding from files that contain many
 images.
 """
 PIXEL_SETTING = "data.max_pixels"
-"""The setting that limits image size, as messages name it."""
+"""The name of the setting that limits image size, for messages."""
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """The form in which a dataset stores images, fixed by its first ingest. The fields
-    match those of `evernear.data.manifest.Manifest`.
+    """The form in which a dataset stores images, which is chosen by the first ingest.
+    The fields have the same meaning as in `evernear.data.manifest.Manifest`.
     """
 
     shape: tuple[int, int, int]
@@ -39,8 +41,8 @@ class ImageForm:
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A decoded image. ``pixels`` is uint8 (H, W, C) in the shape of the dataset. The
-    other fields describe the original image.
+    """A decoded image. ``pixels`` is a uint8 array of shape (H, W, C), in the shape of
+    the dataset. The other fields describe the original image.
     """
 
     entry: FileEntry
@@ -52,8 +54,8 @@ class DecodedImage:
 
 @dataclass(frozen=True)
 class DecodeFailure:
-    """A file that cannot be decoded, and the reason, or None if neither its name nor
-    its content is that of an image.
+    """A file that cannot be decoded, and the reason. The reason is None if neither the
+    name nor the content of the file is that of an image.
     """
 
     entry: FileEntry
@@ -65,11 +67,11 @@ class NotAnImageError(DataError):
 
 
 class Decoder:
-    """Reads files of ``source`` and decodes them to ``form``. Memory does not grow with
-    the number of threads.
+    """Reads the files of ``source``, and decodes them to images in ``form``. Memory use
+    does not grow with the number of threads.
 
-    Reading waits for a disk or a bucket and decoding for the CPU, so each has its own
-    thread pool.
+    Reading and decoding have separate thread pools, because reading waits for a disk or
+    a bucket, and decoding waits for the CPU.
     """
 
     def __init__(self, source: FileSource, form: ImageForm, max_pixels: int) -> None:
@@ -80,8 +82,8 @@ class Decoder:
     def decode_all(
         self, entries: Iterator[FileEntry], requests_in_flight: int, threads: int, lookahead: int
     ) -> Generator[DecodedImage | DecodeFailure]:
-        """Read and decode ``entries`` in order,
-        at most ``lookahead`` images ahead of the consumer.
+        """Read and decode ``entries`` in order, at most ``lookahead`` images ahead of
+        the consumer.
         """
         pending: deque[tuple[Future[Future[DecodedImage | DecodeFailure]], int]] = deque()
         ahead_bytes = 0
@@ -102,8 +104,8 @@ class Decoder:
             decoders.shutdown(cancel_futures=True)
 
     def _contents(self, entries: Iterator[FileEntry]) -> Iterator[tuple[FileEntry, bytes | None]]:
-        """Yield the entries, with their contents if the source packs many images into a
-        file.
+        """Yield the entries. If the source packs many images into a file, also yield
+        the contents of each entry.
         """
         if isinstance(self._source, PackedFiles):
             return self._source.read_in_order(entries)
@@ -112,8 +114,8 @@ class Decoder:
     def _read(
         self, entry: FileEntry, data: bytes | None, decoders: ThreadPoolExecutor
     ) -> Future[DecodedImage | DecodeFailure]:
-        # A file that is too large is rejected before it is read,
-        # so its listed size does not count.
+        # A file that is too large is rejected before it is read, so the size in its
+        # listing does not count.
         size_bytes = min(entry.size_bytes, max_file_size_bytes(self._max_pixels))
         with ExitStack() as stack:
             stack.enter_context(self._file_budget_bytes.reserve(size_bytes))
@@ -148,12 +150,13 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: bytes | None = None) -> EncodedImage:
-    """Read and inspect a file, or inspect ``data`` if that is its content. A file that
-    is larger than any image is not read.
+    """Read and inspect a file. If ``data`` is the content of the file, only inspect it.
+    A file that is larger than any image can be is not read.
 
     Raises:
-        NotAnImageError: neither the name nor the content indicates an image.
-        DataError: the image is too large or broken.
+        NotAnImageError: neither the name nor the content of the file indicates an
+            image.
+        DataError: the image is too large, or it is broken.
     """
     is_too_large = entry.size_bytes > max_file_size_bytes(max_pixels)
     if data is None:
@@ -169,14 +172,14 @@ def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: byte
 
 
 def max_file_size_bytes(max_pixels: int) -> int:
-    """The largest file size to read, which is the size of uncompressed pixels with 4
+    """The largest file size to read, which is the size of uncompressed pixels with four
     channels of 16 bits.
     """
     return 8 * max_pixels
 
 
 class _Budget:
-    """A semaphore that counts amounts up to ``limit``."""
+    """A semaphore for amounts that may add up to ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit
@@ -184,8 +187,8 @@ class _Budget:
 
     @contextmanager
     def reserve(self, amount: int) -> Generator[None]:
-        """Wait until ``amount`` is available, and reserve it for the context. It is at
-        most the limit.
+        """Wait until ``amount`` is available, and reserve the amount for the context.
+        If ``amount`` is larger than the limit, the limit is reserved.
         """
         with self._changed:
             self._changed.wait_for(lambda: amount <= self._left)

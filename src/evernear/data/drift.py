@@ -1,18 +1,19 @@
-"""Measure the drift of live queries from the champion's reference with three two-sample
-tests, each of which has an effect size.
+"""Measure the drift of live queries from the champion's reference. Three two-sample
+tests are used, each with an effect size.
 
-A p-value shows that two samples differ, not that the difference matters. With enough
-queries, any difference is significant. Drift is therefore reported only if the effect
-reaches a bound *and* the p-value is at most its share of the false alarm rate
-(Bonferroni).
+A p-value shows that two samples differ, but not that the difference matters. With
+enough queries, every difference is significant. Drift is therefore reported only if the
+effect reaches a bound *and* the p-value is at most the test's share of the false alarm
+rate (Bonferroni).
 
-The class mix of live queries changes with the hour and the weekday. Such changes are
-not drift. Each test therefore compares the queries with a reference that has the same
-mix of predicted classes. Reference queries are weighted, and the permutations behind
-the p-values exchange queries only within a class (a stratified permutation test). If
-the live queries of a class are independent draws from the reference's distribution of
-this class, the p-values are exact for any mix, and the rate of false alarms is at most
-the stated rate. `evernear.data.query_blocks` removes dependent queries first.
+The mix of classes among live queries changes with the hour and the day of the week.
+Such changes are not drift. Each test therefore compares the live queries with a
+reference that has the same mix of predicted classes. To this end, reference queries are
+weighted. The permutations for the p-values exchange queries only within a class (a
+stratified permutation test). The p-values are exact for any mix if the live queries of
+a class are independent draws from the reference's distribution of that class. The rate
+of false alarms is then at most the stated rate. `evernear.data.query_blocks` removes
+dependent queries first.
 """
 
 import math
@@ -31,24 +32,28 @@ Weights = NDArray[np.float64]
 _Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
-"""Number of live queries in a test. With 1,000 reference queries the matrix of
-distances then takes 9 MB.
+"""Number of live queries in one test. With 1,000 reference queries, the matrix of
+distances then has 9 MB.
 """
 MIN_QUERIES = 20
-"""Minimum number of independent live queries, and of reference queries, for a test."""
+"""Minimum number of independent live queries, and also of reference queries, in one
+test.
+"""
 POWER = 0.9
 _MIN_SHARED = 5
-"""Minimum number of reference queries that share a stratum with classes without any."""
+"""Minimum number of reference queries in a stratum that contains classes without
+reference queries.
+"""
 _BATCH = 400
-"""Number of permutations between checks whether the p-values can still become small
-enough.
+"""Number of permutations after which the test checks whether the p-values can still
+become small enough.
 """
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release. ``unknown`` of the ``total`` queries are unknown images.
-    The arrays hold the predictions for a sample of N queries.
+    """Queries of one release. Among the ``total`` queries, ``unknown`` are unknown
+    images. The arrays contain the predictions for a sample of N queries.
     """
 
     total: int
@@ -56,14 +61,16 @@ class Queries:
     distances: Floats
     """L2 distance to the nearest gallery image, (N,)."""
     coordinates: Floats
-    """Projected embeddings, (N, D); D is 0 if the release has no projection."""
+    """Projected embeddings, as an array of shape (N, D). D is 0 if the release has no
+    projection.
+    """
     is_unknown: NDArray[np.bool_]
-    """Whether each query of the sample is unknown, (N,)."""
+    """For each query of the sample, whether it is unknown, (N,)."""
     at_s: NDArray[np.float64]
-    """Unix times, (N,), or zeros in a reference."""
+    """Arrival times in Unix time, (N,), or zeros in a reference."""
     labels: NDArray[np.str_] | None = None
-    """Predicted classes, (N,), or None for the reference of a release that an earlier
-    version of evernear archived.
+    """Predicted classes, (N,). None for the reference of a release that was archived by
+    an earlier version of evernear.
     """
 
     @property
@@ -76,7 +83,9 @@ class Queries:
         return len(self.distances)
 
     def select(self, rows: NDArray[np.intp]) -> "Queries":
-        """Return the same queries with the ``rows`` of this sample as the sample."""
+        """Return the same queries with only the ``rows`` of this sample as their
+        sample.
+        """
         return Queries(
             self.total,
             self.unknown,
@@ -98,8 +107,8 @@ class Shift:
     p: float
     level: float
     detectable: float
-    """The smallest effect that samples of this size detect with a probability of
-    `POWER`.
+    """The smallest effect that is detected with a probability of `POWER` in samples of
+    this size.
     """
 
     @property
@@ -111,10 +120,11 @@ class Shift:
 def measure_drift(
     reference: Queries, live: Queries, bounds: dict[Measure, float], false_alarm_rate: float, seed: int = 0
 ) -> list[Shift]:
-    """Compare ``live`` with ``reference`` by each measure in ``bounds``.
+    """Compare ``live`` with ``reference``, using each measure in ``bounds``.
 
-    The embeddings are skipped if either side has none. The result is empty if either
-    side has fewer than `MIN_QUERIES`. ``seed`` chooses the sample and the permutations.
+    Embeddings are not compared if either side has no embeddings. The result is empty if
+    either side has fewer than `MIN_QUERIES` queries. ``seed`` determines the sample and
+    the permutations.
     """
     if min(len(reference), len(live)) < MIN_QUERIES:
         return []
@@ -134,15 +144,16 @@ def measure_drift(
 
 
 _ROUNDING = 1e-6
-"""Tolerance, so that rounding does not make a permutation with the same two sides look
-smaller.
+"""Tolerance for rounding errors. Without it, a permutation that leaves the two sides
+unchanged could have a smaller effect.
 """
 
 
 @dataclass(frozen=True)
 class _Strata:
-    """The classes of a pooled sample, in which the reference comes first. ``order``
-    sorts the sample by class, and ``ends`` are the ends of the classes.
+    """The classes of the queries in a pooled sample, in which the reference comes
+    first. ``order`` sorts the sample by class, and ``ends`` contains the end position
+    of each class.
     """
 
     is_live: NDArray[np.bool_]
@@ -160,12 +171,12 @@ class _Strata:
         return _Strata(is_live, order, np.cumsum(np.unique(classes, return_counts=True)[1]).tolist())
 
     def weights(self, permutations: int = 0, rng: np.random.Generator | None = None) -> Weights:
-        """Return signed weights of the pooled sample, (N, ``permutations``), for
-        permutations within the classes.
+        """Return signed weights of shape (N, ``permutations``) for the pooled sample,
+        for permutations within the classes.
 
-        Each live query weighs 1/n. Reference queries have negative weights, so that
-        each class sums to zero. Without ``rng``, return the weights of the actual
-        sides, (N, 1).
+        Each live query weighs 1/n. Reference queries have negative weights, so that the
+        weights of each class add up to zero. If ``rng`` is None, return the weights of
+        the actual sides, with shape (N, 1).
         """
         total = int(self.is_live.sum())
         weights = np.zeros((len(self.order), permutations if rng else 1))
@@ -183,8 +194,8 @@ class _Strata:
 
 
 def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Merge the classes without a reference query with the rarest other classes, until
-    the merged classes have `_MIN_SHARED` reference queries.
+    """Merge classes that have no reference query with the rarest other classes, until
+    the merged class has `_MIN_SHARED` reference queries.
     """
     counts = np.bincount(classes[~is_live], minlength=int(classes.max()) + 1)
     if counts.min():
@@ -195,8 +206,8 @@ def _without_empty(classes: NDArray[np.intp], is_live: NDArray[np.bool_]) -> NDA
 
 
 def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Measure, _Statistic]:
-    """Functions that map signed weights (N, P) to statistics (P,). ``weights`` are the
-    weights of the actual sides.
+    """Functions that map signed weights of shape (N, P) to statistics of shape (P,).
+    ``weights`` contains the weights of the actual sides, before any permutation.
     """
     statistics: dict[Measure, _Statistic] = {
         "unknown_rise": unknown_rise(np.concatenate([reference.is_unknown, live.is_unknown])),
@@ -209,13 +220,15 @@ def _statistics(reference: Queries, live: Queries, weights: Weights) -> dict[Mea
 
 
 def unknown_rise(is_unknown: NDArray[np.bool_]) -> _Statistic:
-    """The increase in the unknown rate, directly standardized to the live class mix."""
+    """The increase in the unknown rate, after direct standardization to the live class
+    mix.
+    """
     return lambda weights: is_unknown @ weights
 
 
 def distance_shift(distances: Floats) -> _Statistic:
-    """Kolmogorov-Smirnov distance: the largest gap between the two distribution
-    functions.
+    """The Kolmogorov-Smirnov distance, which is the largest gap between two
+    distribution functions.
     """
     order = np.argsort(distances, kind="stable")
     is_last = np.append(np.diff(distances[order]) > 0, True)  # the last of equal distances
@@ -223,14 +236,14 @@ def distance_shift(distances: Floats) -> _Statistic:
 
 
 def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
-    """Energy coefficient of two samples of ``points``.
+    """The energy coefficient of two samples, which are subsets of ``points``.
 
-    With X, X' from one sample and Y, Y' from the other, E = 2 E|X-Y| - E|X-X'| -
-    E|Y-Y'| is zero only if both samples have the same distribution, and H = E / 2
-    E|X-Y| lies between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With
-    signed weights u that sum to zero, E = -u'Du. For two finite samples of sizes n and
-    m from one distribution, H is about 1/n + 1/m. The denominator is computed from the
-    actual sides, ``weights``.
+    Let X and X' be from one sample, and Y and Y' from the other sample. E = 2 E|X-Y| -
+    E|X-X'| - E|Y-Y'| is zero only if both samples have the same distribution. H = E / 2
+    E|X-Y| is between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With signed
+    weights u that add up to zero, E = -u'Du. For two finite samples of sizes n and m
+    from the same distribution, H is about 1/n + 1/m. The denominator is computed from
+    ``weights``, the weights of the actual sides.
     """
     distances = cdist(points, points).astype(np.float32)
     sides = weights[:, 0]
@@ -246,16 +259,16 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
 def _permute(
     strata: _Strata, statistics: list[_Statistic], level: float, rng: np.random.Generator
 ) -> tuple[list[float], list[Weights]]:
-    """Return the statistics of the actual sides, and the statistics of the permutations
-    (Phipson and Smyth 2010).
+    """Return the statistics of the actual sides and of the permutations (Phipson and
+    Smyth 2010).
 
     The test stops early when no p-value can reach ``level`` anymore (Besag and Clifford
-    1991), which changes no decision.
+    1991). Stopping early does not change any decision.
     """
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]
-    # One more than needed: 1 / (1 / level) may be rounded to above ``level``,
-    # which no p-value would reach.
+    # One more permutation than necessary, because rounding may move 1 / (1 / level)
+    # above ``level``. No p-value could then reach the level.
     wanted = max(_BATCH, math.ceil(1 / level))
     exceeding = np.zeros(len(statistics), int)
     done = 0
@@ -269,12 +282,13 @@ def _permute(
 
 
 def _detectable(permuted: Weights, level: float, bound: float) -> float:
-    """The smallest effect that is significant with a probability of `POWER`, from the
-    moments of the permutation distribution.
+    """The smallest effect that is significant with a probability of `POWER`, estimated
+    from the moments of the permutation distribution.
 
     The critical value is a quantile of the Pearson type III distribution with these
-    moments, because a quantile as far out as ``level`` would need more permutations.
-    The effect's spread is assumed to be as large as without a shift.
+    moments. The quantile at ``level`` of the permutations themselves would require more
+    permutations. The effect is assumed to have the same standard deviation as without a
+    shift.
     """
     spread = float(permuted.std())
     if spread < _ROUNDING:

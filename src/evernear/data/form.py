@@ -1,5 +1,6 @@
-"""Choose the form in which a dataset stores images. The newest snapshot decides, or
-else the settings and a sample of the images.
+"""Choose the form in which a dataset stores images. The form of the newest snapshot is
+used. For the first snapshot, the form depends on the settings and on a sample of the
+images.
 """
 
 import statistics
@@ -21,8 +22,8 @@ from evernear.settings import DataSettings
 Shape = tuple[int, int, int]
 
 MAX_SIZE_PX = 128
-"""Largest side that is chosen automatically, because the compact network turns the
-pixels of larger images into patches. Pretrained backbones expect larger images, see
+"""Largest side length that is chosen automatically, because the compact network divides
+larger images into patches. Pretrained backbones require larger images. See
 `evernear.steps.ingest`.
 """
 _SAMPLED_FILES = 101
@@ -33,11 +34,12 @@ _FIRST_TRANSPOSED = 5  # EXIF orientations 5 to 8 exchange width and height
 def choose_form(
     settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger, parent: Manifest | None
 ) -> ImageForm:
-    """Choose the form for the images of ``source``, whose listing is in ``ledger``.
+    """Choose the form for the images of ``source``. The listing of the source is in
+    ``ledger``.
 
     Raises:
-        DataError: the settings ask for a form that differs from the ``parent``
-            snapshot's, or no image can be decoded.
+        DataError: the settings require a form that differs from the form of the
+            ``parent`` snapshot, or no image can be decoded.
     """
     sample = _Sample(settings, source, ledger)
     shape = _shape(settings, sample, parent)
@@ -88,20 +90,20 @@ def _bit_depth(settings: DataSettings, sample: "_Sample", parent: Manifest | Non
 
 
 class _Sample:
-    """The shape and bit depth of a source's images, from a sample of about
-    `_SAMPLED_FILES` images. Files are read only when a method needs them.
+    """The shape and the bit depth of a source's images, determined from a sample of
+    about `_SAMPLED_FILES` images. Files are read only when a method needs them.
     """
 
     def __init__(self, settings: DataSettings, source: ArraySource | FileSource, ledger: Ledger) -> None:
         self._settings, self._source, self._ledger = settings, source, ledger
 
     def shape(self) -> Shape:
-        """(H, W, C) of the dataset.
+        """The shape (H, W, C) for the dataset.
 
-        If most images have one size, the dataset has that size. Otherwise it is square,
-        with the median of the shorter sides, because photographs can be in portrait or
-        landscape orientation. A side is at most ``data.max_size_px``. The dataset is
-        gray if most images are gray.
+        If most images have the same size, the dataset has that size. Otherwise, dataset
+        images are square, because photographs can be in portrait or landscape
+        orientation. The side length is the median of the shorter sides. No side is
+        longer than ``data.max_size_px``. If most images are gray, the dataset is gray.
         """
         if not isinstance(self._source, FileSource):
             return *next(self._source.blocks()).images.shape[1:], 1
@@ -117,16 +119,16 @@ class _Sample:
         return max(1, round(height * scale)), max(1, round(width * scale)), channels
 
     def bit_depth(self) -> BitDepth:
-        """The smallest bit depth that contains the values of all 16-bit files, or 16
-        without such files.
+        """The smallest bit depth that can represent the values in all 16-bit files, or
+        16 if no file has 16 bits.
         """
         used: list[BitDepth] = [depth for _, depth in self._files if depth]
         return max(used) if used else 16
 
     @cached_property
     def _files(self) -> list[tuple[Shape, BitDepth | None]]:
-        """Shape and bit depth of the sampled files. Only 16-bit files are decoded. The
-        header of any other file is enough.
+        """Shapes and bit depths of the sampled files. Only 16-bit files are decoded.
+        For any other file, the header is sufficient.
         """
         source = self._source
         if not isinstance(source, FileSource):

@@ -1,5 +1,5 @@
-"""The gallery of an index, in the order of the index's rows: the images of the gallery
-split, then the train images that join the gallery.
+"""The gallery of an index. In the order of the index's rows, it contains the images in
+the gallery split, then the train images that join the gallery.
 
 See docs/decisions/0002-splits-and-gallery.md and 0078-neighbors-as-pictures.md.
 """
@@ -14,15 +14,15 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
-"""Minimum number of images of a class in the gallery. Train images make up the
-difference.
+"""Minimum number of images per class in the gallery. If the gallery split has fewer,
+train images are added.
 """
 
 
 def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict[str, int]:
-    """The number of train images of each label that join the gallery.
+    """For each label, the number of train images that join the gallery.
 
-    ``untrained`` are classes that the network was not trained on. All their train
+    ``untrained`` contains classes that the network was not trained on. All their train
     images join.
     """
     gallery = manifest.label_counts("gallery")
@@ -34,7 +34,9 @@ def joining_gallery(manifest: Manifest, untrained: Collection[str] = ()) -> dict
 
 @dataclass(frozen=True)
 class ShardImages:
-    """Images of one shard: the first ``taken`` images of each label, or all."""
+    """Images of one shard, either all images or the first ``taken`` images of each
+    label.
+    """
 
     shard: Shard
     taken: Counter[str] | None
@@ -45,17 +47,17 @@ class ShardImages:
         return self.shard.count if self.taken is None else self.taken.total()
 
     def blocks(self, dataset: Dataset, batch_size: int) -> Iterator[Block]:
-        """Yield the images in order, at most ``batch_size`` at a time."""
+        """Yield the images in order, with at most ``batch_size`` images per block."""
         if self.taken is None:
             return dataset.shard_blocks(self.shard, batch_size)
         return _first(dataset, self.shard, self.taken, batch_size)
 
 
 def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) -> Iterator[ShardImages]:
-    """Yield the images to embed for ``split``, in the order of the embeddings, without
-    reading a shard.
+    """Yield the images to embed for ``split``, in the order of the embeddings. No shard
+    is read.
 
-    The gallery ends with train images: at most the first ``joining`` images of each
+    The gallery ends with train images, at most the first ``joining`` images of each
     label.
     """
     for shard in dataset.shards(split):
@@ -67,14 +69,14 @@ def images_to_embed(dataset: Dataset, split: Split, joining: Mapping[str, int]) 
 def image_blocks(
     dataset: Dataset, split: Split, batch_size: int, joining: Mapping[str, int]
 ) -> Iterator[tuple[Iterator[Block], int]]:
-    """Yield the blocks and the image count of each of the `images_to_embed`."""
+    """For each of the `images_to_embed`, yield the blocks and the number of images."""
     for images in images_to_embed(dataset, split, joining):
         yield images.blocks(dataset, batch_size), images.count
 
 
 class GalleryPlace(NamedTuple):
-    """The location of a gallery image, which is its position among the images of a
-    shard.
+    """The location of a gallery image, which includes its position among the images of
+    a shard.
     """
 
     images: ShardImages
@@ -82,9 +84,9 @@ class GalleryPlace(NamedTuple):
 
 
 def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> GalleryPlace:
-    """Locate the image in ``row`` of an index without reading a shard.
+    """Find the image in ``row`` of an index, without reading a shard.
 
-    ``joined`` are the numbers of train images of each label that follow the gallery
+    ``joined`` contains the number of train images of each label that follow the gallery
     split, as in `image_blocks`.
 
     Raises:
@@ -99,7 +101,7 @@ def gallery_place(dataset: Dataset, joined: Mapping[str, int], row: int) -> Gall
 
 
 def image_at(dataset: Dataset, place: GalleryPlace) -> Block:
-    """Read the image at ``place``, as a block of one image.
+    """Read the image at ``place`` as a block with one image.
 
     Raises:
         IntegrityError: the shard is missing or damaged.
@@ -126,7 +128,7 @@ def _joining_shards(dataset: Dataset, joining: Mapping[str, int]) -> Iterator[Sh
 
 
 def _first(dataset: Dataset, shard: Shard, taken: Counter[str], batch_size: int) -> Iterator[Block]:
-    """The first ``taken`` images of each label in a shard."""
+    """The first ``taken`` images of each label in one shard."""
     counts = Counter({dataset.labels.index(label): count for label, count in taken.items()})
     for block in dataset.shard_blocks(shard, batch_size):
         rows: list[int] = []

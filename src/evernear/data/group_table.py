@@ -1,4 +1,6 @@
-"""The groups of a dataset's images in its ledger (`evernear.data.groups`)."""
+"""The groups of a dataset's images, as recorded in its ledger
+(`evernear.data.groups`).
+"""
 
 import hashlib
 import sqlite3
@@ -16,16 +18,16 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 
 SCHEMA = "CREATE TABLE IF NOT EXISTS groups (digest BLOB PRIMARY KEY, name TEXT NOT NULL) WITHOUT ROWID"
 Members = Counter[tuple[str, Split]]
-"""The number of a group's images by label and split."""
+"""Number of images in a group by label and split."""
 FEWEST_GROUPS = 3
-"""Minimum number of groups that a class needs to be in train, test and gallery."""
+"""Minimum number of groups with which a class can be in train, test and gallery."""
 _PAGE = 500
 
 _LOCATED = """
 SELECT groups.name AS name, labels.name AS label, json_extract(shard, '$.split') AS split, digest
 FROM groups JOIN images USING (digest) JOIN labels ON labels.id = images.label JOIN shards USING (slot)
 """
-# Images that will be read again, or may come back, keep their splits.
+# Images that will be read again or may come back keep their splits.
 _REMOVED = "SELECT groups.name AS name, '' AS label, split, digest FROM groups JOIN removed USING (digest)"
 _IN_SEVERAL_SPLITS = f"SELECT name FROM ({_LOCATED}) GROUP BY name HAVING COUNT(DISTINCT split) > 1"  # noqa: S608 - our own words
 _QUERIES_OF_SEEN_GROUPS = f"""
@@ -34,7 +36,7 @@ SELECT digest FROM located WHERE split = 'query' AND name IN (
     SELECT name FROM located WHERE split IN ('train', 'gallery')
 )
 """  # noqa: S608 - our own words
-# An image without a group counts as one.
+# An image without a group counts as one group.
 _OF_FEW_GROUPS = f"""
 SELECT labels.name FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (digest)
 GROUP BY labels.name HAVING COUNT(DISTINCT COALESCE(groups.name, hex(digest))) < {FEWEST_GROUPS}
@@ -42,17 +44,18 @@ GROUP BY labels.name HAVING COUNT(DISTINCT COALESCE(groups.name, hex(digest))) <
 
 
 class GroupTable:
-    """The group of each image of one source, in the ledger of its dataset."""
+    """The group of each image from one source, in the ledger of the dataset."""
 
     def __init__(self, db: sqlite3.Connection, source: int) -> None:
         self._db, self._source = db, source
         self._ungrouped = NameSample()
 
     def refresh(self, group: Callable[[str, str], str]) -> None:
-        """Set the group of every decoded image of the source, as ``group`` derives it
-        from name and label.
+        """Set the group of every decoded image of the source. ``group`` derives the
+        group from the name and the label of a file.
 
-        An image with several files belongs to the first group of these files.
+        If an image has several files, it belongs to the first group among the groups of
+        these files.
         """
         self._ungrouped = NameSample()
         with sqlite_errors():
@@ -70,8 +73,8 @@ class GroupTable:
     def _grouped(
         self, files: Iterable[tuple[bytes, str, str]], group: Callable[[str, str], str]
     ) -> Iterator[tuple[bytes, str]]:
-        """Yield the digest and the group of each image, whose files are consecutive.
-        The group is empty if the image has none.
+        """Yield the digest and the group of each image. The files of an image must be
+        consecutive in ``files``. If the image has no group, the group is empty.
         """
         for digest, copies in groupby(files, key=itemgetter(0)):
             names = [(name, group(name, label)) for _, name, label in copies]
@@ -95,7 +98,7 @@ class GroupTable:
         return self._all("SELECT COUNT(DISTINCT name) FROM groups JOIN images USING (digest)")[0][0]
 
     def sha256(self) -> str:
-        """A hash of the images' groups, or an empty string without groups."""
+        """A hash of the images' groups, or an empty string if no image has a group."""
         digest, rows = hashlib.sha256(), 0
         with sqlite_errors():
             for image, name in self._db.execute(
@@ -108,7 +111,7 @@ class GroupTable:
     # The splits of groups during an ingest
 
     def start_placing(self) -> None:
-        """Record the splits of each group's images, including removed images."""
+        """Record the splits of the images in each group, including removed images."""
         self._all("DROP TABLE IF EXISTS temp.placed")
         self._all(
             "CREATE TEMP TABLE placed (name, label, split, images, PRIMARY KEY (name, label, split)) WITHOUT ROWID"
@@ -117,14 +120,14 @@ class GroupTable:
         self._all(f"INSERT INTO placed SELECT name, label, split, COUNT(*) FROM ({located}) GROUP BY 1, 2, 3")  # noqa: S608 - our own words
 
     def units(self) -> Iterator[tuple[str, Split, int, int]]:
-        """Yield label, split, number of groups and number of their images. Call this
-        after `start_placing`.
+        """Yield the label, the split, the number of groups, and the number of images in
+        these groups. Call this after `start_placing`.
         """
         yield from self._all("SELECT label, split, COUNT(*), SUM(images) FROM placed WHERE label != '' GROUP BY 1, 2")
 
     def placed(self, names: Collection[str]) -> defaultdict[str, Members]:
-        """The labels and splits of the images in the groups ``names``, of which there
-        are at most 500.
+        """The labels and splits of the images in the groups with the given ``names``,
+        of which there are at most 500.
         """
         found: defaultdict[str, Members] = defaultdict(Counter)
         query = f"SELECT name, label, split, images FROM placed WHERE name IN ({marks([*names])})"  # noqa: S608 - question marks only
@@ -133,7 +136,7 @@ class GroupTable:
         return found
 
     def place(self, groups: Mapping[str, Members]) -> None:
-        """Update the splits of groups' images."""
+        """Record the splits of images that belong to groups."""
         rows = (
             (name, label, split, images)
             for name, members in groups.items()
@@ -145,8 +148,8 @@ class GroupTable:
     # Problems
 
     def problems(self, limit: int) -> Iterator[tuple[str, list[str], int, str]]:
-        """Yield the kind of problem, some names, the total count, and a description.
-        Call this after `refresh`.
+        """Yield the kind of each problem, some names, the total number of names, and a
+        description. Call this after `refresh`.
         """
         if self.is_empty():
             return
@@ -166,8 +169,8 @@ class GroupTable:
 
 
 class PublishedGroups:
-    """The groups in a published, immutable ledger. A ledger from an earlier version of
-    evernear may lack groups. Close the object after use.
+    """The groups in a published ledger, which is immutable. A ledger from an earlier
+    version of evernear may not contain groups. Close the object after use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -179,14 +182,16 @@ class PublishedGroups:
         self._db.close()
 
     def queries_of_seen_groups(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in train or
-        gallery.
+        """Digests of the query images whose group also has images in the train or
+        gallery split.
         """
         with sqlite_errors():
             return frozenset(digest for (digest,) in self._db.execute(_QUERIES_OF_SEEN_GROUPS))
 
     def groups(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Maps each of ``digests`` that belongs to a group to that group."""
+        """Map each of ``digests`` to the group of the image. Images without a group are
+        omitted.
+        """
         found: dict[bytes, str] = {}
         with sqlite_errors():
             for page in batched(digests, _PAGE):
@@ -195,7 +200,7 @@ class PublishedGroups:
         return found
 
     def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
-        """The name and the label of one file for each of ``digests``."""
+        """For each of ``digests``, the name and the label of one file."""
         found: dict[bytes, tuple[str, str]] = {}
         with sqlite_errors():
             for page in batched(digests, _PAGE):
@@ -204,6 +209,6 @@ class PublishedGroups:
         return found
 
     def all_files(self) -> Iterator[tuple[str, str]]:
-        """Name and label of every image file."""
+        """The name and the label of every image file."""
         with sqlite_errors():
             yield from self._db.execute("SELECT name, label FROM files WHERE digest IS NOT NULL")

@@ -1,11 +1,11 @@
-"""Groups of images that belong together, such as the frames of one scene. All images of
-a group are in one split.
+"""Images that belong together, such as the frames of one scene, form a group. All
+images of a group are in one split.
 
 ``data.group`` defines the groups with a regular expression, or with the name of a
-pattern that fits many sources. The expression is applied to the name of a file in its
-source, as messages show it. A group key applies to all classes and sources of a
-dataset, because a scene may show several classes. Labeled queries
-(`evernear.data.sources.names.is_reviewed`) belong to no group.
+predefined pattern that is suitable for many sources. The expression is applied to the
+name of a file in its source, as it appears in messages. A group key applies to all
+classes and sources of a dataset, because a scene may show several classes. Labeled
+queries (`evernear.data.sources.names.is_reviewed`) do not belong to any group.
 """
 
 import posixpath
@@ -26,18 +26,18 @@ from evernear.data.sources.names import is_reviewed
 from evernear.settings.group import COLUMN, GROUP_FORMS
 
 Grouping = Callable[[str, str], str]
-"""Maps the file name and the label of an image to its group, or to an empty string if
-the image belongs to no group.
+"""Maps the file name and the label of an image to the name of its group, or to an empty
+string if the image belongs to no group.
 """
 
 _RUNNING_NUMBER = re.compile(r"[^0-9A-Za-z/]*\d+[^0-9/]*$")
 
 
 def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Grouping:
-    """The grouping that a valid ``data.group`` defines. No image belongs to a group if
-    ``setting`` is empty.
+    """The grouping that a valid value of ``data.group`` defines. If ``setting`` is
+    empty, no image belongs to a group.
 
-    ``column`` returns the group that the source itself names for a file.
+    ``column`` returns the group that the source itself specifies for a file.
     """
     if not setting:
         return lambda name, label: ""
@@ -56,8 +56,8 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
 
 
 def below_class(name: str, label: str) -> str:
-    """The part of a file's name after its class folder,
-    or the whole name if no folder has the name of the class.
+    """The part of a file's name after the class folder, or the whole name if no folder
+    has the name of the class.
     """
     folders = name.split("/")[:-1]
     depth = next((depth for depth, folder in enumerate(folders, 1) if class_name(folder) == label), 0)
@@ -65,13 +65,13 @@ def below_class(name: str, label: str) -> str:
 
 
 def _folder(path: str) -> str:
-    """The folders below the class folder."""
+    """The folders between the class folder and the file."""
     return path.rpartition("/")[0]
 
 
 def _stem(path: str) -> str:
-    """The part of the name before its last number, with the folders below the class
-    folder.
+    """The part of the file name before the last number, preceded by the folders below
+    the class folder.
     """
     stem = posixpath.splitext(path)[0]
     found = _RUNNING_NUMBER.search(stem)
@@ -79,18 +79,20 @@ def _stem(path: str) -> str:
 
 
 class GroupNumbers:
-    """Numbers the groups of a snapshot's images on demand, from its ledger."""
+    """Assigns numbers to the groups of a snapshot's images on demand. The groups are
+    read from the snapshot's ledger.
+    """
 
     def __init__(self, ledger: Path, divided: bool) -> None:
-        """Read ``ledger``. ``divided`` says whether a group has images in several
+        """Read ``ledger``. ``divided`` states whether any group has images in several
         splits.
         """
         self._ledger, self._divided = PublishedGroups(ledger), divided
         self._numbers: dict[str | bytes, int] = {}
 
     def of(self, digests: NDArray[np.uint8]) -> NDArray[np.int32]:
-        """The group number of each image (N,) by its digest (N, 32). An image without a
-        group counts as a group.
+        """The group number of each image (N,). The images are identified by digest (N,
+        32). An image without a group counts as a separate group.
         """
         images = [digest.tobytes() for digest in digests]
         keys = self._ledger.groups(images)
@@ -99,8 +101,8 @@ class GroupNumbers:
         return np.fromiter(numbers, np.int32, len(images))
 
     def independent(self, digests: NDArray[np.uint8]) -> float:
-        """Estimate the number of independent images among N >= 1 images (Kish 1965,
-        section 8.2).
+        """Estimate the number of independent images among N images, where N is at least
+        1 (Kish 1965, section 8.2).
 
         See `evernear.evaluation.grouped.effective_totals`.
         """
@@ -108,11 +110,12 @@ class GroupNumbers:
         return float(sizes.sum() ** 2 / (sizes**2).sum())
 
     def seen_queries(self) -> frozenset[bytes]:
-        """Digests of the query images whose group also has images in train or gallery.
+        """Digests of the query images whose group also has images in the train or
+        gallery split.
 
-        Such images look more like the gallery than images of a new group do. They occur
-        only if the dataset was ingested before ``data.group`` was set, or if the source
-        specifies the splits.
+        Such images resemble the gallery more than images from a new group do. They
+        occur only if the dataset was ingested before ``data.group`` was set, or if the
+        source specifies the splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 
@@ -123,7 +126,7 @@ class GroupNumbers:
 
 @contextmanager
 def group_numbers(dataset: Dataset) -> Generator[GroupNumbers | None]:
-    """Yield the groups of a dataset, or None if its images are independent.
+    """Yield the groups of a dataset's images, or None if the images are independent.
 
     Raises:
         IntegrityError, StoreError: the dataset's ledger is missing or damaged.

@@ -1,10 +1,11 @@
-"""Inspect the structure of PNG, JPEG and WebP files to bound the decoding cost.
+"""Inspect the structure of PNG, JPEG and WebP files, to limit the cost of decoding
+them.
 
-A file of a few kilobytes can claim gigabytes of pixels, thousands of passes over the
-pixels, or metadata that takes longer to read than the image. `inspect` walks the chunks
-or segments of a file without decoding it, rejects files that are too expensive, and
-removes the metadata. The decoder then sees one header, one palette and one stream of
-pixels.
+A file of a few kilobytes can claim to contain gigabytes of pixels, thousands of passes
+over the pixels, or metadata that takes longer to read than the image. `inspect` walks
+through the chunks or segments of a file without decoding it. It rejects files that are
+too expensive to decode, and removes the metadata. The decoder then receives one header,
+one palette and one stream of pixels.
 
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B.
 """
@@ -32,23 +33,24 @@ from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
-"""Maximum width and height. Each row needs a pointer, and resizing needs memory for
-each column.
+"""Maximum width and height. Each row requires a pointer, and resizing requires memory
+for each column.
 """
 MAX_SCANS = 32
-"""Maximum number of scans in a JPEG file. libjpeg writes 10 scans for color and 18 for
-CMYK, and MozJPEG writes up to about 20.
+"""Maximum number of scans in a JPEG file. libjpeg writes 10 scans for a color image and
+18 for a CMYK image. MozJPEG writes up to about 20.
 """
 MAX_TABLES_SIZE_BYTES = 2**16
 """Maximum size of the quantization and Huffman tables in a JPEG file. The usual four
-quantization and eight Huffman tables need 2.8 KiB. Each scan may add Huffman tables.
+quantization tables and eight Huffman tables require 2.8 KiB. Each scan may add Huffman
+tables.
 """
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_SIGNATURE = b"\xff\xd8\xff"
 _WEBP_SIGNATURE = re.compile(rb"RIFF....WEBP", re.DOTALL)
 SIGNATURE_SIZE_BYTES = 12
-# Other image formats, so that a message can name the format.
+# Image formats that are not supported, so that a message can state the format.
 _OTHER_FORMATS = {
     "GIF": rb"GIF8[79]a",
     "BMP": rb"BM.{4}\0{4}",
@@ -69,7 +71,7 @@ IMAGE_SUFFIXES = frozenset(
     | {".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jp2", ".jxl", ".tga", ".tif", ".tiff"}
     | {".pbm", ".pgm", ".pnm", ".ppm"}
 )
-"""Suffixes of image files in supported and unsupported formats."""
+"""File name suffixes for images in supported and unsupported formats."""
 # A JPEG marker. Stuffed zeros and restart markers belong to the surrounding scan.
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _TEM, _SOI, _EOI, _SOS, _APP1 = 0x01, 0xD8, 0xD9, 0xDA, 0xE1
@@ -80,8 +82,8 @@ _HUFFMAN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential
 
 
 def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
-    """The suffix that matches a file's content. A file that is neither JPEG nor WebP
-    counts as PNG.
+    """The suffix that corresponds to a file's content. A file that is neither JPEG nor
+    WebP counts as PNG.
     """
     if data.startswith(_JPEG_SIGNATURE):
         return ".jpg"
@@ -91,10 +93,10 @@ def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
 def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:
     """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
 
-    Raises:
-        DataError: the file is empty, broken or animated, or has an unsupported format,
-            more than ``max_pixels``, or an encoding of unbounded cost. The message
-            begins with ``name`` and names the ``setting`` that limits the pixels.
+    Raises: DataError: the file is empty, broken or animated, or it has an unsupported
+    format, more than ``max_pixels`` pixels, or an encoding of unbounded cost. The
+    message begins with ``name``, and states the ``setting`` that limits the number of
+    pixels.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)
@@ -124,24 +126,25 @@ def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str 
 
 
 def has_image_signature(data: bytes) -> bool:
-    """Whether ``data`` begins like an image in a supported or unsupported format. The
-    first `SIGNATURE_SIZE_BYTES` bytes are enough.
+    """Whether ``data`` begins like an image file in a supported or unsupported format.
+    The first `SIGNATURE_SIZE_BYTES` bytes of the file are sufficient.
     """
     return _ANY_FORMAT.match(data) is not None
 
 
 def has_image_suffix(name: str) -> bool:
-    """Whether a file name has an image suffix. pathlib is ten times slower, which
-    matters for millions of files.
+    """Whether a file name has an image suffix. This function does not use pathlib,
+    which is ten times slower. The difference matters for millions of files.
     """
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
 
 
 def is_image_file(path: str | Path) -> bool:
-    """Whether a file is an image, by its suffix or else by its content.
+    """Whether a file is an image, judging by its suffix or, if it has a different
+    suffix, by its content.
 
-    A broken image with an image suffix is therefore reported. For other files, a few
-    bytes are read.
+    A broken image file with an image suffix is therefore reported. For files with other
+    suffixes, a few bytes are read.
 
     Raises:
         StoreError: the file cannot be read.
@@ -157,7 +160,7 @@ def is_image_file(path: str | Path) -> bool:
 
 
 def _inspect_png(data: bytes, name: str) -> EncodedImage:
-    """Keep IHDR, PLTE and tRNS, and merge the pixel data into one chunk."""
+    """Keep the chunks IHDR, PLTE and tRNS, and merge the pixel data into one chunk."""
     headers: dict[bytes, memoryview] = {}
     pixels: list[memoryview] = []
     pixels_ended = False
@@ -187,8 +190,8 @@ def _inspect_png(data: bytes, name: str) -> EncodedImage:
 
 
 def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the type of each chunk, and the start and end of its data. A truncated file
-    ends with a truncated chunk.
+    """Yield the type of each chunk, and the start and the end of the chunk's data. If
+    the file is truncated, the last chunk is also truncated.
     """
     at = len(_PNG_SIGNATURE)
     for _ in range(max_segments(len(data))):
@@ -203,7 +206,7 @@ def _png_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a chunk without copying its data."""
+    """Yield the parts of a chunk. The data are not copied."""
     yield struct.pack(">I4s", sum(map(len, data)), kind)
     yield from data
     checksum = zlib.crc32(kind)
@@ -213,7 +216,9 @@ def _png_chunk(kind: bytes, data: list[memoryview]) -> Iterator[bytes | memoryvi
 
 
 def _inspect_jpeg(data: bytes, name: str) -> EncodedImage:
-    """Keep the tables, frame, scans and color space markers (JFIF, Adobe)."""
+    """Keep the tables, the frame, the scans and the color space markers (JFIF,
+    Adobe).
+    """
     parts: list[memoryview] = []
     color_space: dict[int, memoryview] = {}
     frame: tuple[int, int] | None = None
@@ -254,7 +259,7 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
     """Yield the marker, the start and the end of each segment. Like libjpeg, stop at
     the end of the image or at the first error.
 
-    The scan data follow the segment.
+    The scan data come after the segment.
     """
     at = 2
     for _ in range(max_segments(len(data))):
@@ -276,7 +281,7 @@ def _jpeg_segments(data: bytes, name: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _jpeg_frame(data: bytes, marker: int, start: int, earlier: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """Read width and height from a frame header."""
+    """Read the width and the height from a frame header."""
     if earlier is not None:
         raise broken(name, "it has two headers")
     if marker not in _HUFFMAN_FRAMES:

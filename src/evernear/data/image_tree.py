@@ -1,4 +1,4 @@
-"""The image files in a folder or a bucket at any depth, regardless of class, for batch
+"""Find image files at any depth in a folder or a bucket, regardless of class, for batch
 prediction.
 """
 
@@ -15,8 +15,8 @@ from evernear.errors import DataError, MissingObjectError, SettingsError, StoreE
 
 
 class ImageFile(NamedTuple):
-    """An image file to recognize, with its name in the tree and its listed size in
-    bytes.
+    """An image file to recognize, with its name in the tree and its size in bytes from
+    the listing.
     """
 
     name: str
@@ -24,7 +24,7 @@ class ImageFile(NamedTuple):
 
 
 class ImageTree(Protocol):
-    """A tree of image files that are read by name. ``skipped`` is complete once `files`
+    """A tree of image files that are read by name. ``skipped`` is complete when `files`
     is exhausted.
     """
 
@@ -35,22 +35,23 @@ class ImageTree(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. This method is called from many threads.
+        """Return the content of one file. This method is called from many threads at
+        the same time.
 
         Raises:
-            DataError: this file cannot be read. Any other error means that no file can
-                be read.
+            DataError: this file cannot be read. Any other error means that no file of
+                the tree can be read.
         """
         ...
 
 
 def open_tree(source: str) -> ImageTree:
-    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``,
-    or another source of files (`open_source`).
+    """Open ``folder:DIRECTORY``, ``s3://bucket/prefix``, or any other source of files
+    (see `open_source`).
 
     Raises:
         DataError: the directory does not exist.
-        SettingsError: the source is unknown, or has no files.
+        SettingsError: the source is unknown, or it is not a source of files.
     """
     kind, _, location = source.partition(":")
     if kind == "folder" and location:
@@ -64,12 +65,13 @@ def open_tree(source: str) -> ImageTree:
 
 
 def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the files below ``folder`` and whether each is an image,
-    by the rule for sources.
+    """Yield the files below ``folder``, and for each file whether it is an image by the
+    rule for sources.
 
-    Skipped folders, such as hidden folders, are yielded as non-images. Links are
-    followed, except for loops. A folder or a file that cannot be read counts as an
-    image, so that its error is shown. Only one folder's listing is in memory at a time.
+    Skipped folders, such as hidden folders, are yielded as files that are not images.
+    Links are followed unless they form a loop. If a folder or a file cannot be read, it
+    counts as an image, so that the error is shown. The listing of only one folder is in
+    memory at a time.
     """
     seen: set[tuple[int, int]] = set()
     pending = [folder]
@@ -108,7 +110,7 @@ class FolderTree(ImageTree):
             raise DataError(f"The image directory {directory} does not exist.")
 
     def files(self) -> Iterator[ImageFile]:
-        """List the files, folder by folder."""
+        """List the files of the directory, folder by folder."""
         for path, is_image in walk_images(self._directory):
             name = str(path.relative_to(self._directory))
             if not is_image:
@@ -141,7 +143,7 @@ class BucketTree(ImageTree):
         self._get = self._store.reader()
 
     def files(self) -> Iterator[ImageFile]:
-        """List the objects that may be images, judging by name and size."""
+        """List the objects that may be images, judging by their names and sizes."""
         for info in self._store.list(""):
             if not info.key or info.key.endswith("/"):
                 continue  # the object marks a folder

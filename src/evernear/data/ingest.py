@@ -1,4 +1,5 @@
-"""Ingest a source into a dataset snapshot: list -> plan -> parts -> combine -> publish.
+"""Ingest a source into a dataset snapshot, in the order list -> plan -> parts ->
+combine -> publish.
 
 - **list** the source, and record its files in the ledger (`evernear.data.listing`);
 - **plan** parts, which are ranges of the new and changed files (`evernear.data.plan`);
@@ -8,10 +9,10 @@
   (`evernear.data.combine`);
 - **publish** the snapshot (`evernear.data.snapshots`).
 
-A dataset mirrors its sources. New files are added, deleted files are dropped, and a
-moved file takes its new label. Images are identified by content hash. The split of an
-image never changes, even if the image is removed and restored, because a model may have
-been trained on the image.
+A dataset mirrors its sources. New files are added, and deleted files are removed. A
+file that was moved to a different class folder gets the new label. Images are
+identified by a hash of their content. The split of an image never changes, even if the
+image is removed and restored, because a model may have been trained on it.
 """
 
 import tempfile
@@ -46,7 +47,7 @@ from evernear.settings import DataSettings
 
 _REPORT_INTERVAL_S = 1.0
 DECODING_LIBRARIES = ("numpy", "pillow")
-"""Libraries whose version may change the decoded pixels."""
+"""Libraries that may change the decoded pixels if their version changes."""
 
 
 def run_here(parts: Parts, open_worker: OpenWorker) -> None:
@@ -61,18 +62,19 @@ def ingest_source(
     warn: Callable[[str], None] = lambda _: None,
     run: RunParts = run_here,
 ) -> Manifest:
-    """Update a dataset in the store from ``settings.source`` and return its snapshot.
+    """Update a dataset in the store from ``settings.source``, and return the new
+    snapshot.
 
-    If nothing changed, return the previous snapshot. Readers see nothing before the
-    last write, which moves ``head.json``. ``run`` runs the parts. If an ingest of files
-    is killed and run again, it skips the finished parts and produces the same digest.
-    Memory does not grow with the number of images. ``report`` receives progress
-    messages about once a second. ``warn`` receives sentences about changes that may be
-    mistakes.
+    If nothing has changed, return the previous snapshot. Readers do not see the changes
+    before the last write, which moves ``head.json``. ``run`` runs the parts. If an
+    ingest of files is killed and run again, the second run skips the finished parts and
+    produces the same digest. Memory use does not grow with the number of images.
+    ``report`` is called with progress messages about once a second. ``warn`` is called
+    with sentences about changes that may be mistakes.
 
     Raises:
-        DataError: there are no images, there is only one class,
-            or the images do not match the earlier ones.
+        DataError: the source has no images or only one class, or the images do not
+            match the earlier images.
         StoreError: the store or the disk fails.
         ConflictError: a different ingest of this dataset finished in the meantime.
     """
@@ -93,7 +95,9 @@ def _ingest(
     run: RunParts,
     adopt: bool,
 ) -> Manifest:
-    """Run `ingest_source`. ``adopt`` reuses the parts of an earlier attempt."""
+    """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are
+    reused.
+    """
     source = open_source(settings.source, settings)
     snapshots = Snapshots(open_store(store_uri), dataset_name(settings, source))
     with (
@@ -134,8 +138,8 @@ def _ingest(
             manifest = _manifest(settings, snapshots, form, ledger, parent)
             manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
             manifest = snapshots.publish(manifest, ledger, scratch)
-            # Parts of other ingests that started from the newest snapshot may still be
-            # useful.
+            # The parts of other ingests that started from the newest snapshot may still
+            # be useful.
             useful = snapshots.parts_folder(manifest)
             with suppress(StoreError):  # the pipeline's keys may lack permission to delete, and prune deletes later
                 snapshots.delete_parts(lambda key: key.startswith(f"{folder}/") or not key.startswith(useful))
@@ -143,7 +147,7 @@ def _ingest(
 
 
 def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSettings, scratch: Path) -> Ledger:
-    """Open a copy of the parent's ledger for this ingest."""
+    """Open a copy of the parent snapshot's ledger for this ingest."""
     path = scratch / "ledger.sqlite"
     if parent is not None:
         snapshots.fetch_ledger(parent, path)
@@ -156,8 +160,8 @@ def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSe
 
 
 def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode files again on request, or if different code decoded them, because a
-    dataset must not mix the results of two decoders.
+    """Decode all files again if this is requested, or if the files were decoded by
+    different code. A dataset must not mix the results of two decoders.
     """
     if settings.reread:
         ledger.read_all_again()
@@ -169,11 +173,11 @@ def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: 
 
 
 class _Progress:
-    """Reports the number of processed images at intervals."""
+    """Reports the number of processed images at regular intervals."""
 
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
-        """Report a number out of ``total`` images (0 if unknown). ``done`` ends the
-        message.
+        """Report a number of images out of ``total`` (0 if the total is unknown).
+        ``done`` ends the message.
         """
         self._report, self._total, self._ending = report, total, done
         self._done, self._reported_s = 0, time.monotonic()
@@ -190,7 +194,7 @@ class _Progress:
 def _manifest(
     settings: DataSettings, snapshots: Snapshots, form: ImageForm, ledger: Ledger, parent: Manifest | None
 ) -> Manifest:
-    """Return a manifest without the problems of its images."""
+    """Return a manifest from which the problems of its images are removed."""
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,

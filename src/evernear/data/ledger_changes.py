@@ -1,13 +1,13 @@
-"""Save the changes to a ledger as a file, so that an ingest that adds little to a large
-dataset stores little.
+"""Save changes to a ledger as a file, so that an ingest that adds few images to a large
+dataset stores little data.
 """
-# ruff: noqa: S608 - the names of tables and columns are constants
+# ruff: noqa: S608 - names of tables and columns are constants
 
 import sqlite3
 from pathlib import Path
 
-# Tables whose changed rows are stored, with their primary keys and the columns to
-# compare. The other tables are small and are stored completely.
+# Tables for which the changed rows are stored, with their primary keys and the columns
+# that are compared. The other tables are small, so all of their rows are stored.
 _TABLES = {
     "files": (("source", "name"), ("etag", "label", "given", "size_bytes", "pending", "digest", "fault")),
     "images": (("digest",), ("label", "slot", "width", "height", "constant")),
@@ -22,10 +22,11 @@ _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
-    """Start to record the written rows and their previous content in temporary tables.
+    """Start to record written rows, together with their previous content, in temporary
+    tables.
 
-    Some written rows are unchanged, such as rows of decoded images, of broken files and
-    of files that are read again.
+    Some of the written rows are unchanged, such as rows for decoded images, for broken
+    files and for files that are read again.
     """
     for table, (keys, _) in _TABLES.items():
         columns = ", ".join(keys)
@@ -44,13 +45,13 @@ def track_changes(db: sqlite3.Connection) -> None:
 
 
 def any_changed(db: sqlite3.Connection) -> bool:
-    """Whether a row differs from its content at `track_changes`."""
+    """Whether a row differs from its content when `track_changes` was called."""
     return any(db.execute(f"SELECT 1 FROM {_changed(table)} LIMIT 1").fetchone() for table in _TABLES)
 
 
 def save(db: sqlite3.Connection, path: Path) -> None:
-    """Write the changes since `track_changes` to ``path``. Call this outside a
-    transaction.
+    """Write the changes since the call of `track_changes` to ``path``. Call this
+    outside a transaction.
     """
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
@@ -66,7 +67,7 @@ def save(db: sqlite3.Connection, path: Path) -> None:
 
 
 def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
-    """Apply a file from `save` to the ledger that the changes belong to."""
+    """Apply a file that `save` wrote to the ledger to which the changes belong."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
     stored = {
@@ -86,13 +87,13 @@ def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _content(table: str, row: str) -> str:
-    """An SQL expression for the columns of a row to compare."""
+    """An SQL expression for the columns of a row that are compared."""
     return " || ',' || ".join(f"quote({row}.{column})" for column in _TABLES[table][1])
 
 
 def _changed(table: str) -> str:
-    """The FROM and WHERE clauses for the changed rows of a table. ``w`` is the row
-    before the change, and ``t`` is the current row.
+    """The FROM and WHERE clauses that select the changed rows of a table. ``w`` is a
+    row before the change, and ``t`` is the same row in its current state.
     """
     keys = _TABLES[table][0]
     now = f"CASE WHEN t.{keys[0]} IS NOT NULL THEN {_content(table, 't')} END"

@@ -1,4 +1,6 @@
-"""The immutable manifest of a dataset snapshot, which names shards by hash."""
+"""The immutable manifest of a dataset snapshot, which identifies shards by their
+hashes.
+"""
 
 import json
 from pathlib import Path
@@ -16,12 +18,12 @@ Split = Literal["train", "test", "gallery", "query"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 FILE_NAME = "manifest.json"
 REPAIR = "run `evernear store check --repair`"
-"""The remedy for a dataset object that is missing or damaged in a store."""
+"""The remedy for a missing or damaged dataset object in a store."""
 _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"}
 
 
 class Shard(Frozen):
-    """A file with images of one split, ``datasets/<name>/shards/<sha256>.npy``."""
+    """A file with images from one split, ``datasets/<name>/shards/<sha256>.npy``."""
 
     sha256: str
     split: Split
@@ -31,10 +33,10 @@ class Shard(Frozen):
 
 
 class Problem(Frozen):
-    """A problem that ingest found. ``kind`` is a rule of
+    """A problem that ingest found. ``kind`` is the name of a rule in
     `evernear.settings.ValidationSettings`.
 
-    ``names`` are some of the affected files in the source.
+    ``names`` contains some of the affected files in the source.
     """
 
     kind: str
@@ -43,12 +45,12 @@ class Problem(Frozen):
 
 
 class Manifest(Frozen):
-    """An immutable snapshot of a dataset. The next ingest makes a new snapshot, with
-    this snapshot as its ``parent``.
+    """An immutable snapshot of a dataset. The next ingest creates a new snapshot whose
+    ``parent`` is this snapshot.
 
-    ``labels`` is append-only, so the number of a label is the same in every snapshot.
-    ``problems`` lists some problems of each kind, and ``problem_counts`` counts all of
-    them. ``created`` is UTC, ISO 8601.
+    ``labels`` is append-only, so each label has the same number in every snapshot.
+    ``problems`` lists some problems of each kind, and ``problem_counts`` contains the
+    total number of each kind. ``created`` is UTC, ISO 8601.
     """
 
     remedy = "run the ingest step again"
@@ -56,46 +58,49 @@ class Manifest(Frozen):
     format: Literal[1] = 1
     name: str
     store_uri: str = ""
-    """The store that the manifest was read from, for steps that receive the manifest as
-    an artifact. Empty in the store itself, because a store may be moved, renamed or
-    copied.
+    """The store from which the manifest was read, for steps that receive the manifest
+    as an artifact. The value is empty in the store itself, because a store may be
+    moved, renamed or copied.
     """
     source: str
     created: str
     parent: str | None
     shape: tuple[int, int, int]
     resize: Resize = "stretch"
-    """How images with a different aspect ratio were resized."""
+    """How images with a different aspect ratio than the dataset were resized."""
     bit_depth: BitDepth = 16
-    """Bit depth of the values in 16-bit files. Larger values were clipped."""
+    """Number of bits that the values in 16-bit files use. Larger values were
+    clipped.
+    """
     labels: tuple[str, ...]
     shards: tuple[Shard, ...]
     ledger_sha256: str
     ledger_changes: tuple[str, ...] = ()
-    """The sha256 of files with later changes of the ledger, in order
+    """The sha256 of each file with later changes to the ledger, in order
     (`evernear.data.ledger.apply_changes`).
     """
     groups: int = 0
-    """Number of image groups (``data.group``). An image without a group is not counted.
+    """Number of image groups (``data.group``). Images without a group are not
+    counted.
     """
     groups_sha256: str = ""
-    """Hash of the images' groups, from `evernear.data.group_table.GroupTable.sha256`.
-    Empty without groups.
+    """Hash of the images' groups, as computed by
+    `evernear.data.group_table.GroupTable.sha256`. Empty without groups.
     """
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
     reviewed: int | None = None
-    """Number of images from review, which are in train and gallery only, or None in
-    snapshots of earlier versions.
+    """Number of images from review, which are only in the train and gallery splits.
+    None in snapshots from earlier versions.
     """
     reviewed_left_out: dict[Split, dict[str, int]] = {}
-    """Number of images from review that were in test or query, by former split and
-    label.
+    """Number of images from review that were in the test or query split, by former
+    split and label.
     """
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
-        """Parse the object ``key`` of ``store``, even if the object was written for a
+        """Parse the object ``key`` in ``store``, even if the object was written for a
         different store.
 
         Raises:
@@ -110,19 +115,19 @@ class Manifest(Frozen):
     @property
     def digest(self) -> str:
         """sha256 of the content (images, labels, splits, groups, order, problems),
-        independent of the store.
+        which does not depend on the store.
         """
-        # Snapshots of versions without groups have the same digest.
+        # Snapshots from versions without groups keep the same digest.
         identity = self.model_dump(mode="json", include=_IDENTITY | ({"groups_sha256"} if self.groups else set()))
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
     def count(self, split: Split) -> int:
-        """The number of images in a split."""
+        """The number of images in one split."""
         return sum(shard.count for shard in self.shards if shard.split == split)
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """The number of images for each label in a split, in the order of ``labels``,
-        including zeros.
+        """The number of images of each label in one split, in the order of ``labels``.
+        Labels without images are included.
         """
         counts = dict.fromkeys(self.labels, 0)
         for shard in self.shards:
@@ -132,8 +137,8 @@ class Manifest(Frozen):
         return counts
 
     def summary(self) -> str:
-        """One line with the number of images per split, the number of classes and the
-        image size.
+        """One line that states the number of images per split, the number of classes
+        and the image size.
         """
         counts = ", ".join(f"{self.count(split):,} {split}" for split in SPLITS)
         per_split = [self.label_counts(split) for split in SPLITS]
@@ -145,13 +150,13 @@ class Manifest(Frozen):
 
 
 def manifest_key(name: str, digest: str) -> str:
-    """The key of the snapshot ``digest`` of the dataset ``name``."""
+    """The key for the snapshot ``digest`` of the dataset ``name``."""
     return f"datasets/{name}/manifests/{digest}.json"
 
 
 def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
-    """Find the snapshot ``digest`` of the dataset ``name``, or return None if ``store``
-    does not have it.
+    """Find the snapshot ``digest`` of the dataset ``name``. Return None if ``store``
+    does not contain it.
 
     Raises:
         IntegrityError: the snapshot's manifest is damaged.
@@ -179,21 +184,21 @@ def fetch_object(store: Store, key: str, path: Path, sha256: str) -> Path:
 
 
 def ledger_key(name: str, sha256: str) -> str:
-    """The key of a ledger, or of ledger changes, in the dataset ``name``."""
+    """The key for a ledger or for ledger changes of the dataset ``name``."""
     return f"datasets/{name}/ledgers/{sha256}.sqlite"
 
 
 def save_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write ``manifest.json`` into ``directory``. This file is the whole dataset
-    artifact of a pipeline step.
+    """Write ``manifest.json`` into ``directory``. A pipeline step receives only this
+    file as the dataset artifact.
     """
     manifest.save(directory / FILE_NAME)
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """The manifest of a dataset artifact.
+    """Read the manifest of a dataset artifact.
 
     Raises:
-        IntegrityError: the manifest is missing or invalid.
+        IntegrityError: the manifest is missing, or it is invalid.
     """
     return Manifest.load(directory / FILE_NAME)

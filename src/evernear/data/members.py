@@ -1,5 +1,5 @@
-"""The images in a packed file (`evernear.data.sources.packed`), as a ledger records
-them.
+"""The images in a packed file (`evernear.data.sources.packed`), as recorded in a
+ledger.
 """
 
 import sqlite3
@@ -12,8 +12,8 @@ _PAGE = 500
 
 
 def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
-    """Yield the images in ``file``, sorted by name, if the file had ``etag`` when it
-    was listed. Otherwise yield nothing.
+    """If ``file`` had the given ``etag`` when it was listed, yield the images in the
+    file, sorted by name. Otherwise yield nothing.
     """
     query = (
         "SELECT name, etag, label, given, size_bytes FROM files"

@@ -1,4 +1,4 @@
-"""Find the new images of an ingest, and choose the split of each."""
+"""Find the new images in an ingest, and choose a split for each of them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from evernear.settings import DataSettings
 
 
 class Placer:
-    """Chooses splits. Each group counts as one image, so that a class with few large
+    """Chooses splits. Each group counts as one image, so that a class with a few large
     groups also has test images.
     """
 
     def __init__(self, settings: DataSettings, candidates: tuple[Split, ...], ledger: Ledger, group: Grouping) -> None:
-        """Continue from the images in ``ledger``. ``candidates`` are the splits that
-        ingest may choose.
+        """Continue from the images that are recorded in ``ledger``. ``candidates``
+        contains the splits that ingest may choose.
         """
         self._candidates, self._ledger, self._group = candidates, ledger, group
         self._fractions = cache(lambda candidates: split_fractions(candidates, settings))
@@ -41,11 +41,12 @@ class Placer:
         explicit_splits: Sequence[Split | None],
         former_splits: Mapping[str, Split],
     ) -> dict[int, Split]:
-        """Maps the positions of new images to their splits. Images that are already in
-        the dataset are omitted. There are at most 500 images.
+        """Map the positions of new images to the splits of these images. Images that
+        are already in the dataset are omitted from the result. A call takes at most 500
+        images.
 
-        ``former_splits`` maps the names of unchanged files that are decoded again to
-        their splits.
+        ``former_splits`` maps the name of each unchanged file that is decoded again to
+        its split.
         """
         known = self._ledger.stored_digests(digests)
         reviewed = self._ledger.reviewed.among(digests)
@@ -79,8 +80,8 @@ class Placer:
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
-    """The split among ``candidates`` with the most images of a group, or None if the
-    group has no image in any of them.
+    """The split among ``candidates`` that contains the most images of a group, or None
+    if none of them contains an image of the group.
     """
     images: Counter[Split] = Counter()
     for (_, split), count in members.items():

@@ -1,8 +1,8 @@
-"""Plan and run the parts of an ingest. Each part is a range of the files in decoding
-order.
+"""Plan the parts of an ingest, and run them. Each part is a range of the files in
+decoding order.
 
-The decoding order, and thus the parts, depend only on the listing. If an ingest is
-killed and run again, it first finishes the planned parts, then plans the files that
+The decoding order depends only on the listing, and so do the parts. If an ingest is
+killed and run again, it first finishes the planned parts. It then plans the files that
 were added since. Plans are numbered::
 
     datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...   see `evernear.data.decode_part`
@@ -30,32 +30,34 @@ from evernear.errors import EvernearError
 from evernear.settings import DataSettings
 
 RunParts = Callable[[Parts, OpenWorker], object]
-"""Runs all parts that have no result. The `OpenWorker` opens the worker of this
+"""Runs all parts that do not have a result yet. The `OpenWorker` opens a worker in this
 process.
 """
 PART_SIZE_BYTES = 2**30
-"""Maximum size of a part's files, and of their pixels in the form of the dataset."""
+"""Maximum total size of the files in a part, and also of their pixels in the form of
+the dataset.
+"""
 _OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "reread"}
-"""Settings that do not affect the outcome of decoding a file."""
+"""Settings that do not change the outcome of decoding a file."""
 
 
 def parts_folder(
     snapshots: Snapshots, settings: DataSettings, parent: Manifest | None, decoder: str, adopt: bool
 ) -> str:
-    """Choose the folder for the plans of an ingest. ``adopt`` reuses the plans of an
-    earlier ingest that started from the same state, if any.
+    """Choose the folder in which the plans of an ingest are stored. If ``adopt`` is
+    set, plans of an earlier ingest that started from the same state are reused.
     """
     ledger = (parent.ledger_sha256, *parent.ledger_changes) if parent else ()
-    # The names of all settings are included because a different version could not read
-    # the plans.
+    # The key includes the names of all settings, because a version with different
+    # settings could not read the plans.
     begun = f"{[*DataSettings.model_fields]} {settings.model_dump_json(exclude=_OF_SPEED)} {ledger} {decoder}"
     key = sha256_bytes(begun.encode()) if adopt else uuid4().hex
     return f"{snapshots.parts_folder(parent)}{key[:16]}"
 
 
 def planned_form(store: Store, folder: str) -> ImageForm | None:
-    """The image form that a killed ingest planned. A different sample of the files
-    might lead to a different form.
+    """The image form in the plan of a killed ingest, or None if no plan exists. Without
+    this plan, a different sample of the files might lead to a different form.
     """
     parts = Parts.find(store, f"{folder}/0")
     return Shared.model_validate(parts.plan.shared).form if parts else None
@@ -71,8 +73,8 @@ def decode_in_parts(
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files of ``ledger``. Return the plans whose parts have the
-    results, newest first.
+    """Decode the pending files in ``ledger``. Return the plans for the parts that
+    contain the results, newest plan first.
 
     Raises:
         LostPartsError: a different ingest of the same files finished and deleted the
@@ -103,17 +105,17 @@ def decode_in_parts(
 
 
 def _decoded(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Yield the name and etag of each file that the parts decoded. Broken files are
-    omitted, so they are read again.
+    """Yield the name and the etag of each file that was decoded in the parts. Broken
+    files are omitted, so that they are read again.
     """
     return ((entry.name, entry.etag) for entry, outcome in stored_outcomes(parts) if outcome.fault is None)
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
-    """Yield parts of at most ``names`` files and `PART_SIZE_BYTES`, or of a single
-    larger file.
+    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES` of data. A larger
+    file is a separate part.
 
-    Files that contain many images are not divided between parts, because each part
+    A file that contains many images is not divided between parts, because each part
     would have to read the whole file.
     """
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
@@ -130,7 +132,9 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
 
 
 def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[FileEntry]]:
-    """Yield indivisible units: single files, or all images in a packed file."""
+    """Yield units that cannot be divided, which are single files or all images in a
+    packed file.
+    """
     if isinstance(source, PackedFiles):
         return (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
     return ([entry] for entry in entries)
@@ -139,7 +143,7 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[Fi
 def in_order(
     results: list[Iterator[DecodedImage | DecodeFailure]], source: FileSource
 ) -> Iterator[DecodedImage | DecodeFailure]:
-    """Merge the results of several plans in the order in which a single plan would
+    """Merge the results of several plans, in the order in which a single plan would
     decode the files.
     """
 

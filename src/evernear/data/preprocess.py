@@ -1,4 +1,6 @@
-"""Decode and resize images. Ingest and serving use the same code."""
+"""Decode and resize images. Ingest and serving use this code, so that both prepare
+images in the same way.
+"""
 
 import hashlib
 import struct
@@ -29,23 +31,25 @@ from evernear.data.reduction import (
 
 Pixels = NDArray[np.uint8]
 Resize = Literal["auto", "crop", "letterbox", "stretch"]
-"""How an image with a different aspect ratio is resized: ``crop`` uses only its center,
-``letterbox`` adds gray bars, and ``stretch`` distorts it. ``auto`` is ``crop``, or
-``letterbox`` if that would lose more than `MAX_CROPPED` of the image.
+"""How an image with a different aspect ratio than the dataset is resized. ``crop`` uses
+only the center of the image, ``letterbox`` adds gray bars, and ``stretch`` distorts the
+image. ``auto`` means ``crop``, or ``letterbox`` if a crop would lose more than
+`MAX_CROPPED` of the image.
 """
 MAX_CROPPED = 0.5
 BAR_VALUE = 128
-"""The gray value of letterbox bars."""
+"""The gray value of the bars in a letterboxed image."""
 
 DECODE_BYTES_PER_PIXEL = 12
-"""Peak memory of decoding: a progressive CMYK JPEG needs 8 bytes of coefficients and 4
-bytes of pixels at once (measured by ``benchmarks/decode_limits.py``).
+"""Peak memory for decoding. A progressive CMYK JPEG requires 8 bytes of coefficients
+and 4 bytes of pixels at the same time (measured by ``benchmarks/decode_limits.py``).
 """
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16
-"""Minimum range of gray values, out of 256, in an image that is not faint."""
+"""Minimum range of gray values, out of 256. An image with a smaller range is faint."""
 
-# Exceptions that Pillow's decoders raise for broken files, from its source code.
+# Exceptions that Pillow's decoders raise for broken files, according to Pillow's source
+# code.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -71,7 +75,7 @@ _TRANSPOSITIONS = {
 
 
 class NetworkInput(Frozen):
-    """How a network fits images to its backbone. The network resizes a center crop of
+    """How a network adapts images to its backbone. The network resizes a center crop of
     each image to a different size.
     """
 
@@ -83,11 +87,11 @@ class NetworkInput(Frozen):
 
 
 class Preprocessing(Frozen):
-    """The preprocessing of images for a network, which is part of every release.
+    """The preprocessing of images for a network. It is part of every release.
 
-    `to_array` applies size, ``resize`` and channels and returns uint8. The exported
-    network itself applies ``mean`` and ``std`` per channel, on a scale of 0..1, and
-    ``network_input``.
+    `to_array` applies the size, ``resize`` and the number of channels, and returns a
+    uint8 array. The exported network itself applies ``mean`` and ``std`` per channel,
+    on a scale from 0 to 1, and ``network_input``.
     """
 
     height_px: int
@@ -99,13 +103,13 @@ class Preprocessing(Frozen):
     network_input: NetworkInput | None = None
     resize: Resize = "stretch"
     bit_depth: BitDepth = 16
-    """Bit depth of the values in 16-bit files, as in
+    """Number of bits that the values in 16-bit files use, as in
     `evernear.data.manifest.Manifest`.
     """
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of the network's input."""
+        """Height, width and number of channels of the network's input."""
         return self.height_px, self.width_px, self.channels
 
 
@@ -114,20 +118,20 @@ class Flaw(IntFlag):
 
     NONE = 0
     CONSTANT = 1
-    """All pixels of the file have the same value."""
+    """All pixels in the file have the same value."""
     FAINT = 2
-    """The reduction to 8 bits left fewer than `_MIN_SPAN` values of the file's
-    contrast.
+    """After the reduction to 8 bits, the image has fewer than `_MIN_SPAN` different
+    values, although the file has more contrast.
     """
     CLIPPED = 4
-    """The file has values that exceed the bit depth."""
+    """The file contains values that exceed the bit depth."""
 
 
 class Picture(NamedTuple):
-    """A decoded image: 8 bits, mode ``L`` (gray) or ``RGB``.
+    """A decoded 8-bit image with mode ``L`` (gray) or ``RGB``.
 
-    ``identity`` identifies the content of the file. ``span`` is the contrast of the
-    file, if the 8-bit image lacks some of it.
+    ``identity`` is a hash that identifies the content of the file. If the 8-bit image
+    has less contrast than the file, ``span`` is the contrast of the file.
     """
 
     image: Image.Image
@@ -136,8 +140,8 @@ class Picture(NamedTuple):
     clipped: bool = False
 
     def digest(self) -> bytes:
-        """The identity of the file's content. Files that become equal only in 8 bits
-        have different identities.
+        """A digest that identifies the file's content. Two files whose images become
+        equal only after the reduction to 8 bits have different identities.
         """
         return self.identity or image_digest(self.image)
 
@@ -152,21 +156,21 @@ class Picture(NamedTuple):
 
 
 def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: BitDepth = 16) -> Image.Image:
-    """Decode a PNG, JPEG or WebP file to an 8-bit image of mode ``L`` (gray) or
+    """Decode a PNG, JPEG or WebP file to an 8-bit image with mode ``L`` (gray) or
     ``RGB``.
 
-    Raises:
-        DataError: as `inspect` and `decode_inspected`.
+    Raises: DataError: under the conditions of `inspect` and `decode_inspected`.
     """
     return decode_inspected(inspect(data, max_pixels, name), bit_depth).image
 
 
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
-    """Decode an inspected file to 8 bits. Memory use stays below `decode_size_bytes`.
+    """Decode a file that `inspect` has accepted to 8 bits. Memory use stays below
+    `decode_size_bytes`.
 
-    EXIF orientation is applied. Palette and CMYK images become RGB. Transparent images
-    are laid over a background (`evernear.data.reduction.flatten`). Values of 16-bit
-    files are read with ``bit_depth``.
+    EXIF orientation is applied. Palette images and CMYK images are converted to RGB.
+    Transparent images are placed over a background (`evernear.data.reduction.flatten`).
+    The values in 16-bit files are interpreted with ``bit_depth``.
 
     Raises:
         DataError: the file is broken.
@@ -187,19 +191,19 @@ def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
 
 
 def is_gray(file: EncodedImage) -> bool:
-    """Whether `decode_inspected` returns a gray image for an inspected file. Only the
-    header is read.
+    """Whether `decode_inspected` returns a gray image for a file that `inspect` has
+    accepted. Only the header is read.
 
     Raises:
-        DataError: the header is broken.
+        DataError: the file's header is broken.
     """
     with _pillow_errors(file.name):
         return _mode(_open(file)) == "L" or is_deep_gray(file)
 
 
 def bit_depth_of(file: EncodedImage) -> BitDepth | None:
-    """The smallest bit depth that contains all values of a 16-bit file, or None for any
-    other file.
+    """The smallest bit depth that can represent all values in a 16-bit file, or None
+    for a file that does not have 16 bits.
 
     Raises:
         DataError: the file is broken.
@@ -210,15 +214,15 @@ def bit_depth_of(file: EncodedImage) -> BitDepth | None:
 
 
 def decode_size_bytes(max_pixels: int) -> int:
-    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels``,
-    excluding its file.
+    """Peak memory of `decode_inspected` and `to_array` for an image of ``max_pixels``
+    pixels, excluding the file.
     """
     return max_pixels * DECODE_BYTES_PER_PIXEL
 
 
 def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: Resize) -> Resize | None:
-    """Choose how an image of ``size`` (width, height) is resized, or return None if it
-    already has the aspect ratio, to a pixel.
+    """Choose how an image of ``size`` (width, height) is resized. Return None if the
+    image already has the target aspect ratio, to within a pixel.
     """
     width, height = _largest(size, height_px, width_px)
     if abs(width - size[0]) < 1 and abs(height - size[1]) < 1:
@@ -229,8 +233,8 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
-    """Convert an image from `decode` to uint8 (H, W, C). An image of a different size
-    is resized (bilinear, antialiased).
+    """Convert an image from `decode` to a uint8 array of shape (H, W, C). If the image
+    has a different size, it is resized (bilinear, antialiased).
     """
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)
@@ -245,7 +249,7 @@ def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, r
 
 
 def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[float, float]:
-    """Width and height of the largest box within ``size`` (width, height) that has the
+    """Width and height of the largest box within ``size`` (width, height) with the
     aspect ratio of ``width_px`` to ``height_px``.
     """
     scale = max(width_px / size[0], height_px / size[1])
@@ -253,8 +257,8 @@ def _largest(size: tuple[int, int], height_px: int, width_px: int) -> tuple[floa
 
 
 def _crop(size: tuple[int, int], target: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest centered box (left, top, right, bottom) in an image of ``size`` that
-    has the aspect ratio of ``target``.
+    """The largest centered box (left, top, right, bottom) with the aspect ratio of
+    ``target`` in an image of ``size``.
     """
     width, height = _largest(size, target[1], target[0])
     left, top = (size[0] - width) / 2, (size[1] - height) / 2
@@ -271,14 +275,14 @@ def _letterbox(image: Image.Image, target: tuple[int, int]) -> Image.Image:
 
 
 def pixels_digest(mode: str, width_px: int, height_px: int, pixels: bytes) -> bytes:
-    """The identity of an image, which is the sha256 of its mode, size and raw 8-bit
-    pixels before any resize.
+    """A digest that identifies an image: the sha256 of its mode, size and raw 8-bit
+    pixels before it is resized.
     """
     return _digest(mode, width_px, height_px, [pixels])
 
 
 def image_digest(image: Image.Image) -> bytes:
-    """Return the `pixels_digest` of an image from `decode`."""
+    """Return the `pixels_digest` for an image from `decode`."""
     parts = (image.crop(band).tobytes() for band in bands(image, _BAND_PIXELS))
     return _digest(image.mode, image.width, image.height, parts)
 
@@ -300,7 +304,7 @@ def _pillow_errors(name: str) -> Generator[None]:
 
 
 def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
-    """Open a file. ``raw_mode`` replaces Pillow's interpretation of its pixels."""
+    """Open a file. ``raw_mode`` overrides Pillow's interpretation of the pixels."""
     image = Image.open(BytesIO(file.data), formats=(file.format,))
     if raw_mode:
         image.tile = [tile._replace(args=raw_mode) for tile in image.tile]
@@ -308,7 +312,7 @@ def _open(file: EncodedImage, raw_mode: str = "") -> ImageFile.ImageFile:
 
 
 def _load(file: EncodedImage, raw_mode: str = "") -> Image.Image:
-    """Decode a file and apply its orientation."""
+    """Decode a file, and apply the EXIF orientation."""
     image = _open(file, raw_mode)
     image.load()
     transposition = _TRANSPOSITIONS.get(file.orientation)
@@ -320,15 +324,15 @@ def _mode(image: Image.Image) -> Literal["L", "RGB"]:
 
 
 def _has_transparency(image: Image.Image) -> bool:
-    """Whether a pixel may be transparent."""
+    """Whether any pixel may be transparent."""
     if image.mode in ("LA", "RGBA"):
         return image.getextrema()[-1] != (255, 255)
     return image.mode == "PA" or "transparency" in image.info
 
 
 def _scale_transparency(image: Image.Image, file: EncodedImage) -> None:
-    """Scale the transparent value of a 2-bit or 4-bit gray image to 8 bits, as Pillow
-    scales the pixels.
+    """Scale the transparent value of a 2-bit or 4-bit gray image to 8 bits, in the same
+    way as Pillow scales the pixels.
     """
     if file.format == "PNG" and file.data[25] == 0 and file.data[24] in (2, 4) and "transparency" in image.info:
         image.info["transparency"] *= 255 // (2 ** file.data[24] - 1)

@@ -1,4 +1,4 @@
-"""The sentences about problems that ingest found, by validation rule."""
+"""Sentences about problems that ingest found, keyed by validation rule."""
 
 PROBLEMS = {
     "undecodable": (
@@ -109,8 +109,8 @@ PROBLEMS = {
         "; look at",
     ),
 }
-"""Singular, plural, and the words before the names of the files. If these words are
-empty, the message names one problem as an example.
+"""The singular, the plural, and the words before the names of the files. If these words
+are empty, the message mentions one affected file as an example.
 """
 
 ADVICE = {

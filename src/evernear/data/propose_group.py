@@ -1,4 +1,4 @@
-"""Propose a ``data.group`` that fits the names of near-duplicate images."""
+"""Propose a ``data.group`` setting that fits the names of near-duplicate images."""
 
 import shlex
 import tempfile
@@ -23,8 +23,9 @@ _ELSEWHERE = "in another --workdir or store, because images of an existing datas
 
 
 def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], current: str) -> str:
-    """Return advice for a dataset with near-duplicates in different splits. ``pairs``
-    are their digests, and ``current`` is ``data.group``.
+    """Return advice for a dataset that has near-duplicates in different splits.
+    ``pairs`` contains the digests of the near-duplicates, and ``current`` is the value
+    of ``data.group``.
 
     Raises:
         IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
@@ -60,8 +61,9 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
 
 
 def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current: str) -> tuple[str, int] | None:
-    """The setting that puts the most pairs into one group each and makes the most
-    groups, and the number of groups. None if no setting fits.
+    """The setting that puts the most pairs into one group each and, among such
+    settings, makes the most groups. Also return the number of groups. None if no
+    setting fits.
     """
     files = ledger.files([digest for pair in pairs for digest in pair])
     fitting: dict[str, int] = {}

@@ -1,16 +1,17 @@
-"""Select independent queries from live queries. Live queries come in blocks, such as
+"""Select independent queries from live queries. Live queries arrive in blocks, such as
 the frames of one scene or a burst from one camera.
 
-Statistical tests assume independent queries, but ten frames of one scene would count as
-ten queries. Therefore only the first query of each block counts. A test of such a
-sample is valid whatever the size of the blocks (Hoffman, Sen and Weinberg 2001,
-"Within-cluster resampling").
+Statistical tests assume independent queries. Ten frames of one scene would count as ten
+queries. Therefore, only the first query of each block is used. A test with such a
+sample is valid for any block size (Hoffman, Sen and Weinberg 2001, "Within-cluster
+resampling").
 
-The log does not show where a block ends, so queries are selected that are at least a
-gap apart in time. The smallest sufficient gap is the one at which queries are no more
-similar to the queries just before them than to other queries of their predicted class.
-The selection uses twice this gap, because a few pairs from one block would go unnoticed
-at the smallest gap. If all queries are independent, all are selected.
+The log does not show where a block ends, so the selected queries are at least a certain
+gap in time apart. The smallest sufficient gap is the gap at which queries are no more
+similar to the queries just before them than to other queries of the same predicted
+class. The selection uses twice this gap, because the test does not notice a few pairs
+from the same block at the smallest gap. If all queries are independent, all queries are
+selected.
 """
 
 import numpy as np
@@ -19,29 +20,29 @@ from numpy.typing import NDArray
 from evernear.data.drift import MIN_QUERIES, Floats, Queries
 
 GAPS_S = (0.0, *(float(2**power) for power in range(13)))
-"""The candidate gaps in seconds, which double up to 68 minutes."""
+"""The gaps in seconds that are tried. They double up to 68 minutes."""
 SAMPLE = 2000
-"""Maximum number of queries to compare."""
+"""Maximum number of queries that are compared."""
 _COMPARED = 8
-"""Number of queries before each query that are compared with it. Only the nearest one
-counts, because several cameras may take turns and the images may change within the
-window.
+"""Number of preceding queries with which each query is compared. Only the nearest of
+them counts, because several cameras may take turns, and the images may change within
+the window.
 """
 _ALIKE = 0.9
-"""Queries are alike if the distance to the nearest earlier query is at most this
-fraction of the distance to other queries ...
+"""Queries count as similar if the distance to the nearest earlier query is at most this
+fraction of the distance to other queries. `_ERRORS` is a second condition.
 """
 _ERRORS = 3.0
-"""... and the two distances differ by at least this number of standard errors."""
+"""Minimum difference between the two distances, in standard errors."""
 _MIN_CLASS = 10
 
 
 def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
-    """Return the sample without dependent queries, and the gap between queries in
-    seconds.
+    """Return a sample without dependent queries, and the minimum gap between its
+    queries in seconds.
 
-    If queries are still alike at the largest gap, or if too few remain to compare, the
-    sample for the last gap is returned.
+    If queries are still similar at the largest gap, or if too few queries remain for
+    the comparison, the sample for the last gap is returned.
     """
     rng = np.random.default_rng(seed)
     rows = np.arange(len(live)) if len(live) <= SAMPLE else rng.choice(len(live), SAMPLE, replace=False)
@@ -55,7 +56,9 @@ def independent_queries(live: Queries, seed: int = 0) -> tuple[Queries, float]:
 
 
 def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
-    """Rows in chronological order that are at least ``gap_s`` apart."""
+    """Rows in chronological order whose queries are at least ``gap_s`` seconds
+    apart.
+    """
     rows: list[int] = []
     last = -np.inf
     for row, time_s in enumerate(at_s.tolist()):
@@ -66,10 +69,10 @@ def _apart(at_s: NDArray[np.float64], gap_s: float) -> NDArray[np.intp]:
 
 
 def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
-    """Whether the queries of a class, or of all classes together, are similar to the
+    """Whether the queries of any class, or of all classes together, are similar to the
     queries just before them.
 
-    Queries are compared within classes, because the class mix changes with time.
+    Queries are compared within classes, because the mix of classes changes with time.
     """
     points = queries.coordinates if queries.coordinates.shape[1] else queries.distances[:, None]
     labels = queries.labels if queries.labels is not None else np.zeros(len(queries), "U1")
@@ -87,13 +90,13 @@ def _differ(before: Floats, others: Floats) -> bool:
 
 
 def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator) -> Floats:
-    """Distances (2, M) of points in chronological order to the nearest of up to
+    """Distances (2, M) from points in chronological order to the nearest of up to
     `_COMPARED` other points.
 
-    The first row compares each point with the points just before it. The second row
-    compares it with equally many points from other times. The second set is drawn from
-    points that are spread over time, so that a burst is not mostly compared with
-    itself.
+    In the first row, each point is compared with the points just before it. In the
+    second row, each point is compared with as many points from other times. These
+    points are drawn from points that are spread over time, so that a burst is not
+    mostly compared with itself.
     """
     count = len(points)
     spacing_s = (at_s[-1] - at_s[0]) / (2 * count)

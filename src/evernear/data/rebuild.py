@@ -1,9 +1,10 @@
-"""Rebuild the lost objects of a dataset in a store from the images of its source.
+"""Rebuild lost objects of a dataset in a store, from the images of the dataset's
+source.
 
-A shard is named by the hash of its content, so it is rebuilt byte for byte or not at
-all. Its rows are in ingest order: the images of each ingest, in decoding order, follow
-the images of earlier ingests. The ledgers of the snapshot and its ancestors record this
-order.
+The name of a shard is the hash of its content, so the shard is rebuilt byte for byte or
+not at all. The rows of a shard are in ingest order: the images of each ingest, in
+decoding order, follow the images of earlier ingests. This order is recorded in the
+ledgers of the snapshot and its ancestors.
 """
 
 import tempfile
@@ -31,17 +32,20 @@ from evernear.settings import DataSettings
 
 _NAMED = 5
 Files = dict[bytes, list[tuple[str, FileEntry]]]
-"""Maps image digests to the files of the image, each with the URI of its source."""
+"""Maps the digest of an image to its files. Each file is listed with the URI of its
+source.
+"""
 
 
 def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settings: DataSettings, moved: bool) -> None:
-    """Store a shard of the snapshot ``manifest`` again.
+    """Rebuild a shard of the snapshot ``manifest``, and store it again.
 
-    ``moved`` reads ``settings.source`` instead of the sources that the ledger names.
+    If ``moved`` is set, ``settings.source`` is read instead of the sources in the
+    ledger.
 
     Raises:
-        IntegrityError: the source no longer has the shard's images, or the ledger is
-            missing.
+        IntegrityError: the source no longer contains the images in the shard, or the
+            ledger is missing.
         DataError, StoreError: the source cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="evernear-repair-") as scratch:
@@ -70,12 +74,15 @@ def rebuild_shard(snapshots: Snapshots, manifest: Manifest, shard: Shard, settin
 
 
 def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
-    """Publish a copy of the newest snapshot without the shards ``lost``.
+    """Publish a copy of the newest snapshot from which the shards in ``lost`` are
+    removed.
 
-    The next ingest reads their images again, into the same splits.
+    The next ingest reads the images of these shards again, and puts them into the same
+    splits.
 
     Raises:
-        IntegrityError: the newest snapshot or its ledger cannot be read.
+        IntegrityError: the newest snapshot cannot be read, or its ledger cannot be
+            read.
         ConflictError: an ingest finished in the meantime.
     """
     head, lost = snapshots.head(), set(lost)
@@ -95,10 +102,10 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
-    """Replace the newest snapshot's ledger with a ledger that has only the splits of
-    the images, from the snapshot's shards.
+    """Replace the newest snapshot's ledger with a ledger that contains only the splits
+    of the images, which are read from the snapshot's shards.
 
-    The next ingest reads all images again, into the same splits.
+    The next ingest reads all images again, and puts them into the same splits.
 
     Raises:
         IntegrityError: a shard cannot be read.
@@ -122,8 +129,8 @@ def rebuild_ledger(snapshots: Snapshots) -> None:
 def _rows(
     snapshots: Snapshots, manifest: Manifest, shard: Shard, scratch: Path
 ) -> tuple[list[list[bytes]], dict[bytes, int], Files]:
-    """Return the possible row orders of a shard, and the label and the files of each
-    image.
+    """Return the possible row orders for a shard, and the label and the files of each
+    image in the shard.
     """
     own = scratch / "own.sqlite"
     snapshots.fetch_ledger(manifest, own)
@@ -144,8 +151,8 @@ def _rows(
 
 
 def _pixels(files: Files, manifest: Manifest, settings: DataSettings) -> dict[bytes, Pixels]:
-    """The pixels of the images that the sources still have. Images from a source of
-    decoded arrays are in the order of that source.
+    """The pixels of the images that the sources still contain. If a source provides
+    decoded arrays, its images are in the order of that source.
     """
     found: dict[bytes, Pixels] = {}
     form = ImageForm(manifest.shape, manifest.resize, manifest.bit_depth)

@@ -1,14 +1,15 @@
-"""The images of a dataset that come from review, as its ledger records them.
+"""The images of a dataset that come from review, as recorded in the dataset's ledger.
 
-People label the queries that the recognizer was unsure about. This selection biases a
-measurement. After five rounds of review, the accuracy was 88.8% on the test images and
-93.4% on a random sample. Images from review are therefore in train and gallery only.
-Images that an earlier version placed in test or query move to train. No earlier release
-was trained on these images.
+In a review, people label queries for which the recognizer was uncertain. This selection
+biases a measurement. After five rounds of review, the accuracy was 88.8% on the test
+images, but 93.4% on a random sample. Images from review are therefore only in the train
+and gallery splits. Images from review that an earlier version put into the test or
+query split are moved to the train split. No earlier release was trained on the moved
+images.
 
-The file name shows that an image comes from review
-(`evernear.data.sources.names.is_reviewed`). The ledger remembers the image, so that it
-stays out of the measurement even if the file is renamed.
+The name of a file shows whether the image comes from review
+(`evernear.data.sources.names.is_reviewed`). The ledger remembers that the image comes
+from review, so that it is not used for measurements even if the file is renamed.
 """
 
 import sqlite3
@@ -23,16 +24,17 @@ from evernear.data.sources.names import is_reviewed
 from evernear.data.sqlite import marks, sqlite_errors
 
 TRAINING: tuple[Split, ...] = ("train", "gallery")
-"""The splits of images that come from review. `evernear.evaluation` measures on the
-other splits.
+"""The splits for images that come from review. `evernear.evaluation` uses the other
+splits for measurements.
 """
 SCHEMA = "CREATE TABLE IF NOT EXISTS reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
-"""``split`` is the measured split that the image was in or that its folder names, or
-empty without such a split.
+"""``split`` is the measured split that contained the image or that the image's folder
+specifies. It is empty if there is no such split.
 """
 _PAGE = 500
 
-# An image that the source also has under an ordinary name counts as an ordinary image.
+# If the source also contains the image under an ordinary name, it counts as an ordinary
+# image.
 _BY_NAME = """
 SELECT DISTINCT digest FROM files WHERE digest IS NOT NULL AND name LIKE '%review-%' AND is_reviewed(name)
 AND NOT EXISTS (SELECT 1 FROM files AS other WHERE other.digest = files.digest AND NOT is_reviewed(other.name))
@@ -51,30 +53,30 @@ INSERT OR IGNORE INTO reviewed SELECT ?1, COALESCE(
 
 
 class ReviewedImages:
-    """The images from review in the ledger of one dataset."""
+    """The images from review, in the ledger of one dataset."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         _add_function(db)
 
     def refresh(self) -> None:
-        """Record the images whose files come from review."""
+        """Record the images whose file names show that they come from review."""
         self.remember(row[0] for row in self._all(_BY_NAME))
 
     def remember(self, digests: Iterable[bytes]) -> None:
-        """Record images as coming from review, with the measured split that each was
-        in.
+        """Record that images come from review, together with the measured split that
+        contained each image.
         """
         with sqlite_errors():
             self._db.executemany(_REMEMBER, [(digest,) for digest in digests])
 
     def among(self, digests: Sequence[bytes]) -> set[bytes]:
-        """The images from review among ``digests``, at most 500."""
+        """Images from review among ``digests``, which contains at most 500 digests."""
         query = f"SELECT digest FROM reviewed WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         return {row[0] for row in self._all(query, *digests)}
 
     def measured(self) -> dict[int, list[bytes]]:
-        """Maps slots to the images from review that are in a measured split."""
+        """Maps each slot to its images from review, for slots in a measured split."""
         slots: defaultdict[int, list[bytes]] = defaultdict(list)
         query = f"SELECT slot, digest FROM reviewed JOIN images USING (digest) JOIN ({_PLACED}) USING (digest)"  # noqa: S608 - our own words
         for slot, digest in self._all(f"{query} ORDER BY slot, digest"):
@@ -82,16 +84,16 @@ class ReviewedImages:
         return slots
 
     def move(self, slots: Iterable[tuple[bytes, int]]) -> None:
-        """Record the new slots of images."""
+        """Record the slots to which images were moved."""
         with sqlite_errors():
             self._db.executemany("UPDATE images SET slot = ?2 WHERE digest = ?1", slots)
 
     def count(self) -> int:
-        """The number of images from review in the snapshot."""
+        """Number of images from review in the snapshot."""
         return self._all("SELECT COUNT(*) FROM reviewed JOIN images USING (digest)")[0][0]
 
     def left_out(self) -> dict[Split, dict[str, int]]:
-        """The number of images from review that were in a measured split, by this split
+        """Number of images from review that were in a measured split, by former split
         and label.
         """
         counts: defaultdict[Split, Counter[str]] = defaultdict(Counter)
@@ -109,7 +111,7 @@ class ReviewedImages:
 
 
 def reviewed_by_name(ledger: Path) -> set[bytes]:
-    """The digests of the images whose files come from review, in a ledger from any
+    """The digests of the images whose files come from review, from a ledger of any
     version.
 
     Raises:

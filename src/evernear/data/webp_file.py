@@ -1,4 +1,4 @@
-"""Inspect the structure of WebP files, see `evernear.data.image_file`.
+"""Inspect the structure of WebP files. See `evernear.data.image_file`.
 
 Sources: RFC 9649 (WebP), sections 2 and 3; RFC 6386 (VP8), section 9.1.
 """
@@ -18,9 +18,11 @@ from evernear.errors import DataError
 
 MAX_CODE_GROUPS = 2**16
 CODE_GROUP_BLOCK_PX = 4
-"""Smallest side of the blocks that choose a group of prefix codes."""
+"""Smallest side length of the blocks in which a group of prefix codes is chosen."""
 CODE_GROUP_MIN_BITS = 20
-"""Minimum size of a group, which is five codes of one symbol with 4 bits each."""
+"""Minimum size of a group, which has five codes with one symbol each. Each code takes 4
+bits.
+"""
 _WEBP_ANIMATION, _WEBP_ALPHA = 0x02, 0x10  # flags of VP8X
 _VP8_KEY_FRAME = b"\x9d\x01\x2a"
 _VP8L_SIGNATURE = 0x2F
@@ -66,8 +68,8 @@ def inspect_webp(data: bytes, name: str) -> EncodedImage:
 
 
 def _webp_chunks(data: bytes, name: str) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the type of each chunk, and the start and end of its data. A truncated file
-    ends with a truncated chunk.
+    """Yield the type of each chunk, and the start and the end of the chunk's data. If
+    the file is truncated, the last chunk is also truncated.
     """
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
     for _ in range(max_segments(len(data))):
@@ -84,7 +86,7 @@ def _webp_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def _vp8_size(frame: bytes, name: str) -> tuple[int, int]:
-    """Width and height of a lossy image."""
+    """Width and height of an image with lossy compression."""
     if len(frame) < 10 or frame[0] & 1 or frame[3:6] != _VP8_KEY_FRAME:
         raise broken(name, "it has no header")
     width, height = struct.unpack_from("<HH", frame, 6)
@@ -92,7 +94,7 @@ def _vp8_size(frame: bytes, name: str) -> tuple[int, int]:
 
 
 def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
-    """Width and height of a lossless image."""
+    """Width and height of an image with lossless compression."""
     if len(stream) < 5 or stream[0] != _VP8L_SIGNATURE or stream[4] >> 5:
         raise broken(name, "it has no header")
     (header,) = struct.unpack_from("<I", stream, 1)
@@ -100,11 +102,12 @@ def _vp8l_size(stream: bytes, name: str) -> tuple[int, int]:
 
 
 def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
-    """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes``,
-    or 0 without such a stream.
+    """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes``
+    bytes, or 0 if there is no such stream.
 
-    Counting the groups requires decoding the stream. Instead, assume one group for each
-    block, limited by the number of bits in the stream.
+    To count the groups, the stream would have to be decoded. Instead, one group is
+    assumed for each block, and the number of groups is limited by the number of bits in
+    the stream.
     """
     blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
     return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))

@@ -1,8 +1,8 @@
-"""Write images into shards of bounded size.
+"""Write images into shards with a maximum size.
 
-The last shard of a split is filled before a new one is started, unless an earlier
-snapshot has the shard and it is large. Storing a large shard again would cost more than
-the new images.
+The last shard of a split is filled before a new shard is started, unless the shard is
+large and an earlier snapshot contains it. To store a large shard again would cost more
+than to store the new images.
 """
 
 from collections import Counter
@@ -24,28 +24,27 @@ from evernear.errors import DataError, IntegrityError
 Rows = NDArray[np.void]
 _BLOCK_BYTES = 2**20
 _LARGE_FRACTION = 1 / 8
-"""A later ingest does not fill a shard that has at least this fraction of the images
-that fit.
+"""Fraction of a full shard. A later ingest does not fill a shard that already has at
+least this fraction of the maximum number of images.
 """
 
 
 def row_dtype(shape: tuple[int, int, int]) -> np.dtype[np.void]:
-    """The dtype of an image in a shard: pixels, label number, and identifying
-    sha256.
+    """The dtype of an image in a shard: pixels, label number, and the sha256 that
+    identifies the image.
     """
     return np.dtype([("image", "u1", shape), ("label", "<i4"), ("digest", "u1", (32,))])
 
 
 def shard_key(dataset: str, sha256: str) -> str:
-    """The key of a shard in the store."""
+    """The key for a shard in the store."""
     return f"datasets/{dataset}/shards/{sha256}.npy"
 
 
 def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
-    """Read a shard's header and return the offset of its first row.
+    """Read the header of a shard, and return the offset of the first row.
 
-    Raises:
-        IntegrityError: the shard does not match its manifest.
+    Raises: IntegrityError: the shard does not match the manifest.
     """
     try:
         version = np.lib.format.read_magic(file)
@@ -60,8 +59,8 @@ def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
 
 
 class ShardWriter:
-    """Appends images to splits and updates the slots of the ledger. One block per split
-    is in memory.
+    """Appends images to splits, and updates the slots in the ledger. One block for each
+    split is in memory.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class ShardWriter:
         scratch: Path,
         published: Collection[str] = (),
     ) -> None:
-        """Continue with the shards of ``ledger``. ``published`` are the sha256 of the
-        shards in the parent snapshot.
+        """Continue with the shards that are in ``ledger``. ``published`` contains the
+        sha256 of each shard in the parent snapshot.
         """
         self._store, self._dataset, self._ledger, self._scratch = store, dataset, ledger, scratch
         self._dtype = row_dtype(shape)
@@ -93,7 +92,7 @@ class ShardWriter:
         self._labels: Sequence[str] = ledger.labels()
 
     def append(self, split: Split, images: Pixels, labels: Sequence[int], digests: Sequence[bytes]) -> list[int]:
-        """Append images (N, H, W, C) to a split and return the slot of each."""
+        """Append images (N, H, W, C) to a split, and return the slot of each image."""
         rows = np.empty(len(images), self._dtype)
         rows["image"], rows["label"] = images, labels
         rows["digest"] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
@@ -114,8 +113,8 @@ class ShardWriter:
                 self._finish(split)
 
     def rewrite(self, slot: int, changes: Mapping[bytes, int | None]) -> None:
-        """Relabel the images of a slot, or remove them (None). Call this only while no
-        shard is open.
+        """Change the labels of images in a slot, or remove the images whose new label
+        is None. Call this method only while no shard is open.
         """
         shard = self._shards[slot]
         rewritten = _OpenShard(self._scratch, slot, self._dtype)
@@ -127,10 +126,10 @@ class ShardWriter:
         self._publish(rewritten, shard.split)
 
     def move(self, slot: int, digests: Collection[bytes], split: Split) -> list[tuple[bytes, int]]:
-        """Move images of a slot to a different split, and return the new slot of each.
-        Call this only while no shard is open.
+        """Move images from one slot to a different split, and return the new slot of
+        each image. Call this method only while no shard is open.
 
-        The moved images, which are at most one shard, are in memory.
+        The moved images are in memory, which are at most the images of one shard.
         """
         moved = [
             rows[[digest.tobytes() in digests for digest in rows["digest"]]]
@@ -163,7 +162,7 @@ class ShardWriter:
         self._publish(self._open.pop(split), split)
 
     def _rows_of(self, shard: Shard) -> Iterator[Rows]:
-        """The rows of a published shard, a block at a time."""
+        """The rows of a published shard, one block at a time."""
         path = self._scratch / "earlier.npy"
         fetch_object(self._store, shard_key(self._dataset, shard.sha256), path, shard.sha256)
         with path.open("rb") as file:
@@ -192,12 +191,12 @@ class ShardWriter:
 
 
 def shard_content(rows: Rows) -> bytes:
-    """The file content of a shard with ``rows``."""
+    """The file content for a shard with the given ``rows``."""
     return _header(rows.dtype, len(rows)) + rows.tobytes()
 
 
 class _OpenShard:
-    """A shard being written to a scratch file."""
+    """A shard that is being written to a scratch file."""
 
     def __init__(self, scratch: Path, slot: int, dtype: np.dtype[np.void]) -> None:
         self.slot = slot
@@ -209,15 +208,16 @@ class _OpenShard:
             self._path.write_bytes(_header(dtype, 0))
 
     def write(self, rows: Rows) -> None:
-        # Opened for each block, so that a failed ingest leaves no open file.
+        # The file is opened for each block, so that a failed ingest leaves no open
+        # file.
         with disk_errors(self._path), self._path.open("ab") as file:
             file.write(rows.tobytes())
         self.count += len(rows)
         self._labels.update(rows["label"].tolist())
 
     def finish(self) -> tuple[Path, Counter[int]]:
-        """Complete the header, and return the path of the file and the number of images
-        per label.
+        """Complete the header. Return the path of the file and the number of images per
+        label.
         """
         with disk_errors(self._path), self._path.open("r+b") as file:
             file.write(_header(self._dtype, self.count))
@@ -225,7 +225,7 @@ class _OpenShard:
 
 
 def _header(dtype: np.dtype[np.void], count: int) -> bytes:
-    """The .npy header, which numpy pads to a length that does not depend on
+    """The .npy header. numpy pads the header to a length that does not depend on
     ``count``.
     """
     buffer = BytesIO()

@@ -1,4 +1,6 @@
-"""Sources of labeled images. `open_source` is the only place that knows every kind."""
+"""Sources of labeled images. `open_source` is the only place that knows every kind of
+source.
+"""
 
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +18,7 @@ __all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample",
 
 
 def name_of(source: str) -> str:
-    """The dataset name for a source that may no longer exist."""
+    """The dataset name for a source, even if the source no longer exists."""
     kind, _, location = source.partition(":")
     if kind == "table":
         return dataset_name(PurePosixPath(location).stem)
@@ -31,12 +33,12 @@ def name_of(source: str) -> str:
 
 
 def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:
-    """Open the source that ``data.source`` names. ``settings`` define the meaning of
-    its folders.
+    """Open the source in ``data.source``. ``settings`` determine the meaning of the
+    folders in the source.
 
     Raises:
-        SettingsError: the source kind is unknown.
-        DataError: the directory or its files are missing.
+        SettingsError: the kind of the source is unknown.
+        DataError: the directory of the source is missing, or its files are missing.
     """
     match source.partition(":"):
         case "digits", "", "":

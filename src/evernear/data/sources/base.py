@@ -1,5 +1,5 @@
-"""The interface of image sources. A source provides either encoded files or decoded
-arrays.
+"""The interface of image sources. A source provides either encoded image files or
+decoded arrays.
 """
 
 import os
@@ -16,8 +16,8 @@ _MAX_NAMES = 20
 
 
 class FileEntry(NamedTuple):
-    """One image in the listing of a source.
-    ``etag`` changes when the content may have changed.
+    """An image in the listing of a source. ``etag`` changes if the content may have
+    changed.
     """
 
     name: str
@@ -28,29 +28,30 @@ class FileEntry(NamedTuple):
 
 
 def file_etag(stat: os.stat_result) -> str:
-    """The etag of a file on disk, from its size, modification time, change time and
-    inode.
+    """The etag of a file on disk, which is computed from its size, modification time,
+    change time and inode.
 
-    ``cp -p``, ``mv`` and ``touch -r`` preserve the modification time, and two files of
-    the same size may share a modification time. The device is left out, because its
-    number may change with each mount.
+    The modification time alone is not sufficient. ``cp -p``, ``mv`` and ``touch -r``
+    preserve it, and two files of the same size may have the same modification time. The
+    device number is left out, because it may change with each mount.
     """
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
 
 def without_change_time(etag: str) -> str:
-    """The part of an etag that is unchanged when a file is copied or restored with its
-    times, or when its mode or owner changes.
+    """The part of an etag that does not change when a file is copied or restored with
+    its times, or when its mode or owner changes.
 
-    For an object in a bucket, this part is the whole etag, which cannot contain a space
-    (RFC 9110). The same holds for a file in a ledger that predates `file_etag`.
+    For an object in a bucket, this part is the whole etag, because the etag cannot
+    contain a space (RFC 9110). For a file in a ledger that is older than `file_etag`,
+    this part is also the whole etag.
     """
     return etag.partition(" ")[0]
 
 
 @dataclass
 class NameSample:
-    """A count of names, and the first names in sort order, so that memory does not grow
+    """The number of names, and the first names in sort order. Memory use does not grow
     with the listing.
     """
 
@@ -66,8 +67,8 @@ class NameSample:
 
 @dataclass(frozen=True)
 class ArrayBlock:
-    """A block of decoded grayscale images of one split. ``images`` is uint8 (N, H,
-    W).
+    """A block of decoded grayscale images from one split. ``images`` is a uint8 array
+    of shape (N, H, W).
     """
 
     names: list[str]
@@ -77,34 +78,35 @@ class ArrayBlock:
 
 
 class Source(Protocol):
-    """Base class of both kinds of sources.
+    """The base class for both kinds of sources.
 
-    ``name`` is the dataset's default name. Images without an explicit split are
-    assigned to one of ``chosen_splits`` (`evernear.data.splits`).
+    ``name`` is the default name of the dataset. Images without an explicit split are
+    assigned to one of the splits in ``chosen_splits`` (`evernear.data.splits`).
     """
 
     name: str
     chosen_splits: tuple[Split, ...] = SPLITS
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the images without reading their pixels."""
+        """List the images. Their pixels are not read."""
         ...
 
     def group(self, name: str) -> str:
-        """The group that the source itself names for an image (``data.group=column``),
-        or an empty string. Call this after `entries`.
+        """The group that the source itself specifies for an image
+        (``data.group=column``), or an empty string if it specifies none. Call this
+        after `entries`.
         """
         return ""
 
 
 class ArraySource(Source, Protocol):
-    """A source of decoded images, for formats that pack many images into one file. The
-    images have empty etags.
+    """A source of decoded images, for formats in which one file contains many images.
+    The images have empty etags.
     """
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield the images in a stable order, held-out splits first. All images have
-        the same size, and no block is empty.
+        """Yield the images in a stable order, with held-out splits first. All images
+        have the same size, and no block is empty.
         """
         ...
 
@@ -113,20 +115,23 @@ class ArraySource(Source, Protocol):
 class FileSource(Source, Protocol):
     """A source of encoded image files.
 
-    Once `entries` is exhausted, ``chosen_splits`` is final, ``empty_folders`` lists the
-    class folders without an image, and ``hidden_folders`` lists the class folders that
-    are ignored because their names begin with a dot. ``notes`` maps rules of
-    `evernear.settings.ValidationSettings` to the files and folders that they report.
+    Once `entries` is exhausted, ``chosen_splits`` is final. ``empty_folders`` then
+    lists the class folders that contain no image, and ``hidden_folders`` lists the
+    class folders that are ignored because their names begin with a dot. ``notes`` maps
+    rules of `evernear.settings.ValidationSettings` to the names of the affected files
+    and folders.
     """
 
     empty_folders: Sequence[str] = ()
     hidden_folders: Sequence[str] = ()
     notes: Mapping[str, NameSample] = MappingProxyType({})
     only_images: bool = False
-    """Whether every listed file is meant to be an image, regardless of name and
+    """Whether every listed file is meant to be an image, regardless of its name and
     content.
     """
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. This method is called from many threads."""
+        """Return the content of one file. This method is called from many threads at
+        the same time.
+        """
         ...

@@ -1,4 +1,4 @@
-"""scikit-learn's digits, as a source and as image folders."""
+"""scikit-learn's digits dataset, as a source and as image folders."""
 
 import shutil
 import tempfile
@@ -15,8 +15,8 @@ from evernear.errors import SettingsError
 
 
 class Digits(ArraySource):
-    """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. Values 0..16 are scaled
-    to 0..255.
+    """scikit-learn's 1,797 handwritten digits, which have 8 x 8 pixels. Pixel values
+    from 0 to 16 are scaled to the range 0 to 255.
     """
 
     name = "digits"
@@ -33,26 +33,27 @@ class Digits(ArraySource):
         yield from (FileEntry(f"digits[{i}]", "", label, None, 0) for i, label in enumerate(self._labels))
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield all images as one block."""
+        """Yield all images in one block."""
         yield ArrayBlock([entry.name for entry in self.entries()], self._labels, None, self._images)
 
 
 class DigitFolders(NamedTuple):
-    """Folders of digits: a source that lacks one class, and a folder with the images of
-    that class.
+    """Folders with digits. One folder is a source that lacks one class, and the other
+    folder contains the images of that class.
     """
 
     known: Path
-    """A folder with a subfolder of PNG files for each class."""
+    """A folder that contains a subfolder of PNG files for each class."""
     unseen: Path
-    """A folder with PNG files of the class that ``known`` lacks."""
+    """A folder with PNG files of the class that is missing in ``known``."""
 
 
 def lay_out_digits(directory: Path, without: str) -> DigitFolders:
-    """Write the digits as folders in ``directory``. An existing folder is not changed.
+    """Write the digits to folders in ``directory``. If a folder already exists, it is
+    not changed.
 
     Raises:
-        SettingsError: ``without`` is not a class of the digits.
+        SettingsError: ``without`` is not one of the digits.
         StoreError: ``directory`` cannot be written, or the disk is full.
     """
     (block,) = Digits().blocks()

@@ -1,4 +1,4 @@
-"""Trees of image files in a directory or a bucket, as ``<class>/<file>`` or
+"""Image files in a directory tree or a bucket, stored as ``<class>/<file>`` or
 ``<split>/<class>/<file>``.
 """
 
@@ -24,8 +24,8 @@ from evernear.errors import DataError, StoreError
 from evernear.settings.data import DataSettings
 
 DEFAULTS = DataSettings()
-# Maximum number of a bucket's folders whose contents are read before the listing, one
-# page each.
+# Maximum number of folders in a bucket whose contents are read before the listing. For
+# each folder, one page is read.
 _MAX_FOLDERS_READ = 20
 _PAGE_NAMES = 1000
 
@@ -38,7 +38,7 @@ def dataset_name(location: str) -> str:
 
 
 class _ClassFolders(FileSource):
-    """Reads label and split from the path of a file."""
+    """Determines the label and the split of a file from its path."""
 
     def __init__(self, name: str, settings: DataSettings) -> None:
         self.name = dataset_name(name)
@@ -52,8 +52,8 @@ class _ClassFolders(FileSource):
         self.notes = self._notes
 
     def _read_contents(self, folders: Iterable[str], read: Callable[[str], Contents]) -> dict[str, Contents]:
-        """Read the contents of top-level folders. If seg_train contains only
-        seg_train/seg_train, read the inner folder instead.
+        """Read the contents of the top-level folders. If seg_train contains only
+        seg_train/seg_train, the inner folder is read instead.
         """
         contents = {folder: read(folder) for folder in folders}
         repeated = [folder for folder, inner in contents.items() if inner == Contents(frozenset({folder}))]
@@ -64,8 +64,8 @@ class _ClassFolders(FileSource):
         self.chosen_splits = self.layout.chosen_splits
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
-        """The entry of an image by its path in the source, or None if the image is not
-        in a class folder.
+        """The entry for an image, given its path in the source. Returns None if the
+        image is not in a class folder.
         """
         place = self.layout.place([part for part in path.split("/")[:-1] if part])
         if place is None:
@@ -77,8 +77,8 @@ class _ClassFolders(FileSource):
         return FileEntry(path, etag, label, None if place.split in self.chosen_splits else place.split, size_bytes)
 
     def _check_and_note_folders(self) -> None:
-        """Reject split folders without an image in a class folder, and note how the
-        other folders were treated.
+        """Reject split folders that contain no image in a class folder, and note how
+        the other folders were treated.
         """
         self.layout.require_used(self.name, self._split_folders_used, self._settings)
         self._note_merged_folders()
@@ -102,7 +102,7 @@ class _ClassFolders(FileSource):
 
 
 class Folder(_ClassFolders):
-    """A directory tree of image files, with the etags of `file_etag`."""
+    """Image files in a directory tree. Their etags are computed by `file_etag`."""
 
     def __init__(self, directory: Path, settings: DataSettings = DEFAULTS) -> None:
         with disk_errors(directory):
@@ -110,8 +110,8 @@ class Folder(_ClassFolders):
             if not directory.is_dir():
                 raise DataError(f"The image directory {directory} does not exist.")
         self._directory = directory
-        # Paths are strings because pathlib would take most of the time for listing a
-        # million files.
+        # Paths are strings, because pathlib would use most of the time that it takes to
+        # list a million files.
         self._root = os.path.join(directory, "")  # noqa: PTH118 - a Path has no trailing slash
 
     def entries(self) -> Iterator[FileEntry]:
@@ -146,8 +146,8 @@ class Folder(_ClassFolders):
         return path.removeprefix(self._root)
 
     def _group(self, folder: str) -> tuple[str, Split | None] | None:
-        """The class and the split of images directly in a folder, or None if such
-        images are left out.
+        """The class and the split of images that are directly in a folder, or None if
+        such images are left out.
         """
         place = self.layout.place(self._name(folder).split("/"))
         return place and (place.class_folder, place.split)
@@ -170,7 +170,7 @@ class Folder(_ClassFolders):
             self.empty_folders = [*self.empty_folders, self._name(folder)]
 
     def _record_hidden_folders(self, parent: str) -> None:
-        """Record class folders whose names begin with a dot and that contain images."""
+        """Record class folders that contain images and whose names begin with a dot."""
         with disk_errors(parent), os.scandir(parent) as entries:
             hidden = sorted(e.path for e in entries if e.name.startswith(".") and not is_litter(e.name))
         for folder in hidden:
@@ -178,7 +178,7 @@ class Folder(_ClassFolders):
                 self.hidden_folders = [*self.hidden_folders, _printable_name(self._name(folder))]
 
     def _note_outside_classes(self, parent: str) -> None:
-        """Note the litter and the files next to the class folders in ``parent``."""
+        """Note litter, and files that are next to the class folders, in ``parent``."""
         with disk_errors(parent), os.scandir(parent) as entries:
             for entry in entries:
                 name = self._name(entry.path)
@@ -192,7 +192,9 @@ class Folder(_ClassFolders):
 
 
 class Bucket(_ClassFolders):
-    """The image files under a prefix of an S3 bucket. The etag of a file is S3's."""
+    """Image files under a prefix in an S3 bucket. The etag of a file is the ETag from
+    S3.
+    """
 
     def __init__(self, uri: str, settings: DataSettings = DEFAULTS) -> None:
         super().__init__(uri.removeprefix("s3://"), settings)
@@ -229,7 +231,7 @@ class Bucket(_ClassFolders):
         return self._get(name)
 
     def _objects(self) -> Iterator[ObjectInfo]:
-        """The objects under the prefix, sorted by key."""
+        """The objects under the prefix in a bucket, sorted by key."""
         return self._store.list("")
 
     @cached_property
@@ -237,7 +239,7 @@ class Bucket(_ClassFolders):
         return self._store.reader()
 
     def _contents(self, folder: str) -> Contents:
-        """The contents of a folder that one request shows."""
+        """The contents of a folder, as far as a single request shows them."""
         names = [name for name in islice(self._store.children(folder), _PAGE_NAMES) if not is_skipped(name.rstrip("/"))]
         folders = frozenset(name.removesuffix("/") for name in names if name.endswith("/"))
         return Contents(folders, any(map(has_image_suffix, names)))
@@ -264,14 +266,15 @@ def _is_image(path: str) -> bool:
 
 
 def _may_be_image(key: str, size_bytes: int) -> bool:
-    """Whether an object may be an image. The suffix of a different file type, or a size
-    that is too small, saves a request.
+    """Whether an object may be an image, so that a request to read it is worthwhile. An
+    object is excluded if its suffix belongs to a different file type, or if it is too
+    small.
     """
     return has_image_suffix(key) or (size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(key))
 
 
 def _printable_name(path: str | Path) -> str:
-    """Return ``path`` with escapes for bytes that are not UTF-8."""
+    """Return ``path``, with bytes that are not UTF-8 escaped."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

@@ -1,5 +1,5 @@
-"""Hugging Face datasets, as Parquet files or as Arrow files from ``save_to_disk``, with
-the images in a column.
+"""Hugging Face datasets, stored as Parquet files or as Arrow files from
+``save_to_disk``. One column contains the images.
 """
 
 import json
@@ -25,12 +25,12 @@ class _Columns(NamedTuple):
     image: str
     label: str
     names: Sequence[str] | None
-    """The class names, if the labels are class numbers."""
+    """The names of the classes, if the labels are class numbers."""
 
 
 class HuggingFace(PackedFiles):
-    """A source of rows with an image and a label. The names or folders of the files
-    indicate the split.
+    """A source of rows that contain an image and a label. The name or the folder of a
+    file indicates the split of its rows.
     """
 
     suffixes = (".parquet", ".arrow")
@@ -63,7 +63,9 @@ class _TableFile(NamedTuple):
 
     schema: Any
     batches: Callable[[list[str], int], Iterator[Any]]
-    """Yields batches of the given columns, with at most the given number of rows."""
+    """Yields batches of the given columns. A batch has at most the given number of
+    rows.
+    """
 
 
 @contextmanager
@@ -104,8 +106,8 @@ def _arrow(path: Path) -> Generator[_TableFile]:
 
 
 def _columns(schema: Any, file: str) -> _Columns:
-    """Find the image and label columns by the features that `datasets` writes, or else
-    by name and type.
+    """Find the image column and the label column by the features that `datasets` writes
+    or, if there are none, by name and type.
     """
     metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features: dict[str, Any] = metadata.get("info", {}).get("features", {})
@@ -129,7 +131,7 @@ def _is_image(kind: Any) -> bool:
 
 
 def _label(value: object, columns: _Columns, file: str, row: int) -> str:
-    """The class of a row. The number -1 means a missing label."""
+    """The class of a row. The class number -1 means that the label is missing."""
     if columns.names is None or not isinstance(value, int):
         return cell_text(value)
     if not -1 <= value < len(columns.names):

@@ -1,8 +1,9 @@
-"""A bucket whose objects are listed by a report of S3 Inventory instead of by requests.
+"""A bucket whose objects are listed in a report from S3 Inventory, instead of by list
+requests.
 
-S3 writes a report every day or week, as CSV or Parquet files and a manifest that names
-these files, to ``<prefix>/<source bucket>/<configuration>/<time>/manifest.json``. See
-"Locating your inventory list" in the Amazon S3 user guide.
+Every day or every week, S3 writes a report as CSV or Parquet files. The manifest
+``<prefix>/<source bucket>/<configuration>/<time>/manifest.json`` contains the names of
+these files. See "Locating your inventory list" in the Amazon S3 user guide.
 """
 
 import csv
@@ -29,8 +30,8 @@ from evernear.errors import DataError, MissingObjectError, SettingsError
 from evernear.settings.data import DataSettings
 
 _REPORT = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\dZ/")
-"""Matches the folder of a report, which is named after the time when S3 began to list
-the bucket.
+"""Matches the folder of a report. The name of the folder is the time at which S3 began
+to list the bucket.
 """
 _MANIFEST = "manifest.json"
 _COLUMNS = {
@@ -38,8 +39,8 @@ _COLUMNS = {
     "Parquet": ("key", "size", "e_tag", "is_latest", "is_delete_marker"),
 }
 _REQUIRED = 3
-"""Number of required columns. The other columns are only in reports that include all
-versions.
+"""Number of required columns. The other columns are present only in reports that
+include all versions.
 """
 _PAGE = 4096
 
@@ -63,8 +64,8 @@ class _Row(NamedTuple):
 
 
 class Inventory(Bucket):
-    """The image files of a bucket, as the newest report in a folder of S3 Inventory
-    lists them.
+    """The image files in a bucket, as listed in the newest report in an S3 Inventory
+    folder.
     """
 
     def __init__(self, location: str, settings: DataSettings = DEFAULTS) -> None:
@@ -72,13 +73,14 @@ class Inventory(Bucket):
 
         Args:
             location: ``s3://bucket/<prefix>/<source bucket>/<configuration>``, the
-                folder of the reports. With ``#prefix``, only the objects under that
-                prefix are images.
+                folder of the reports. If ``#prefix`` is appended, only the objects
+                under that prefix are images.
             settings: The meaning of the bucket's folders.
 
         Raises:
             SettingsError: ``location`` is not in a bucket.
-            DataError: the folder has no report, or its manifest cannot be used.
+            DataError: the folder has no report, or the report's manifest cannot be
+                used.
         """
         uri, _, prefix = location.partition("#")
         if not uri.startswith("s3://"):
@@ -92,7 +94,7 @@ class Inventory(Bucket):
         """The content of an object.
 
         Raises:
-            DataError: the object was deleted after the report was written.
+            DataError: the object was deleted after S3 wrote the report.
         """
         try:
             return super().read(name)
@@ -100,8 +102,8 @@ class Inventory(Bucket):
             raise DataError(f"{name} was deleted after the inventory of {self._report} was written.") from None
 
     def _objects(self) -> Iterator[ObjectInfo]:
-        """Yield the rows of the report. A temporary file sorts the rows by key because
-        S3 does not.
+        """Yield the rows of the report, sorted by key. The rows are sorted in a
+        temporary file, because S3 does not sort them.
         """
         with closing(sqlite3.connect("")) as db, sqlite_errors():
             db.execute("CREATE TABLE objects (key TEXT PRIMARY KEY, etag TEXT, size_bytes INTEGER) WITHOUT ROWID")
@@ -111,7 +113,9 @@ class Inventory(Bucket):
                 yield ObjectInfo(key, size_bytes, _EPOCH, lambda etag=etag: etag)
 
     def _rows(self) -> Iterator[_Row]:
-        """The rows of the objects under the prefix, without the prefix."""
+        """The rows for objects under the prefix. The prefix is removed from the
+        keys.
+        """
         bucket = open_store("s3://" + self._uri.removeprefix("s3://").partition("/")[0])
         read = _csv_rows if self._manifest.format == "CSV" else _parquet_rows
         columns = _COLUMNS[self._manifest.format]
@@ -133,8 +137,8 @@ def inventory_name(location: str) -> str:
 
 
 def _newest_report(uri: str) -> tuple[str, _Manifest]:
-    """The time and the manifest of the newest complete report.
-    S3 writes the manifest last.
+    """The time and the manifest of the newest report that is complete. S3 writes the
+    manifest last.
     """
     store = open_store(uri)
     for folder in sorted(filter(_REPORT.fullmatch, store.children("")), reverse=True):
@@ -168,7 +172,7 @@ def _parse_manifest(data: bytes, where: str) -> _Manifest:
 
 
 def _csv_rows(path: Path, name: str, manifest: _Manifest, columns: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the cells of ``columns`` in a gzipped CSV file that has no header and
+    """Yield the cells of ``columns`` in a gzipped CSV file, which has no header and has
     URL-encoded keys.
     """
     names = [column.strip() for column in manifest.columns.split(",")]
@@ -213,7 +217,7 @@ def _broken(name: str, kind: str, error: Exception) -> DataError:
 
 
 def _text(value: object) -> str:
-    """The text of a cell, as in CSV."""
+    """The text of a cell, in the same form as in CSV."""
     if isinstance(value, bytes):
         return value.decode()
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

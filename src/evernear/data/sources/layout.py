@@ -1,11 +1,11 @@
-"""The layout of an image tree, which defines the split folders and the class folder of
+"""The layout of an image tree. It determines the split folders, and the class folder of
 each image.
 
-Folders are splits if their names indicate splits, above the class folders
-(``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If names and contents are
-ambiguous, `choose_layout` raises an error. With ``train`` and ``eval`` as classes, the
-network would learn to distinguish the splits. The settings ``data.layout`` and
-``data.split_folders`` resolve the ambiguity.
+Folders are splits if their names indicate splits. Split folders may be above the class
+folders (``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If the names and the
+contents of the folders are ambiguous, `choose_layout` raises an error. If ``train`` and
+``eval`` were regarded as classes, the network would learn to distinguish the splits.
+The user can resolve the ambiguity with ``data.layout`` and ``data.split_folders``.
 """
 
 import json
@@ -31,17 +31,17 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Maps words in the names of split folders to splits. Training is validated on the
-gallery.
+"""Maps words in the names of split folders to the splits. During training, the network
+is validated on the gallery.
 """
-# Matches the beginning of a name such as trainset, tests or Validate.
+# Matches the beginning of names such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
 _MAX_NAMES = 5
 
 
 class Contents(NamedTuple):
     """The contents of a top-level folder: the names of its subfolders, and whether it
-    contains images directly.
+    directly contains images.
     """
 
     folders: frozenset[str] = frozenset()
@@ -49,58 +49,60 @@ class Contents(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The meaning of the folders in an image's path."""
+    """The meaning of each folder in an image's path."""
 
     class_folder: str
-    """The folder that names the class."""
+    """The folder whose name is the class."""
     split_folder: str
     split: Split | None
     class_folders: list[str]
-    """The folders that are not splits."""
+    """The folders in the path that are not splits."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of the folders in a source. ``splits`` maps names of split folders to
-    splits. The split folders are at the top level, or inside the class folders if
-    ``class_first``.
+    """The meaning of a source's folders. ``splits`` maps the names of split folders to
+    the splits. The split folders are inside the class folders if ``class_first`` is
+    set, and otherwise at the top level.
     """
 
     splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     left_out: frozenset[str] = frozenset()
     """Top-level folders to ignore."""
     left_out_inside: frozenset[str] = frozenset()
-    """Folders to ignore inside top-level folders."""
+    """Folders inside top-level folders that are ignored."""
     class_first: bool = False
     innermost: bool = False
-    """Whether the innermost folder is the class, instead of the outermost folder."""
+    """Whether the innermost folder in a path is the class, instead of the outermost
+    folder.
+    """
 
     @property
     def train_folder(self) -> str:
-        """The split folder of the training images, or an empty string without split
-        folders.
+        """The split folder with the training images, or an empty string if there are no
+        split folders.
         """
         return next((folder for folder, split in self.splits.items() if split == "train"), "")
 
     @property
     def top_splits(self) -> Mapping[str, Split]:
-        """The split folders at the top level, with their splits."""
+        """The split folders at the top level, each with its split."""
         return {} if self.class_first else self.splits
 
     @property
     def chosen_splits(self) -> tuple[Split, ...]:
-        """The splits that ingest assigns, which are train and the splits without a
-        folder.
+        """The splits to which ingest assigns images, which are train and all splits
+        that have no folder.
         """
         return ("train", *(split for split in SPLITS[1:] if split not in self.splits.values()))
 
     def leaves_out(self, folders: list[str]) -> bool:
-        """Whether the settings exclude the images in ``folders``."""
+        """Whether the settings exclude the images in the given ``folders``."""
         return not (self.left_out.isdisjoint(folders[:1]) and self.left_out_inside.isdisjoint(folders[1:2]))
 
     def place(self, folders: list[str]) -> Place | None:
-        """The meaning of an image's ``folders``, or None if the image is excluded or
-        not in a class folder.
+        """The meaning of the ``folders`` of an image. Returns None if the image is
+        excluded or is not in a class folder.
         """
         if self.leaves_out(folders):
             return None
@@ -109,7 +111,8 @@ class Layout:
             depth = 1 if self.class_first else 0
             if len(folders) > depth and folders[depth] in self.splits:
                 split_folder = folders[depth]
-                # Archives from Kaggle repeat the split: seg_train/seg_train/sea/0.jpg.
+                # Archives from Kaggle repeat the split in the path, as in
+                # seg_train/seg_train/sea/0.jpg.
                 repeated = len(folders) > depth + 2 and folders[depth + 1] == split_folder
                 folders = [*folders[:depth], *folders[depth + 1 + repeated :]]
             elif not self.class_first:
@@ -120,10 +123,11 @@ class Layout:
         return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
 
     def class_folder(self, label: str, file: str = "") -> str:
-        """The folder for an image of class ``label``. The image is new, or a ``file``
-        of the source whose class changes.
+        """The folder in which an image of the class ``label`` belongs. The image is
+        either new, or it is a ``file`` in the source whose class changes.
 
-        A file stays in its split folder. A new image becomes a training image.
+        An existing file stays in its split folder. A new image becomes a training
+        image.
         """
         split_folder = self.train_folder
         if file:
@@ -133,11 +137,11 @@ class Layout:
         return "/".join(filter(None, parts))
 
     def require_used(self, name: str, used: Collection[str], settings: DataSettings) -> None:
-        """Require that each split folder contains images in class folders. ``used`` are
-        the split folders that do.
+        """Check that each split folder contains images in class folders. ``used``
+        contains the split folders that satisfy this condition.
 
         Raises:
-            DataError: a split folder contains no image in a class folder.
+            DataError: a split folder contains no class folder with an image.
         """
         for folder in sorted(self.splits.keys() - used):
             if folder in settings.split_folders:
@@ -159,8 +163,8 @@ class Layout:
 
 
 class NestedFolders:
-    """The folders inside class folders, by class. Memory does not grow with the number
-    of folders.
+    """The folders inside class folders, keyed by class. Memory use does not grow with
+    the number of folders.
     """
 
     def __init__(self) -> None:
@@ -180,7 +184,7 @@ class NestedFolders:
 
     def names(self) -> Iterator[str]:
         """The class folders whose subfolders may be classes or splits. A single
-        subfolder in one class is neither.
+        subfolder in a single class is neither a class nor a split.
         """
         single = {label for label, folders in self._folders.items() if len(folders) == 1 and label not in self._direct}
         for label, folders in self._folders.items():
@@ -189,10 +193,11 @@ class NestedFolders:
 
 
 def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSettings) -> Layout:
-    """Choose the layout of a source with the given top-level folders.
+    """Choose the layout for a source that has the given top-level folders.
 
     Raises:
-        DataError: the folders are ambiguous, or no split folder is for training.
+        DataError: the meaning of the folders is ambiguous, or no split folder is for
+            training.
     """
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
@@ -211,7 +216,9 @@ def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSett
 
 
 def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split] | None:
-    """The splits of the top-level folders, or None if these folders are classes."""
+    """The splits of the top-level folders, or None if the top-level folders are
+    classes.
+    """
     named = folders.keys() & given.keys()
     words = _split_words(folders.keys() - given.keys())
     known, unknown = _known_splits(words, folders.keys(), given)
@@ -232,8 +239,8 @@ def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, 
 
 
 def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mapping[str, Split]) -> Mapping[str, Split]:
-    """The splits of folders inside class folders, or an empty mapping if these folders
-    are not splits.
+    """The splits of the folders inside class folders, or an empty mapping if those
+    folders are not splits.
     """
     inner = [contents.folders for contents in folders.values()]
     plain = {folder: re.sub("[^a-z]", "", folder.lower()) for names in inner for folder in names - given.keys()}
@@ -252,15 +259,17 @@ def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mappin
 
 
 def named_like_splits(folders: Collection[str]) -> set[str]:
-    """Folders whose names resemble split names, so that their contents decide."""
+    """Folders whose names resemble the names of splits. Their contents decide whether
+    they are splits.
+    """
     return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
 
 
 def _known_splits(
     words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
 ) -> tuple[dict[str, Split], set[str]]:
-    """The splits of folders with ``words``, and the names of folders without a split or
-    with the same split as a different folder.
+    """The splits of folders with the given ``words``, and the names of folders that
+    have no split or the same split as a different folder.
     """
     splits = _splits_of(words, given)
     uses = Counter(splits.values())
@@ -269,18 +278,19 @@ def _known_splits(
 
 
 def _split_words(folders: Collection[str]) -> dict[str, str]:
-    """Maps each of ``folders`` that contains exactly one word of `SPLIT_WORDS`,
-    ignoring case, to that word.
+    """Map each of ``folders`` that contains exactly one word of `SPLIT_WORDS` to this
+    word. Letter case is ignored.
     """
     words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
     return {folder: found.pop() for folder, found in words.items() if len(found) == 1}
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with ``words``. A validation folder is the gallery, or the
-    test split if the source has no test folder.
+    """The splits of folders with the given ``words``. A validation folder is the
+    gallery or, if the source has no test folder, the test split.
 
-    A dataset with only train and validation folders reports its results on validation.
+    If a dataset has only train and validation folders, its published results were
+    measured on the validation folder.
     """
     has_test = "test" in given.values() or any(SPLIT_WORDS[word] == "test" for word in words.values())
     return {
@@ -290,8 +300,8 @@ def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str
 
 
 def _alike(words: Mapping[str, str]) -> set[str]:
-    """Folders whose names differ only in the split word, such as ``seg_train`` and
-    ``seg_test``.
+    """Folders whose names differ only in the word for the split, such as ``seg_train``
+    and ``seg_test``.
     """
     patterns = {folder: re.sub(f"(?<![a-z]){word}(?![a-z])", "*", folder.lower()) for folder, word in words.items()}
     counts = Counter(patterns.values())
@@ -299,11 +309,12 @@ def _alike(words: Mapping[str, str]) -> set[str]:
 
 
 def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -> set[str]:
-    """Folders that look like splits by name and content.
+    """Folders that look like splits, judging by their names and contents.
 
-    A folder with one of the ``words`` contains class folders and no image, or shares
-    class folders with other folders. A folder whose name only begins like a split's
-    must share class folders.
+    A folder with one of the ``words`` looks like a split if it contains class folders
+    and no image, or if other folders contain class folders with the same names. If the
+    name of a folder only begins like a split's name, other folders must contain class
+    folders with the same names.
     """
     sharing = _sharing(folders)
     with_word = {
@@ -313,7 +324,7 @@ def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -
 
 
 def _sharing(folders: Mapping[str, Contents]) -> set[str]:
-    """Folders that contain a subfolder with the same name as a subfolder of a different
+    """Folders that contain a subfolder with the same name as a subfolder of another
     folder.
     """
     counts = Counter(inner for contents in folders.values() for inner in contents.folders)
@@ -323,7 +334,7 @@ def _sharing(folders: Mapping[str, Contents]) -> set[str]:
 def _question(
     subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
 ) -> DataError:
-    """The error that asks which of the ``unknown`` folders are splits, and suggests
+    """An error that asks which of the ``unknown`` folders are splits, and suggests
     settings that answer the question.
     """
     sharing = _sharing(folders)

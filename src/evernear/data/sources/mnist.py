@@ -1,4 +1,4 @@
-"""MNIST, and data sets in the MNIST format (IDX, http://yann.lecun.com/exdb/mnist)."""
+"""MNIST, and datasets in the MNIST format (IDX, http://yann.lecun.com/exdb/mnist)."""
 
 import gzip
 import math
@@ -27,7 +27,7 @@ _PARTS: tuple[tuple[str, Split | None], ...] = (("t10k", "test"), ("train", None
 
 class Mnist(ArraySource):
     """The four IDX files of MNIST, uncompressed or gzipped. The 10,000 official test
-    images are the test split.
+    images form the test split.
     """
 
     name = "mnist"
@@ -37,14 +37,14 @@ class Mnist(ArraySource):
         self._directory = directory
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the images from the label files."""
+        """List the images according to the label files."""
         for part, split in _PARTS:
             with _open_idx(self._find(f"{part}-labels", "idx1-ubyte")) as labels:
                 for i, label in enumerate(labels.read(labels.shape[0]).tolist()):
                     yield FileEntry(f"{part}[{i}]", "", str(label), split, 0)
 
     def blocks(self) -> Iterator[ArrayBlock]:
-        """Yield 1,024 images at a time, the test images first."""
+        """Yield 1,024 images at a time, starting with the test images."""
         for part, split in _PARTS:
             images_path = self._find(f"{part}-images", "idx3-ubyte")
             labels_path = self._find(f"{part}-labels", "idx1-ubyte")
@@ -73,7 +73,7 @@ class Mnist(ArraySource):
 
 
 class _IdxReader:
-    """Reads an IDX file of unsigned bytes sequentially, in constant memory."""
+    """Reads an IDX file of unsigned bytes sequentially. Memory use is constant."""
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, path: Path) -> None:
         self._file, self._path = file, path
@@ -84,7 +84,7 @@ class _IdxReader:
         self._left = self.shape[0]
 
     def read(self, count: int) -> Pixels:
-        """Read the next ``count`` items, or all remaining items if there are fewer."""
+        """Read the next ``count`` items, or all remaining items if fewer are left."""
         count = min(count, self._left)
         self._left -= count
         shape = (count, *self.shape[1:])
@@ -109,8 +109,8 @@ def _open_idx(path: Path) -> Generator[_IdxReader]:
 
 
 def download_mnist() -> Path:
-    """Return the directory of MNIST's files, which torchvision downloads once and
-    verifies.
+    """Return the directory with the MNIST files. torchvision downloads the files once,
+    and verifies them.
 
     Raises:
         DataError: the download failed.
@@ -121,8 +121,8 @@ def download_mnist() -> Path:
 
         with disk_errors(directory.parent):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # The download is moved into place when complete, so that an interrupted
-            # download does not look complete.
+            # The download is moved to its final location when it is complete, so that
+            # an interrupted download does not look complete.
             with tempfile.TemporaryDirectory(prefix=".mnist-", dir=directory.parent) as partial:
                 try:
                     MNIST(partial, download=True)

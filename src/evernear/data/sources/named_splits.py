@@ -1,5 +1,5 @@
-"""The splits that a table or a packed file names with words such as train, test and
-validation.
+"""The splits that are specified in a table or a packed file with words such as train,
+test and validation.
 """
 
 from typing import Literal
@@ -13,11 +13,12 @@ NamedSplit = Split | Literal["", "none", "validation"]
 
 
 class NamedSplits:
-    """Collects the split words of a source, then determines the split of each image.
+    """Collects the split words in a source, and then determines the split of each
+    image.
 
-    As for the folders of a source, validation images are the gallery, or the test split
-    if no image is in it. Ingest fills the splits that no image names from the images in
-    train.
+    As with folders, validation images are the gallery or, if no image is in the test
+    split, the test split. If no image specifies a certain split, ingest fills this
+    split with images from train.
     """
 
     def __init__(self, name: str, settings: DataSettings) -> None:
@@ -26,11 +27,12 @@ class NamedSplits:
         self.chosen_splits: tuple[Split, ...] = SPLITS
 
     def add(self, word: str, where: str) -> NamedSplit:
-        """Return the split that ``word`` names, for `explicit`, or ``none`` if
-        ``data.split_folders`` excludes it.
+        """Return the split that ``word`` specifies, as an argument for `explicit`.
+        Return ``none`` if ``data.split_folders`` excludes the split.
 
         Raises:
-            DataError: the word is unknown. The message names its place, ``where``.
+            DataError: the word is unknown. The message states the location of the word,
+                which is ``where``.
         """
         plain = word.strip().casefold()
         split: NamedSplit | None = self._given.get(word.strip())
@@ -46,7 +48,8 @@ class NamedSplits:
         return split
 
     def finish(self) -> None:
-        """Determine the splits that ingest chooses. Call this after the last `add`.
+        """Determine the splits to which ingest assigns images. Call this method after
+        the last call of `add`.
 
         Raises:
             DataError: images have explicit splits, but no split is for training.
@@ -60,8 +63,8 @@ class NamedSplits:
         self.chosen_splits = ("train", *(split for split in SPLITS[1:] if split not in used)) if used else SPLITS
 
     def explicit(self, split: NamedSplit) -> Split | None:
-        """The explicit split of an image, or None if ingest chooses the split. Call
-        this after `finish`.
+        """The explicit split of an image, or None if ingest chooses the image's split.
+        Call this after `finish`.
         """
         chosen = self._split(split)
         return None if chosen in self.chosen_splits else chosen

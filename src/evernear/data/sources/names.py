@@ -1,4 +1,4 @@
-"""Classify files and folders by name, without reading them."""
+"""Classify files and folders by their names, without reading them."""
 
 import re
 from mimetypes import MimeTypes
@@ -6,7 +6,7 @@ from typing import Final
 
 OWN_FOLDER = "_evernear"
 """The folder in which commands such as ``batch-predict`` and ``dataset export`` keep
-the plan of their output.
+the plan for their output.
 """
 _LITTER = frozenset(
     {"@eadir", "@recently-snapshot", "@recycle", "@tmp", "#recycle", "#snapshot", ".@__thumb"}  # Synology, QNAP
@@ -19,8 +19,8 @@ _LITTER = frozenset(
 )
 _LITTER_PREFIXES = ("._", ".trash-", "_committed_", "_started_")  # AppleDouble, Linux, Databricks
 
-# The suffixes in this class do not depend on the machine, because it does not read
-# system files.
+# The suffixes in this class do not depend on the machine, because the class does not
+# read system files.
 _TYPES: Final = MimeTypes()
 _OTHER_SUFFIXES = frozenset(
     {
@@ -37,23 +37,23 @@ _OTHER_SUFFIXES = frozenset(
 
 
 def is_litter(name: str) -> bool:
-    """Whether operating systems or programs leave files or folders with this name
-    behind, ignoring case.
+    """Whether files or folders with this name are left behind by operating systems or
+    programs. Letter case is ignored.
     """
     name = name.casefold()
     return name in _LITTER or name.startswith(_LITTER_PREFIXES)
 
 
 def is_skipped(name: str) -> bool:
-    """Whether a file or folder in a class folder is hidden, litter, or the plan of a
+    """Whether a file or folder in a class folder is hidden, litter, or the plan for a
     command's output.
     """
     return name.startswith(".") or name == OWN_FOLDER or is_litter(name)
 
 
 def skipped_path(path: str) -> str:
-    """The beginning of ``path`` through the first component that `is_skipped`, or an
-    empty string if no component is.
+    """The beginning of ``path`` up to and including the first component that
+    `is_skipped`, or an empty string if no component is skipped.
     """
     parts = path.split("/")
     for depth, part in enumerate(parts, 1):
@@ -63,37 +63,37 @@ def skipped_path(path: str) -> str:
 
 
 def names_other_kind(path: str) -> bool:
-    """Whether the suffix indicates that a file is not an image, but text, audio, video,
-    an archive or data.
+    """Whether the suffix of a file indicates text, audio, video, an archive or data
+    instead of an image.
     """
     _, dot, suffix = path.rpartition(".")
     return dot + suffix.lower() in _OTHER_SUFFIXES
 
 
 def reviewed_stem(sha256: str) -> str:
-    """The file stem for a live query that a person labeled. ``sha256`` is the hash of
-    the image.
+    """The file stem for a live query that was labeled by a person. ``sha256`` is the
+    hash of the query's image.
     """
     return f"review-{sha256[:16]}"
 
 
 def is_reviewed(path: str) -> bool:
-    """Whether `reviewed_stem` made the name of the file at ``path``."""
+    """Whether the name of the file at ``path`` was made by `reviewed_stem`."""
     if "review-" not in path:  # true for most names, and faster than a regular expression match
         return False
     return re.fullmatch(r"review-[0-9a-f]{16}\.[^.]+", path.rpartition("/")[2]) is not None
 
 
 def exported_stem(position: int, digest: str) -> str:
-    """The file stem for an exported image, from its position in its split and its
-    hexadecimal digest.
+    """The file stem for an exported image. It consists of the image's position in its
+    split and its digest in hexadecimal form.
     """
     return f"{position:09}-{digest}"
 
 
 def exported_position(path: str) -> int | None:
-    """The position in the `exported_stem` of ``path``, or None if the file has a
-    different name.
+    """The position in the file name of ``path`` if `exported_stem` made this name, and
+    otherwise None.
     """
     matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", path.rpartition("/")[2])
     return int(matched[1]) if matched else None

@@ -1,10 +1,10 @@
-"""Packed files, which contain many encoded images, such as tar and Parquet files. They
-are the second form of a file source.
+"""Packed files, such as tar and Parquet files, each of which contains many encoded
+images. Packed files are the second form of a file source.
 
-Packed files are listed and read sequentially, one file at a time. Memory holds the
-names in one file, and one image. A file in a bucket is first copied to the temporary
-directory. An image is named ``<file>/<member>``. Its etag is the etag of the file, so
-an unchanged file is neither listed nor read again.
+They are listed and read sequentially, one file at a time. Memory contains the names in
+one file, and one image. If a file is in a bucket, it is first copied to the temporary
+directory. An image is named ``<file>/<member>``. The etag of an image is the etag of
+its packed file, so an unchanged file is neither listed nor read again.
 """
 
 import os
@@ -33,12 +33,12 @@ from evernear.settings.data import DataSettings
 _MAX_NAMES = 5
 _WITH_NOTES = " notes"
 _OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
-"""Folders for the plan and the staged files of an export."""
+"""Folders with the plan and the staged files of an export."""
 
 
 class Member(NamedTuple):
     """An image in a packed file, in the order of the file. ``size_bytes`` is 0 if the
-    size is unknown without reading the image.
+    size is unknown until the image is read.
     """
 
     name: str
@@ -53,20 +53,21 @@ class _File(NamedTuple):
 
 
 class PackedFiles(FileSource):
-    """Packed files below a directory or a bucket prefix. A subclass implements the file
-    format.
+    """Packed files below a directory or below a prefix in a bucket. Subclasses
+    implement the file formats.
 
-    The name of a file, or of a folder above it, may indicate the split of its images,
-    as in ``train-00000.tar``.
+    The name of a file, or the name of a folder above it, may indicate the split of the
+    file's images, as in ``train-00000.tar``.
     """
 
     only_images = True
     suffixes: tuple[str, ...]
     kind: str
-    """The name of the file type in messages."""
+    """The name for the file type in messages."""
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the files at ``location``, a directory or ``s3://bucket/prefix``.
+        """Open the files at ``location``, which is a directory or
+        ``s3://bucket/prefix``.
 
         Raises:
             DataError: the directory does not exist.
@@ -79,15 +80,15 @@ class PackedFiles(FileSource):
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
         self.remembered: Callable[[str, str], Iterable[FileEntry]] = lambda file, etag: ()
-        """The images of a file with this etag, as they were listed before;
-        none if it is new.
+        """The images of a file with the given etag, as they were listed before, or
+        nothing if the file is new.
         """
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the images, file by file.
+        """List the images, one file after the other.
 
         Raises:
-            DataError: a file is broken, or the splits of the files are not clear.
+            DataError: a file is broken, or the splits of the files are ambiguous.
         """
         self._notes.clear()
         files, splits = self._files()
@@ -103,18 +104,18 @@ class PackedFiles(FileSource):
             raise DataError(f"{self._location} contains no image with a label in {self.kind}.")
 
     def read(self, name: str) -> bytes:
-        """Read the content of one image. For many images, use `read_in_order`, which
-        reads each file only once.
+        """Read the content of a single image. To read many images, use `read_in_order`,
+        which reads each file only once.
         """
         entry = FileEntry(name, "", "", None, 0)
         return next(self.read_in_order([entry]))[1]
 
     def read_in_order(self, entries: Iterable[FileEntry]) -> Iterator[tuple[FileEntry, bytes]]:
-        """Yield the contents of ``entries``, in which images of the same file must be
-        consecutive. Each file is read once, in its own order.
+        """Yield the contents of ``entries``. Images in the same file must be
+        consecutive. Each file is read once, in the order of its images.
 
         Raises:
-            DataError: a file is broken, or no longer contains one of its images.
+            DataError: a file is broken, or it no longer contains one of the images.
         """
         for file, group in groupby(entries, key=lambda entry: self.file_of(entry.name)):
             wanted = {entry.name.removeprefix(f"{file}/"): entry for entry in group}
@@ -126,16 +127,16 @@ class PackedFiles(FileSource):
 
     @abstractmethod
     def _members(self, path: Path, file: str) -> Iterator[Member]:
-        """Yield the images in a file, which is named ``file`` in messages."""
+        """Yield the images in a file, whose name in messages is ``file``."""
 
     @abstractmethod
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
-        """Yield the name and content of the ``wanted`` members, in the order of the
-        file.
+        """Yield the name and the content of each of the ``wanted`` members, in the
+        order of the file.
         """
 
     def _listed(self, file: _File, explicit: Split | None) -> list[FileEntry]:
-        """Read the list of images in a file from the file itself."""
+        """Read the list of images in a packed file from the file itself."""
         names: set[str] = set()
         entries: list[FileEntry] = []
         noted = sum(note.count for note in self._notes.values())
@@ -150,13 +151,13 @@ class PackedFiles(FileSource):
                 else:
                     self._notes["no_label"].add(name)
         if noted != sum(note.count for note in self._notes.values()):
-            # Such a file is listed again each time, because only the file shows the
-            # left-out images.
+            # Such a file is listed again every time, because only the file itself shows
+            # which images are left out.
             entries = [entry._replace(etag=file.etag + _WITH_NOTES) for entry in entries]
         return entries
 
     def _files(self) -> tuple[list[_File], NamedSplits]:
-        """The files, sorted by name, and their splits."""
+        """The files, sorted by name, each with its split."""
         splits = NamedSplits(self._location, self._settings)
         files: list[_File] = []
         for name, etag in self._all_files():
@@ -199,7 +200,9 @@ class PackedFiles(FileSource):
 
     @contextmanager
     def _opened(self, file: str) -> Generator[Path]:
-        """Provide a local copy of a file, or the file itself."""
+        """Provide a local copy of a file in a bucket, or the file itself if it is on
+        disk.
+        """
         if self._store is None:
             path = Path(self._location, file)
             with disk_errors(path):
@@ -210,8 +213,8 @@ class PackedFiles(FileSource):
             yield self._store.fetch(file, Path(scratch, "file"))
 
     def file_of(self, name: str) -> str:
-        """The file that contains the image ``name``: the shortest prefix of the name
-        that ends with one of the suffixes.
+        """The file that contains the image ``name``. It is the shortest prefix of the
+        name that ends with one of the suffixes.
         """
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)
@@ -221,8 +224,9 @@ class PackedFiles(FileSource):
 
 
 def split_word(name: str) -> str:
-    """The split word in the name of a file, or else in the name of a folder above it. A
-    name with several split words is ignored. Empty if no name has a split word.
+    """The split word in the name of a file or, if that name has none, in the name of a
+    folder above the file. Names with several split words are ignored. The result is
+    empty if no name has a split word.
     """
     for part in reversed(name.split("/")):
         words = SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())

@@ -1,8 +1,8 @@
-"""A table of image files and their labels, in CSV or Parquet with the columns path and
+"""A table of image files and their labels, in CSV or Parquet. The columns are path and
 label, and optionally split and group.
 
-The rows are loaded into a temporary SQLite file, so that memory does not grow with the
-table. SQLite finds repeated paths and joins the rows with a bucket listing.
+The rows are loaded into a temporary SQLite file, so that memory use does not grow with
+the table. SQLite finds repeated paths, and joins the rows with the listing of a bucket.
 """
 
 import os
@@ -36,15 +36,15 @@ CREATE TABLE rows (name TEXT PRIMARY KEY, bucket TEXT, key TEXT, label TEXT, spl
 
 
 class Table(FileSource):
-    """The image files that a table names. Paths are relative to the folder of the
-    table, or ``s3://bucket/key``.
+    """The image files that are listed in a table. A path is relative to the folder of
+    the table, or has the form ``s3://bucket/key``.
     """
 
     def __init__(self, location: str, settings: DataSettings) -> None:
-        """Open the table at ``location``, a path or ``s3://bucket/key``.
+        """Open the table at ``location``, which is a path or ``s3://bucket/key``.
 
         Raises:
-            SettingsError: the suffix is not a table's.
+            SettingsError: the location does not have the suffix of a table.
             DataError: the table does not exist.
         """
         if not is_table(location):
@@ -62,11 +62,11 @@ class Table(FileSource):
         self._db: sqlite3.Connection | None = None
 
     def entries(self) -> Iterator[FileEntry]:
-        """List the files of the rows, sorted by name.
+        """List the files in the rows, sorted by name.
 
         Raises:
-            DataError: the table is invalid, or a file does not exist. The message names
-                rows or files.
+            DataError: the table is invalid, or a listed file does not exist. The
+                message states the affected rows or files.
         """
         self._notes.clear()
         self._db = sqlite3.connect("")  # a private temporary file
@@ -102,7 +102,9 @@ class Table(FileSource):
             return path.read_bytes()
 
     def group(self, name: str) -> str:
-        """The group of a file, or an empty string if the table names none."""
+        """The group of a file, or an empty string if the table does not specify a
+        group.
+        """
         assert self._db is not None  # noqa: S101 - `entries` comes first
         with sqlite_errors():
             row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
@@ -144,14 +146,16 @@ class Table(FileSource):
         return splits
 
     def _fetched(self, scratch: Path) -> Path:
-        """Return the table file, fetched to ``scratch`` if necessary."""
+        """Return the path of the table file, which is first fetched to ``scratch`` if
+        it is in a bucket.
+        """
         if not self._in_bucket:
             return Path(self._location)
         return open_store(self._root).fetch(self._file_name, scratch / "table")
 
     def _place(self, row: Row) -> tuple[str, str, str]:
-        """The name of a row's file in the source, and the bucket and key of an
-        object.
+        """The name of a row's file in the source and, for an object, the bucket and the
+        key.
         """
         text, refused = row.path, f"The path {row.path!r} in {row.where} of {self._file_name}"
         try:
@@ -182,7 +186,7 @@ class Table(FileSource):
         return name, bucket, f"{prefix}/{name}" if prefix else name
 
     def _is_used(self, name: str, label: str) -> bool:
-        """Whether a row is used as an image. If not, note the reason."""
+        """Whether a row is used as an image of the dataset. If not, note the reason."""
         if skipped := skipped_path(name.removeprefix(_S3)):
             self._notes["litter"].add(skipped)
         elif names_other_kind(name):
@@ -210,7 +214,7 @@ class Table(FileSource):
         return file_etag(stat), stat.st_size
 
     def _note_link(self, folder: str) -> None:
-        """Note the link that leads from the table's folder to a folder outside it."""
+        """Note a link that leads from the table's folder to a folder outside it."""
         root = os.path.realpath(self._root)
         if os.path.commonpath([root, os.path.realpath(os.path.join(root, folder))]) == root:  # noqa: PTH118
             return
@@ -222,8 +226,8 @@ class Table(FileSource):
             self._notes["outside_link"].add(name)
 
     def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
-        """Record the etag and size of the objects in a bucket, from a listing of their
-        common parent folder.
+        """Record the etags and sizes of objects in a bucket, which are read from a
+        listing of their common parent folder.
         """
         with sqlite_errors():
             ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()
@@ -252,7 +256,7 @@ def _reader(bucket: str) -> Callable[[str], bytes]:
 
 
 def _sample(names: NameSample) -> str:
-    """Some of the names, and the number of other names."""
+    """Some of the names, followed by the number of other names."""
     shown = names.names[:_MAX_NAMES]
     rest = names.count - len(shown)
     return ", ".join(shown) + (f" and {rest:,} more" if rest else "")

@@ -1,4 +1,6 @@
-"""Read the rows of a CSV or Parquet table of names and labels, a block at a time."""
+"""Read the rows of a CSV or Parquet table with names and labels, one block at a
+time.
+"""
 
 import csv
 import os
@@ -19,8 +21,8 @@ _MAX_NAMES = 5
 
 
 class Row(NamedTuple):
-    """A table row with its place in the file, for messages, and the text of its cells.
-    Absent cells are empty.
+    """A row of a table: its position in the file, for messages, and the text of each
+    cell. Absent cells are empty.
     """
 
     where: str
@@ -31,11 +33,12 @@ class Row(NamedTuple):
 
 
 def read_rows(file: Path, name: str) -> Iterator[Row]:
-    """Yield the rows of a CSV or Parquet file that is named ``name`` in messages.
-    Memory does not grow with the table.
+    """Yield the rows of a CSV or Parquet file, whose name in messages is ``name``.
+    Memory use does not grow with the table.
 
     Raises:
-        DataError: the file is neither CSV nor Parquet, is broken, or lacks a column.
+        DataError: the file is neither CSV nor Parquet, it is broken, or it lacks a
+            column.
     """
     if name.lower().endswith(PARQUET_SUFFIXES):
         yield from _parquet_rows(file, name)
@@ -44,8 +47,8 @@ def read_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def column_positions(columns: Sequence[str], name: str) -> Mapping[str, int]:
-    """The position of each known column. Letter case and spaces around a name are
-    ignored.
+    """The position of each known column in the table. Letter case and spaces around
+    column names are ignored.
 
     Raises:
         DataError: a required column is missing, or a known column occurs twice.
@@ -74,7 +77,7 @@ def _csv_rows(file: Path, name: str) -> Iterator[Row]:
             try:
                 header = text.readline()
                 text.seek(0)
-                # Excel separates columns with semicolons in locales whose decimal
+                # Excel uses semicolons to separate columns in locales whose decimal
                 # separator is a comma.
                 reader = csv.reader(text, delimiter=max(",;\t", key=header.count), strict=True)
                 columns = next(reader, [])
@@ -123,8 +126,9 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
-    """Accept text, and numbers except for paths. Floating-point numbers are accepted
-    because pandas converts whole numbers with gaps to floating-point numbers.
+    """Accept columns of text. Numbers are also accepted, except in the path column.
+    Floating-point numbers are accepted, because pandas converts whole numbers to
+    floating-point numbers if a value is missing.
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -134,12 +138,14 @@ def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
 
 
 def cell_text(value: object) -> str:
-    """The text of a cell. A missing value (null or NaN) is empty, and 3.0 becomes 3."""
+    """The text of a cell. A missing value (null or NaN) becomes an empty string, and
+    3.0 becomes 3.
+    """
     if value is None or value != value:
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def is_table(location: str) -> bool:
-    """Whether a file has the suffix of a table."""
+    """Whether a file has the suffix of a table, such as .csv."""
     return os.path.splitext(location)[1].lower() in CSV_SUFFIXES + PARQUET_SUFFIXES  # noqa: PTH122 - may be a URI

@@ -1,5 +1,5 @@
-"""A directory tree in which links to folders are followed. The code avoids pathlib,
-which would take most of the listing time.
+"""A directory tree. Links to folders are followed. This module does not use pathlib,
+because pathlib would take most of the time for listing files.
 """
 # ruff: noqa: PTH115, PTH116, PTH120
 
@@ -21,8 +21,8 @@ _Inode = tuple[int, int]
 class Tree:
     """The folders and files below a directory.
 
-    A link to a folder is followed, unless that folder contains the link. Paths begin
-    with the directory, and may pass through links.
+    A link to a folder is followed, unless the target folder contains the link. The
+    paths begin with the directory. They may pass through links.
     """
 
     def __init__(self, root: Path) -> None:
@@ -31,31 +31,34 @@ class Tree:
         self._broken: dict[str, str] = {}
         self._listed: set[tuple[_Inode, Hashable]] = set()
         self.outside: dict[str, str] = {}
-        """Links to folders outside of the directory: the target of each by its name."""
+        """Links to folders outside the directory. Maps the name of each link to its
+        target.
+        """
 
     def name(self, path: str) -> str:
-        """The name of a path in the tree, with escapes for bytes that are not UTF-8."""
+        """The name of a path in the tree, with bytes that are not UTF-8 escaped."""
         return _shown(os.path.relpath(path, self._root))
 
     def folders(self, path: str) -> list[str]:
-        """The paths of the folders in a folder, sorted."""
+        """The sorted paths of the folders in a folder."""
         above = self._containing(path)
         entries = (entry for entry, kind in self.scan(path) if kind == "folder")
         return sorted(entry.path for entry in entries if self._enters(entry, above))
 
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
-        """Yield all files below a folder, unsorted, because sorting would require the
-        listing of a whole folder in memory.
+        """Yield all files below a folder, in no particular order. To sort the files,
+        the listing of a whole folder would have to be in memory.
 
-        A folder that `is_skipped` is yielded instead of its files. A folder whose path
-        has no ``group`` is left out. Links among folders would multiply files, so a
-        link to a folder that was already listed for the same group is skipped.
+        If a folder `is_skipped`, it is yielded instead of its files. If ``group``
+        returns None for the path of a folder, the folder is left out. Links between
+        folders could multiply files. Therefore, a link to a folder that was already
+        listed for the same group is skipped.
         """
         yield from self._files(folder, self._containing(folder), group)
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
-        """Yield the folders, the regular files and the skipped entries in a folder.
-        Broken links are recorded.
+        """Yield the folders, the regular files and the skipped entries that are
+        directly in a folder. Broken links are recorded.
         """
         with disk_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
@@ -75,11 +78,11 @@ class Tree:
                     yield entry, "file"
 
     def require_no_broken_link(self) -> None:
-        """Require that no link seen so far is broken, because images must not leave the
-        dataset when a disk is not mounted.
+        """Check that no link that was found so far is broken, because images must not
+        leave the dataset when a disk is not mounted.
 
-        Raises:
-            StoreError: the message names some of the links.
+        Raises: StoreError: a link is broken. The message contains the names of some
+        broken links.
         """
         if self._broken:
             shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())[:_MAX_NAMES]]
@@ -107,8 +110,8 @@ class Tree:
             yield from self._files(entry.path, above | {inode}, group)
 
     def _enters(self, entry: os.DirEntry[str], above: frozenset[_Inode]) -> bool:
-        """Whether to list a folder, which must not be one of the folders ``above``. A
-        link that leads out of the tree is noted.
+        """Whether to list a folder. A folder is not listed if it is one of the folders
+        ``above``. If a link leads out of the tree, the link is recorded.
         """
         if _inode(entry.path) in above:
             return False
@@ -119,7 +122,7 @@ class Tree:
         return True
 
     def _containing(self, folder: str) -> frozenset[_Inode]:
-        """The inodes of a folder in the tree, of the folders that lead to it, and of
+        """The inodes of a folder in the tree, of the folders on the path to it, and of
         the folders that contain the tree.
         """
         paths = [self._real_root, *map(str, Path(self._real_root).parents)]

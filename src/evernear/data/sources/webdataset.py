@@ -1,8 +1,8 @@
-"""WebDataset: tar files in which the members of a sample are adjacent and share a name,
-as in ``7.jpg`` and ``7.cls``.
+"""WebDataset: tar files in which the members of a sample are adjacent and have the same
+name except for the suffix, as in ``7.jpg`` and ``7.cls``.
 
 The format is described at https://github.com/webdataset/webdataset. The label is the
-``label`` field of ``.json``, or else the text of ``.cls``.
+``label`` field in ``.json`` or, if there is none, the text in ``.cls``.
 """
 
 import json
@@ -27,7 +27,7 @@ _MAX_LABEL_BYTES = 2**20
 
 
 class WebDataset(PackedFiles):
-    """Tar files with images and their labels."""
+    """Tar files that contain images and their labels."""
 
     suffixes = (".tar", ".tar.gz", ".tgz")
     kind = "tars"
@@ -44,8 +44,8 @@ class WebDataset(PackedFiles):
                         labels[kind] = self._label(tar, info, kind, file)
                     elif has_image_suffix(f"image.{kind}"):
                         images.append(info)
-                # If .json has the class name, .cls has the class number that the
-                # webdataset loader expects.
+                # If .json contains the class name, .cls contains the class number,
+                # which the webdataset loader expects.
                 label = labels.get("json") or labels.get("cls")
                 if images and label is None:
                     unlabeled = unlabeled or key
@@ -62,12 +62,12 @@ class WebDataset(PackedFiles):
             for info in _each(tar):
                 if info.name in wanted and info.isreg():
                     # `evernear.data.decoding` rejects files that are larger than
-                    # uncompressed pixels.
+                    # uncompressed pixels would be.
                     is_too_large = info.size > 8 * self._settings.max_pixels
                     yield info.name, b"" if is_too_large else _content(tar, info)
 
     def _used(self, tar: tarfile.TarFile, file: str) -> Iterator[tarfile.TarInfo]:
-        """Yield the regular members, without files that operating systems left
+        """Yield the regular members, except files that operating systems left
         behind.
         """
         for info in _each(tar):
@@ -97,15 +97,17 @@ class WebDataset(PackedFiles):
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the members in order, without `tarfile`'s list of all members in memory."""
+    """Yield the members in order. Unlike in `tarfile`, the list of all members is not
+    kept in memory.
+    """
     while info := tar.next():
         yield info
         tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - absent from the type stubs
 
 
 def _sample(name: str) -> tuple[str, str]:
-    """Split a member's name into the sample name and the rest, which follows the first
-    dot of the file name.
+    """Split a member's name into the name of the sample and the rest. The rest follows
+    the first dot in the file name.
     """
     folder, base = posixpath.split(name)
     stem, _, rest = base.partition(".")
@@ -128,8 +130,8 @@ def _opened(path: Path, file: str) -> Generator[tarfile.TarFile]:
 
 
 def _require_end(tar: tarfile.TarFile, file: str) -> None:
-    """Require a complete tar file, because `tarfile` treats a broken header or a
-    truncated file as the end.
+    """Check that a tar file is complete, because `tarfile` treats a broken header or a
+    truncated file as the end of the archive.
     """
     assert tar.fileobj is not None  # noqa: S101 - it is open
     tar.fileobj.seek(tar.offset)
