@@ -88,7 +88,7 @@ class TrainingError(EvernearError):
 
 
 class ServingError(EvernearError):
-    """TorchServe does not start, exited, or rejects a request."""
+    """TorchServe did not start, has exited, or rejected a request."""
 
     exit_code = 7
 
@@ -124,7 +124,7 @@ class BusyError(EvernearError):
 
 
 class ClusterError(EvernearError):
-    """Kubernetes is unreachable or rejects a request, or a rollout failed."""
+    """Kubernetes is unreachable or rejected a request, or a rollout failed."""
 
     exit_code = 12
 
@@ -163,8 +163,8 @@ def disk_full_message(error: OSError, path: Path | str) -> str | None:
         return f"The disk that holds {path} is full; free some space and run again."
     if error.errno == errno.EFBIG:
         return f"{path} would exceed the file size limit of this process (ulimit -f); raise the limit."
-    # `tempfile` tests its candidate directories by writing a file to each. Its error
-    # does not include the cause.
+    # `tempfile` tests its candidate directories by writing a file to each. The error
+    # that `tempfile` raises does not include the cause.
     if error.errno == errno.ENOENT and "No usable temporary directory" in str(error):
         return f"{error.strerror}: full or read-only; free some space, or name another one with TMPDIR."
     return None

@@ -1,5 +1,5 @@
-"""The CPU and memory limits of the container that this process runs in,
-from its cgroups.
+"""The CPU and memory limits of the container that this process runs in, as read from
+the cgroups of the process.
 """
 
 import math
@@ -18,8 +18,9 @@ def cpu_limit(root: Path = ROOT) -> float:
     """The lowest CPU limit among this process's cgroups, or infinity if no limit is
     set.
 
-    Version 2: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files,
-    version 1: https://docs.kernel.org/scheduler/sched-bwc.html#management.
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files for
+    version 2, and https://docs.kernel.org/scheduler/sched-bwc.html#management for
+    version 1.
     """
     return min(map(_cpus, _cgroups(root, "cpu")), default=math.inf)
 
@@ -28,9 +29,9 @@ def memory_limit_bytes(root: Path = ROOT) -> float:
     """The lowest memory limit among this process's cgroups, or infinity if no limit is
     set.
 
-    Version 2:
-    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, version
-    1: https://docs.kernel.org/admin-guide/cgroup-v1/memory.html.
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files for
+    version 2, and https://docs.kernel.org/admin-guide/cgroup-v1/memory.html for version
+    1.
     """
     return min(map(_memory_bytes, _cgroups(root, "memory")), default=math.inf)
 
@@ -49,8 +50,8 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The cgroup of this process and the parent cgroups, in each hierarchy in which
     ``controller`` can set limits.
 
-    In a container, only the root of the hierarchy may be visible. In that case, the
-    root of the hierarchy is the container's cgroup.
+    If only the root of the hierarchy is visible, as in many containers, the root is the
+    container's cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # hierarchy:controllers:path, see cgroups(7)

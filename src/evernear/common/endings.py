@@ -19,7 +19,7 @@ that killed the shell's last command.
 _STOPPED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FRAME = re.compile(r"\s|note: run with |[-=~*#.]*$")
 """Lines without information on the cause of a failure: traceback frames, Rust's
-backtrace note, rules, empty lines.
+backtrace note, separator lines, empty lines.
 """
 
 
@@ -27,9 +27,9 @@ def describe_ending(status: int, output: str, ran_out_of_memory: bool = False) -
     """The end of a sentence about a failed process, such as "was killed by SIGKILL".
 
     ``status`` is a `subprocess.Popen.returncode`, or the exit code of a shell. If no
-    signal killed the process, the text quotes the last informative line of ``output``.
-    ``ran_out_of_memory`` says whether the kernel killed a process of the same container
-    because memory ran out.
+    signal killed the process, the returned text quotes the last informative line of
+    ``output``. ``ran_out_of_memory`` says whether the kernel killed a process of the
+    same container because memory ran out.
     """
     number = -status if status < 0 else status - _SHELL_SIGNAL
     line = last_line(output)
@@ -56,9 +56,9 @@ def shadowed_modules(python_path: str | None = None) -> str:
     """A sentence about modules on ``PYTHONPATH`` that hide installed modules,
     or an empty string.
 
-    Python and its libraries import a user's ``random.py`` or ``faiss.py`` from such a
-    directory instead of the module that they need. They then fail with misleading
-    errors.
+    If a user's ``random.py`` or ``faiss.py`` is on ``PYTHONPATH``, Python and all
+    libraries import it instead of the module that they need. Programs then fail with
+    misleading errors.
     """
     if python_path is None:
         python_path = os.environ.get("PYTHONPATH", "")

@@ -32,7 +32,7 @@ class Frozen(BaseModel):
         class.
 
         Raises:
-            IntegrityError: ``data`` is not a valid document. The message names
+            IntegrityError: ``data`` is not a valid document. The message contains
                 ``source``, the first invalid field and the remedy. If only unknown
                 fields make the document invalid, a later version of evernear may have
                 written the document.

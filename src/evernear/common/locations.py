@@ -16,7 +16,9 @@ _PATHS = re.compile(
     r"|HF_HUB_CACHE|HUGGINGFACE_HUB_CACHE|TRANSFORMERS_CACHE|NETRC|MPLCONFIGDIR|TMPDIR"
     r"|GOOGLE_APPLICATION_CREDENTIALS|OTEL_EXPORTER_OTLP_\w*(CERTIFICATE|CLIENT_KEY)"
 )
-"""Environment variables that contain a path, for evernear or a library that it uses."""
+"""Environment variables that contain a path and are read by evernear or its
+libraries.
+"""
 _LISTS = frozenset({"KUBECONFIG", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_DIR"})
 """Variables that contain several paths."""
 _ADDRESSES = frozenset({"MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "EVERNEAR_MILVUS_URI"})
@@ -34,9 +36,9 @@ _FILE = re.compile(r"(file:)([^/].*)")
 def with_absolute_locations(environment: Mapping[str, str], directory: Path | None = None) -> dict[str, str]:
     """``environment`` with all relative paths made absolute.
 
-    Paths are relative to ``directory``, which is the current directory by default.
-    Server URLs do not change. Paths in a home directory (``~/...``) are also unchanged,
-    because libraries expand them.
+    Relative paths are resolved against ``directory``, which is the current directory by
+    default. Server URLs do not change. Paths in a home directory (``~/...``) are also
+    unchanged, because libraries expand them.
     """
     base = directory or Path.cwd()
     return {name: _absolute(name, value, base) for name, value in environment.items()}

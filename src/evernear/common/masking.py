@@ -100,8 +100,8 @@ _PATTERNS = [
 ]  # fmt: skip
 """Patterns of secrets that are recognized by their form.
 
-Each pattern has lower-case texts. Every match of the pattern contains at least one of
-these texts if it is converted to lower case.
+Each pattern has lower-case texts. After conversion to lower case, every match of the
+pattern contains at least one of these texts.
 """
 
 _remembered: set[str] = set()
@@ -126,7 +126,7 @@ def configure_masking(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """The secrets in ``environment``: values of variables whose name suggests a secret,
+    """The secrets in ``environment``: values of variables whose names suggest a secret,
     and passwords and keys in URLs.
     """
     for name, value in environment.items():
@@ -221,8 +221,8 @@ def mask_streams() -> None:
     """Mask all text that Python code in this process prints from now on, including
     tracebacks and libraries' logs.
 
-    The entry point of every program calls this function.
-    Importing evernear does not replace a program's streams.
+    The entry point of every evernear program calls this function. Importing evernear
+    does not replace a program's streams.
     """
     configure_masking()
     for name in ("stdout", "stderr"):
@@ -234,7 +234,7 @@ def mask_streams() -> None:
 def copy_masked(source: IO[bytes], path: Path) -> None:
     """Append the masked output of a child process to ``path``.
 
-    The function returns when every writer has closed the pipe ``source``, and closes
+    The function runs until every writer has closed the pipe ``source``, and then closes
     the reading end. Complete lines are written immediately. At most `LINE_MAX_BYTES` of
     an incomplete line are in memory. If the disk is full, the remaining output is read
     and discarded, because a full pipe would block the child process forever.

@@ -1,10 +1,10 @@
 """A context manager for pipeline steps, which reports progress, records the step's
 state and handles errors.
 
-If the environment variable `EVENTS_VARIABLE` names a file, a step appends events to
-that file as JSON lines. A local run reads this file to show progress. In a cluster, the
-step's log shows the same messages. The last state of the step is stored in the run's
-record (`evernear.common.run_record`).
+If the environment variable `EVENTS_VARIABLE` contains the path of a file, a step
+appends events to that file as JSON lines. A local run reads this file to show progress.
+In a cluster, users see the events as messages in the step's log. The last state of the
+step is stored in the run's record (`evernear.common.run_record`).
 """
 
 import gc
@@ -180,7 +180,8 @@ class _Writer:
 
 @contextmanager
 def step(name: str, run: str, store_uri: str) -> Generator[Step]:
-    """Run the body as the step ``name`` of ``run``, and record its state in the store.
+    """Run the body as the step ``name`` of ``run``, and record the step's state in the
+    store.
 
     An `EvernearError` or a full disk ends the process with an error message and exit
     code. Any other exception is a bug and propagates with its traceback.
@@ -273,7 +274,7 @@ class Countdown:
         self._next_record_s = 0.0
 
     def __call__(self, completed: int, total: int, message: str) -> None:
-        """Report ``message`` and the time left, if a report is due.
+        """Report ``message`` and the remaining time, if a report is due.
 
         Call this after each unit, or every few units.
         """

@@ -14,8 +14,8 @@ def retry(
     pauses_s: Iterable[float],
     report: Callable[[Exception, float], None] | None = None,
 ) -> _T:
-    """Call ``attempt`` again, after each of ``pauses_s``, while it raises ``on``.
-    Return its result.
+    """Call ``attempt`` until it no longer raises ``on``, with a pause from ``pauses_s``
+    after each failure. Return its result.
 
     If the pauses are exhausted, the exception is raised. Otherwise, ``report`` receives
     the exception and the next pause in seconds. Each pause is read from ``pauses_s``

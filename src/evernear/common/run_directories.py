@@ -41,8 +41,8 @@ def progress(workdir: Path) -> RunProgress | None:
     """The run in progress in ``workdir``, or None if no run is in progress."""
     try:
         process = int((workdir / "run.pid").read_text())
-        # A process that started after the file was written has reused the process ID of
-        # a killed run.
+        # A process that started after the PID file was written has reused the process
+        # ID of a killed run.
         if psutil.Process(process).create_time() > (workdir / "run.pid").stat().st_mtime:
             return None
         directory = run_directories(workdir)[-1]
@@ -59,7 +59,8 @@ def run_directories(workdir: Path) -> list[Path]:
 
     The order is read from `ORDER_FILE`, because directory names are in chronological
     order only if the clock is never set back. Directories that the file does not list
-    are sorted by the time in their names. Times in the future count as the oldest.
+    are sorted by the time in their names. Directories with a time in the future count
+    as the oldest.
 
     Raises:
         OSError: ``workdir`` has no directory for runs.

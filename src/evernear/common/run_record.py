@@ -91,7 +91,7 @@ class StepRecord(Frozen):
     runner: int | None = None
     """The ID of the process that runs the steps of a local run, on the same host."""
     progress: StepProgress | None = None
-    """The progress that a running step recorded last, a few seconds ago.
+    """The most recent progress that a running step recorded, up to a few seconds ago.
 
     None before the first progress report and after the end of the step.
     """
@@ -162,7 +162,7 @@ def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime)
 def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:
     """Whether a run with these steps is or may be in progress.
 
-    For steps on a different machine, the answer is ``is_recent``.
+    For steps on a different machine, the result is ``is_recent``.
     """
     if not steps or (steps[-1].step == EXIT_STEP and steps[-1].state != "running"):
         return False  # earlier steps whose state is "running" were killed

@@ -2,8 +2,8 @@
 waiting.
 
 By default, the OpenMP runtimes of torch and FAISS start one thread per CPU of the node.
-Waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read
-these settings from the environment when they are loaded. Child processes inherit the
+Waiting threads spin. See docs/decisions/0013-what-a-pod-runs.md. The libraries read the
+thread settings from the environment at the time of loading. Child processes inherit the
 environment. Importing evernear therefore calls `configure_threads` first.
 """
 
@@ -36,7 +36,7 @@ def configure_threads() -> None:
 
 @contextmanager
 def divide_between(processes: int) -> Generator[None]:
-    """Divide the CPUs between ``processes`` processes that are started in the context's
+    """Divide the CPUs among ``processes`` processes that are started in the context's
     body.
 
     If the user has set `THREADS`, the value applies to each process, as with torchrun.

@@ -37,8 +37,8 @@ class Store(Protocol):
     """Objects under keys. All methods raise `StoreError` if the store is unreachable or
     rejects the request.
 
-    Reads verify the sha256 that was recorded when the object was written, if any. A
-    mismatch raises `IntegrityError`.
+    If a sha256 was recorded when the object was written, reads verify it. A mismatch
+    raises `IntegrityError`.
     """
 
     uri: str
@@ -50,8 +50,8 @@ class Store(Protocol):
         ...
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag``, or does not exist if ``etag`` is
-        None. Return the new etag.
+        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not
+        exist. Return the new etag.
 
         Raises:
             ConflictError: a different writer was first, and this call changed nothing.

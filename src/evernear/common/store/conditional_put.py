@@ -1,16 +1,16 @@
 """Compare-and-swap in S3, implemented with conditional writes.
 
 AWS, MinIO and newer SeaweedFS support ``If-None-Match`` and ``If-Match``. Other servers
-reject these headers (OpenStack Swift) or ignore them (SeaweedFS before 3.97). In some
+reject these headers (OpenStack Swift) or ignore them (SeaweedFS before 3.97). On some
 servers, the check and the write are two steps, so several concurrent writers succeed
 (SeaweedFS 4.16, Swift). Before the first conditional write, evernear tests the server
-with a race between several writers. It rejects the server unless exactly one writer
-wins. See docs/decisions/0011-object-store.md.
+with a race between several writers. evernear rejects the server unless exactly one
+writer wins. See docs/decisions/0011-object-store.md.
 
 If a connection breaks before the response arrives, the outcome can still be determined.
-Each write has an id, and reading the object back shows whether this write succeeded.
-MinIO breaks such connections routinely. MinIO rejects the loser of a race before it has
-read the request body, and then resets the connection.
+Each write has an id. Reading the object back shows whether the write succeeded. MinIO
+breaks such connections routinely. MinIO rejects the loser of a race before it has read
+the request body, and then resets the connection.
 """
 
 import time
@@ -57,8 +57,8 @@ class ConditionalWriter:
         self._uri = f"s3://{bucket}/{prefix}".rstrip("/")
 
     def put_if(self, key: str, data: bytes, etag: str | None, headers: dict[str, str]) -> str:
-        """Write only if the object has ``etag``, or does not exist if ``etag`` is None.
-        Return the new etag.
+        """Write only if the object has ``etag`` or, if ``etag`` is None, does not
+        exist. Return the new etag.
 
         Raises:
             ConflictError: a different writer was first and this call changed nothing,
@@ -81,7 +81,7 @@ class ConditionalWriter:
 
         If compare-and-swap works, both numbers are 1. If the server rejects the
         condition, both numbers are 0. If the server ignores the condition, or checks it
-        in a separate step before the write, a number is above 1.
+        in a separate step before the write, at least one of the numbers is above 1.
         """
         name = f"{self._prefix}{OWN_PREFIX}probe-{uuid4().hex}"
         created = self._race(name, None)

@@ -35,8 +35,8 @@ class FileStore(Store):
         return self._write(key, data, lambda _: None)
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag``, or does not exist if ``etag`` is
-        None.
+        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not
+        exist.
         """
 
         def check(path: Path) -> None:

@@ -1,5 +1,5 @@
-"""An identity for each store, which marks objects outside the store that belong to it,
-such as Milvus collections.
+"""An identifier for a store. It marks objects outside the store that belong to the
+store, such as Milvus collections.
 """
 
 import secrets

@@ -1,14 +1,16 @@
 """A lease for the process that deletes unneeded objects. While a process holds the
-lease, no step of a run works.
+lease, the steps of runs wait.
 
-A step first records that it is running. It then waits until the lease is released. A
-process that deletes objects first acquires the lease. It then looks for running steps.
-Therefore, at least one of the two processes always sees the other.
+A step first records that it is running. After that, the step waits until the lease is
+released. A process that deletes objects first acquires the lease. After that, the
+process looks for running steps. Therefore, at least one of the two processes always
+sees the other.
 
-The object `KEY` names the process that holds the lease. A thread of this process
-rewrites the object every `RENEW_S` seconds. If the object does not change for
-`EXPIRES_S` seconds, the process was killed. A waiting process then takes over the
-lease. Each process uses only its local clock, so the clocks of the machines may differ.
+The object `KEY` contains the name of the process that holds the lease. A thread of this
+process rewrites the object every `RENEW_S` seconds. If the object does not change for
+`EXPIRES_S` seconds, the process that holds the lease was killed. A waiting process then
+takes over the lease. Each process uses only its local clock, so the clocks of the
+machines may differ.
 """
 
 import threading

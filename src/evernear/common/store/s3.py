@@ -28,7 +28,7 @@ from evernear.common.store.s3_reader import SHA256, object_reader
 from evernear.errors import IntegrityError, SettingsError
 
 # A multipart ETag is not a hash of the content, so the metadata of each object contains
-# its sha256.
+# the sha256 of the content.
 _SHA256 = f"x-amz-meta-{SHA256}"
 _BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.ReadTimeoutError)
 
@@ -59,8 +59,8 @@ class S3Store(Store):
             return self._put(key, file, data.stat().st_size, sha256_file(data))
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str:
-        """Write only if the object still has ``etag``, or does not exist if ``etag`` is
-        None.
+        """Write only if the object still has ``etag`` or, if ``etag`` is None, does not
+        exist.
         """
         check_key(key)
         return self._conditional_writer.put_if(key, data, etag, {_SHA256: sha256_bytes(data)})

@@ -22,8 +22,8 @@ _AWS = "https://s3.amazonaws.com"
 
 
 def object_reader(connection: S3Connection, bucket: str) -> Callable[[str], bytes | None]:
-    """Return a function that reads an object by name,
-    or returns None if the read fails.
+    """Return a function that reads an object by name and returns None if the read
+    fails.
 
     The function makes one attempt. The caller repeats a failed read with the MinIO
     client, because that client explains errors.
