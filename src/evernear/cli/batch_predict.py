@@ -1,4 +1,4 @@
-"""``evernear batch-predict``: recognize all images of a source with a release, without
+"""``evernear batch-predict``: use a release to recognize all images in a source without
 a server, and write the answers to Parquet files.
 """
 
@@ -46,7 +46,7 @@ def batch_predict(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Recognize all images of a folder or bucket with a release, without a server.
+    """Use a release to recognize all images in a folder or bucket, without a server.
 
     Each part is a Parquet file with the columns path, digest (sha256 of the file),
     label, distance, unknown, neighbors, version and error. Run the same command again

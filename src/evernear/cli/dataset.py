@@ -46,8 +46,8 @@ def export(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Export a dataset snapshot: images, labels, splits, digests and, with a release,
-    the release's embeddings.
+    """Export a dataset snapshot: images, labels, splits, digests and, with --release,
+    the embeddings of that release.
 
     Run the same command again to continue an interrupted export.
     """

@@ -41,8 +41,8 @@ def run_demo(
     unseen: Path | None = None,
     command: RunCommand | None = None,
 ) -> None:
-    """Run the pipeline, deploy the release on TorchServe,
-    and recognize images that it was not trained on.
+    """Run the pipeline, deploy the release on TorchServe, and recognize images that
+    were not used for training.
 
     ``unseen`` is a folder with images of a class that the source does not contain.
     """

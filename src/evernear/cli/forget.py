@@ -18,8 +18,8 @@ def forget(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Delete images that the source no longer has from snapshots, releases, caches,
-    run pages and the query log.
+    """Delete images from snapshots, releases, caches, run pages and the query log if
+    the source no longer has them.
     """
     from evernear.common.store import open_store
     from evernear.deployment import forget_releases

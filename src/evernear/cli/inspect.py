@@ -1,5 +1,5 @@
-"""``evernear inspect``: show the contents of a release, and predict with it without a
-server.
+"""``evernear inspect``: show the contents of a release, and predict with the release
+without a server.
 """
 
 import shutil
@@ -71,7 +71,7 @@ def run(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Recognize images with a release, without a server."""
+    """Use a release to recognize images, without a server."""
     registry = registry_of(store, config, overrides, workdir)
     with (
         _archive(release, registry) as archive,
@@ -127,7 +127,7 @@ def _read(image: Path) -> bytes:
 
 
 def _print_answer(file: Path, answer: "Prediction | Rejection", as_json: bool) -> bool:
-    """Print one answer. Return whether it is a rejection."""
+    """Print one answer. Return whether the answer is a rejection."""
     fields = answer.model_dump(mode="json")
     rejected = "message" in fields
     if as_json:

@@ -41,12 +41,12 @@ def check(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """List images in the ingested source whose label looks wrong, for
+    """Search the ingested source for images whose label looks wrong, and list them for
     `evernear review`.
 
     The command trains two networks, each on half of the images and as briefly as the
-    probe. A network is not used for the images that it was trained on, because it has
-    fitted their labels.
+    probe. A network is not used for the images that it was trained on, because the
+    network has fitted the labels of those images.
     """
     from evernear.common.store import open_store
     from evernear.review.suspects import check_labels

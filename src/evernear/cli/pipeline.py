@@ -108,8 +108,8 @@ def compile_(
     store: StoreOption = None,
     defaults: ParameterOption = None,
 ) -> None:
-    """Compile pipelines to DIR/PIPELINE.yaml, reproducibly.
-    The options set the defaults of their parameters.
+    """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. Each option sets the
+    default of its parameter.
     """
     from evernear.common.disk import write_atomically
     from evernear.kubeflow.compiled import as_manifests
@@ -144,8 +144,8 @@ def upload(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Upload pipelines as a new version with this image.
-    The options set the defaults of their parameters.
+    """Upload pipelines as a new version that uses this image. Each option sets the
+    default of its parameter.
 
     A version that already exists with the same content is left unchanged.
     """
@@ -185,8 +185,8 @@ def run(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Start the newest version of a pipeline.
-    Unset parameters keep the defaults of that version.
+    """Start the newest version of a pipeline. Parameters that are not set keep the
+    defaults of the pipeline version.
     """
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.parameters import caller, combine, from_words
@@ -228,8 +228,9 @@ def schedule(
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Run the newest version on a schedule, which replaces the pipeline's current
-    schedule."""
+    """Run the newest version on a schedule that replaces the pipeline's current
+    schedule.
+    """
     assigned = run_assignments(source, preset, target, serving_image, parameters)
     server = server_settings(endpoint, namespace, config)
     if (cron is None) != off:
@@ -297,7 +298,7 @@ def _describe(scheduled: "Schedule") -> str:
 def stop(
     run_id: RunArgument, endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
 ) -> None:
-    """Stop a run. Its exit step still runs and records who stopped it."""
+    """Stop a run. The run's exit step still runs, and records who stopped the run."""
     from evernear.kubeflow.client import KfpRuns
     from evernear.kubeflow.parameters import caller
 

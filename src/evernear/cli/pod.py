@@ -43,8 +43,9 @@ def serve(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Replace this process with TorchServe and the fetched release. The file that
-    EVERNEAR_TOKEN_FILE names contains the token."""
+    """Replace this process with TorchServe and the fetched release. EVERNEAR_TOKEN_FILE
+    is the path of a file that contains the token.
+    """
     from evernear.serving import pod
 
     settings = local_settings(config, overrides, workdir)
@@ -67,8 +68,8 @@ def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
 @app.command()
 def drain(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """preStop hook: wait `serving.endpoint_removal_s` while Kubernetes removes the pod
-    from its endpoints.
+    """preStop hook: wait for `serving.endpoint_removal_s` seconds while Kubernetes
+    removes the pod from its endpoints.
     """
     settings = local_settings(config, overrides, workdir)
     time.sleep(settings.serving.endpoint_removal_s)

@@ -81,8 +81,9 @@ def predict(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Recognize images with the live release. `evernear batch-predict` does so without
-    a server."""
+    """Recognize images with the live release. `evernear batch-predict` recognizes
+    images without a server.
+    """
     from evernear.serving.client import Client, Target
 
     settings = local_settings(config, overrides, workdir)

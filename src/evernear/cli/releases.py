@@ -163,9 +163,9 @@ def anchor(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Print the anchor, which is the release that the gate also compares every
-    candidate with, or move the anchor to VERSION. Moving it accepts the accuracy of
-    VERSION, and requires --why.
+    """Print the anchor, a release with which the gate also compares every candidate, or
+    move the anchor to VERSION. Moving the anchor accepts the accuracy of VERSION, and
+    requires --why.
     """
     from evernear.release.promotions import Cause
 
@@ -226,8 +226,8 @@ def promote(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Make a release the champion. A running server loads it first and must pass its
-    stored queries.
+    """Make a release the champion. A running server first loads the release, and must
+    pass the release's stored queries.
     """
     from evernear.deployment import promote_release
     from evernear.release.promotions import Cause
@@ -246,8 +246,8 @@ def apply(
     workdir: WorkdirOption = None,
 ) -> None:
     """Apply changed settings, such as image, memory or replicas, to the champion in
-    Kubernetes. If it does not pass its stored queries, the previous settings are
-    restored.
+    Kubernetes. If the release does not pass its stored queries with the new settings,
+    the previous settings are restored.
     """
     from evernear.deployment import apply as apply_settings
     from evernear.release.promotions import Cause
@@ -285,8 +285,9 @@ def restore(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Write the lost or damaged pointer to the champion again, from the history.
-    Servers are not changed."""
+    """Rewrite the lost or damaged champion pointer from the history. Servers are not
+    changed.
+    """
     from evernear.release.promotions import Cause
 
     registry = registry_of(store, config, overrides, workdir)

@@ -97,8 +97,8 @@ def demo(
     rename: RenameOption = None,
     minutes: MinutesOption = None,
 ) -> None:
-    """Run the pipeline, deploy the release locally,
-    and recognize images that it was not trained on.
+    """Run the pipeline, deploy the release locally, and recognize images that were not
+    used for training.
     """
     from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
@@ -122,7 +122,7 @@ def demo(
 
 def _require_own_directory(settings: Settings) -> None:
     """Check that the working directory has no release of a different dataset.
-    Otherwise, the demo's release would be compared with it.
+    Otherwise, the demo's release would be compared with a release of that dataset.
     """
     from evernear.common.store import open_store
     from evernear.data.listing import dataset_name
@@ -227,10 +227,11 @@ def _print_changes(layers: Layers[Settings], remember: bool) -> None:
 
 
 def _and_keep(show: _Progress, layers: Layers[Settings], remember: bool) -> "Callable[[Event], None]":
-    """Show the events of a run. Save its settings after the images pass validation.
+    """Show the events of a run. Save the run's settings after the images pass
+    validation.
 
-    A mistyped folder name is therefore not saved. If a run fails or is stopped after
-    that, it can be repeated without options.
+    A mistyped folder name is therefore not saved. If the run fails or is stopped after
+    the validation, the command can be repeated without options.
     """
 
     def show_and_keep(event: "Event") -> None:

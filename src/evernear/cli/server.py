@@ -84,7 +84,7 @@ def serve(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Start TorchServe with the champion, unless it is already running."""
+    """Start TorchServe with the champion, unless TorchServe is already running."""
     if follow_champion:
         _serve_and_follow(local_settings(config, overrides, workdir))
         return

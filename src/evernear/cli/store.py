@@ -72,9 +72,10 @@ def prune(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Delete unneeded objects: old releases, except the champion, its parent and the
-    target of a rollback, and snapshots, shards, embeddings, checkpoints, parts and run
-    records that nothing names. The command refuses to run while a run is in progress.
+    """Delete unneeded objects: old releases (except the champion, its parent and the
+    target of a rollback), and snapshots, shards, embeddings, checkpoints, parts and run
+    records to which nothing refers. The command refuses to run while a run is in
+    progress.
     """
     from evernear.common.store import open_store
     from evernear.maintenance.prune import prune_store, surplus

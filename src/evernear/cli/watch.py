@@ -60,8 +60,9 @@ def schedule_store(
 def run(
     source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
 ) -> None:
-    """Run the watcher until SIGTERM or Ctrl-C. It checks on the schedule, and soon
-    after MinIO reports a change."""
+    """Run the watcher until SIGTERM or Ctrl-C. The watcher checks on the schedule, and
+    soon after MinIO reports a change.
+    """
     from evernear.common.store import open_store
     from evernear.triggers.watch.service import WatchService
     from evernear.triggers.watch.watcher import Watcher
@@ -137,8 +138,9 @@ def start(config: ConfigOption = None, overrides: SetOption = None, workdir: Wor
 
 @app.command()
 def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Pause the watcher. Its process continues to run but does nothing until
-    `start`."""
+    """Pause the watcher. The watcher's process continues to run, but does nothing until
+    `start`.
+    """
     from evernear.release.promotions import whoami
 
     schedule = schedule_store(config, overrides, workdir)

@@ -25,8 +25,8 @@ _ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | 
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    """``text`` on one line, secrets masked and unprintable characters escaped as in
-    ``\\x1b``, ``\\u202e`` or ``\\n``.
+    """``text`` on one line, with secrets masked and unprintable characters escaped as
+    in ``\\x1b``, ``\\u202e`` or ``\\n``.
 
     Text longer than ``limit`` characters is truncated and ends in "...".
     The function is idempotent.
