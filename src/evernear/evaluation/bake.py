@@ -1,14 +1,15 @@
 """Compare the live requests to a release with the live requests to the previous
 release.
 
-The entry is `Comparison.find_breach`. A rule concerns one share of the requests. It is
-broken if that share has risen by more than a margin. The comparison is repeated every
-few seconds, so a fixed level per comparison would eventually roll back nearly every
-release. Each rule therefore uses an e-process, a mixture of likelihood ratios against
-the largest share that the rule tolerates (Robbins 1970; Howard, Ramdas, McAuliffe and
-Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences", 2021). While
-the share is within the tolerance, the probability that the e-process ever exceeds 1 /
-level is at most the level (Ville 1939), regardless of the number of comparisons.
+The entry is `Comparison.find_breach`. A rule concerns one share of the requests. A rule
+is broken if its share has risen by more than a margin. The comparison is repeated every
+few seconds, so a fixed significance level per comparison would eventually roll back
+nearly every release. Each rule therefore uses an e-process, a mixture of likelihood
+ratios against the largest share that the rule tolerates (Robbins 1970; Howard, Ramdas,
+McAuliffe and Sekhon, "Time-uniform, nonparametric, nonasymptotic confidence sequences",
+2021). While the share is within the tolerance, the probability that the e-process ever
+exceeds 1 / level is at most the level (Ville 1939), regardless of the number of
+comparisons.
 
 Requests come in bursts. Request counts are therefore divided by their dispersion, the
 ratio of the variance between the cells of a window to the variance for independent
@@ -35,7 +36,9 @@ WITHOUT_REFERENCE = 0.05
 counted.
 """
 SLOWER = 1.4
-"""Multiple of the previous release's p99 above which a request is slow."""
+"""A request is slow if it takes longer than this multiple of the previous release's p99
+latency.
+"""
 MIN_CELLS = 3
 """Smallest number of cells. With fewer cells, a rise cannot be distinguished from a
 burst.
@@ -47,9 +50,10 @@ class Figures(Frozen):
 
     The worker counts ``answered`` requests, and ``refused`` requests (with a status of
     500 or more). ``failed`` counts all of TorchServe's responses with a status of 500
-    or more, for example because the queue is full or the worker is dead. It includes
-    such responses of the worker over HTTP. ``within`` maps an upper bound in seconds to
-    the number of ``timed`` requests that took no longer.
+    or more, for example because the queue is full or the worker is dead. The count
+    includes such responses that the worker sent over HTTP. ``within`` maps an upper
+    bound in seconds to the number of ``timed`` requests that took no longer than the
+    bound.
     """
 
     answered: int = 0
@@ -86,7 +90,7 @@ class Figures(Frozen):
 
 _COUNTERS = ("answered", "refused", "failed", "predictions", "unknown", "timed")
 Cells = Sequence[Figures]
-"""The requests of a window, counted in short intervals."""
+"""The requests in a window, counted in short intervals."""
 
 
 class Share(NamedTuple):
@@ -114,7 +118,7 @@ class Rule:
     without_reference: float = 1.0
 
     def describe(self, reference: Share, now: Share) -> str:
-        """A sentence about the breach of this rule."""
+        """A sentence that states how this rule was broken."""
         sentence = f"Rule {self.name}: {now} of {round(now.total):,} {self.events}"
         if not reference.total:
             return f"{sentence}, and at most {self.without_reference:.0%} are tolerated without a reference."

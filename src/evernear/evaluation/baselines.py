@@ -50,9 +50,9 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
 
     No recognizer that ignores the image is more accurate than one that always predicts
     the most common class of the test split. The baseline that finds the nearest gallery
-    image by pixels (`SIDE_PX`, each image standardized) requires no training. Its
-    gallery and its queries are spread evenly over the splits, with at most
-    `GALLERY_MAX` and `QUERIES_MAX` images. If a class has no image in the gallery
+    image by pixels (`SIDE_PX`, each image standardized) requires no training. The
+    gallery and the queries of this baseline are spread evenly over the splits, with at
+    most `GALLERY_MAX` and `QUERIES_MAX` images. If a class has no image in the gallery
     split, the baseline uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())

@@ -1,13 +1,13 @@
 """The variance of the open-set probe's figures, including the spread between classes.
 
-The probe holds out some classes, and its figures are meant to describe classes that
-nobody has seen yet. Classes differ from each other more than images of one class do.
-The sample therefore consists of classes rather than images. Two classes of a thousand
-images each are two observations. Images of one group (``data.group``) also count as one
-observation.
+The probe holds out some classes. The figures of the probe are meant to describe classes
+that nobody has seen yet. Classes differ from each other more than images of one class
+do. The sample therefore consists of classes rather than images. Two classes of a
+thousand images each are two observations. Images of one group (``data.group``) also
+count as one observation.
 
-Each function imports SciPy itself. The import takes half a second, and is not necessary
-to read an earlier measurement.
+Each function imports SciPy itself. Importing SciPy takes half a second, and is not
+necessary to read an earlier measurement.
 """
 
 import math
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from evernear.evaluation.statistics import deviations
 
 PRIOR_DEVIATION = 0.8
-"""Prior value for the standard deviation of a figure's log-odds between classes. On
+"""Prior value for the standard deviation, between classes, of a figure's log-odds. On
 three sets of photographs, the measured deviation was 0.6 to 0.9 for the AUROC
 (docs/decisions/0077-an-honest-unknown.md).
 """
@@ -72,7 +72,7 @@ def sum_of_spreads(spreads: Sequence[Spread]) -> Spread:
 
 def effective_images(accepted: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> float:
     """The number of independent images that would contain as much information about the
-    share of ``accepted`` (N,).
+    share of accepted images as ``accepted`` (N,).
 
     The result is at most N.
     """
@@ -97,7 +97,7 @@ def _moderated(values: NDArray[np.floating], clusters: Clusters) -> Spread:
 
 
 def _inside(share: float, total: int) -> float:
-    """The share moved away from 0 and 1, where its log-odds would be infinite.
+    """Move the share away from 0 and 1, where its log-odds would be infinite.
 
     The result is the share after half an image of each outcome has been added.
     """

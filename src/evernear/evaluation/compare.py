@@ -60,10 +60,11 @@ class PairedCounts(Frozen):
 
     @property
     def independent(self) -> "PairedCounts":
-        """Counts for independent queries that would contain about as much information.
+        """Counts for independent queries that would contain about as much information
+        as these counts.
 
-        Each group counts as one query. The shares of regressions and improvements stay
-        the same.
+        Each group counts as one query. The shares of regressions and improvements do
+        not change.
         """
         if not self.groups:
             return self
@@ -76,8 +77,8 @@ class PairedCounts(Frozen):
 
     @property
     def net_losses(self) -> int:
-        """Regressions minus improvements. The difference is negative if the candidate
-        has more improvements.
+        """Regressions minus improvements. The difference is negative if there are more
+        improvements than regressions.
         """
         return self.regressions - self.improvements
 
@@ -136,14 +137,14 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
 
 
 def net_loss_budget(errors: int, queries: int, significance: float) -> int:
-    """The budget: the net losses that a candidate may have against a system with
+    """The number of net losses that a candidate may have against a system with
     ``errors`` on ``queries``.
 
-    If two systems err independently at this error rate, the net losses exceed the
-    budget with a probability of about half of ``significance``. Retrained networks
-    repeat most of each other's errors, so they exceed the budget less often than
-    independent systems. The error rate is assumed to be (errors + 1) / (queries + 2),
-    because a result without errors may be luck.
+    If two systems err independently and equally often, the net losses exceed the budget
+    with a probability of about half of ``significance``. Retrained networks repeat most
+    of each other's errors, so they exceed the budget less often than independent
+    systems do. The error rate is assumed to be (errors + 1) / (queries + 2), because a
+    result without errors may be luck.
     """
     from scipy.special import ndtri
 
@@ -157,8 +158,8 @@ def detectable_loss(pairs: PairedCounts, level: float, power: float = 0.9) -> fl
 
     The test has the significance level ``level``. The share of improvements is assumed
     to be (improvements + 1) / (queries + 2), because a result without improvements may
-    be luck. A group counts as one query. If the test detects no loss with this
-    probability, the result is 1.
+    be luck. A group counts as one query. If the test cannot detect any loss with
+    probability ``power``, the result is 1.
     """
     from scipy.special import ndtri
 
@@ -182,8 +183,8 @@ def loss_beyond_budget(pairs: PairedCounts, budget: int, power: float = 0.9) -> 
 
 
 def _smallest_loss(pairs: PairedCounts, critical: Callable[[float], float], power: float) -> float:
-    """The smallest loss for which the net losses exceed ``critical`` with probability
-    ``power``.
+    """The smallest loss of accuracy for which the net losses exceed ``critical`` with
+    probability ``power``.
 
     ``critical`` is a function of the share of queries on which the systems differ. The
     net losses are approximately normal (Connor 1987, Biometrics 43:207). If no loss is

@@ -47,8 +47,8 @@ def answered_by_nobody(_: str) -> None:
 
 
 class ReleasedSystem(NamedTuple):
-    """A release that is measured together with the candidate, which is the champion or
-    the anchor.
+    """The champion or the anchor: a release that is measured together with the
+    candidate.
     """
 
     recognizer: "Recognizer"
@@ -84,18 +84,18 @@ class AnchorEvaluation(Frozen):
     if the anchor's test images are unknown.
     """
     fault: str = ""
-    """The reason for which the anchor cannot be measured: its archive is damaged, or
-    its snapshot is damaged or lost.
+    """The reason why the anchor cannot be measured, which is a damaged archive, or a
+    damaged or lost snapshot.
     """
     difference: str = ""
-    """The difference for which the anchor cannot answer these queries, such as a
-    different image shape.
+    """The reason why the anchor cannot answer these queries, such as a different image
+    shape.
     """
 
 
 class Evaluation(Frozen, arbitrary_types_allowed=True):
-    """Measurements of the candidate and of earlier releases, if any, on the same
-    queries as each other.
+    """Measurements of the candidate and, if any, of earlier releases on the same
+    queries.
     """
 
     remedy = "run the evaluate step again"
@@ -106,8 +106,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     open_set: OpenSet
     baselines: tuple[Baseline, ...] = ()
     leakage: dict[str, int]
-    """Number of test images in each split from which the candidate was built. See
-    `count_leakage`.
+    """For each split from which the candidate was built, the number of test images in
+    it. See `count_leakage`.
     """
     near_duplicates: NearDuplicates | None = None
     """Number of test images that are near-duplicates of an image in the train or
@@ -116,8 +116,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     training_warnings: tuple[str, ...] = ()
     """Signs of problems in the candidate's training."""
     champion_leakage: dict[str, int] | None
-    """Number of test images in each split from which the champion was built. None
-    without a champion, or if the champion's dataset is unavailable.
+    """For each split from which the champion was built, the number of test images in
+    it. None if there is no champion, or if the champion's dataset is unavailable.
     """
     champion_test_overlap: float | None = None
     """Proportion of the champion's test images that are also in the test split, or None
@@ -150,7 +150,9 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     """Outcomes, keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
 
     def summary(self) -> str:
-        """The candidate's accuracy and its number of known images called unknown."""
+        """The candidate's accuracy, and the number of known images that the candidate
+        calls unknown.
+        """
         return f"accuracy {self.candidate.accuracy}; {self.candidate.false_rejects} of known images called unknown"
 
     def metrics(self) -> dict[str, float]:

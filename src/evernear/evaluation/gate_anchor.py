@@ -6,13 +6,13 @@ is too small to detect. The next candidate may lose as much again. The anchor do
 move with the champion, so the losses against the anchor accumulate until a rule fails.
 The anchor and the candidate are measured in the same run on the same images.
 
-The first release that is promoted in a store becomes the anchor. It remains the anchor
-until a user chooses a different anchor (`evernear registry anchor`), or until it can no
-longer be compared with the candidate. An anchor can no longer be compared if its images
-have a different shape, if fewer than ``gate.test_overlap_floor`` of its test images are
-left, or if none of its classes are left. The champion then becomes the anchor, and the
-reason of the rule states the change. If the anchor is damaged or lost, the rule fails
-instead, because a fault must not weaken the gate.
+The first release that is promoted in a store becomes the anchor. The anchor remains the
+same until a user chooses a different anchor (`evernear registry anchor`), or until the
+anchor can no longer be compared with the candidate. An anchor can no longer be compared
+if its images have a different shape, if fewer than ``gate.test_overlap_floor`` of its
+test images are left, or if none of its classes are left. The champion then becomes the
+anchor, and the reason of the rule states the change. If the anchor is damaged or lost,
+the rule fails instead, because a fault must not weaken the gate.
 
 Paired test (`no_worse_than_anchor`)
     The same test as in `no_worse`, on the classes that both the anchor and the
@@ -70,7 +70,7 @@ class Anchor:
     or if the candidate was not compared with the champion.
     """
     errors: int = 0
-    """Number of errors of the anchor on the compared queries."""
+    """Number of the anchor's errors on the compared queries."""
     fault: str = ""
     """The reason why the anchor cannot be measured, as a sentence."""
 
@@ -114,8 +114,8 @@ def anchor_rules(anchor: Anchor, candidate: Measurement, settings: GateSettings)
 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
-    """The smallest loss of accuracy that a comparison detects with a probability of
-    `POWER`.
+    """The smallest loss of accuracy that at least one comparison detects with a
+    probability of `POWER`.
 
     ``pairs`` is the comparison with the champion.
     The result is 1 if no comparison detects any loss.

@@ -1,8 +1,8 @@
-"""Figures in which groups of images count, because frames of one scene are not
-independent.
+"""Figures for which groups of images are counted instead of images, because frames of
+one scene are not independent.
 
-Each function imports SciPy itself. The import takes half a second, and is not necessary
-to read an earlier measurement.
+Each function imports SciPy itself. Importing SciPy takes half a second, and is not
+necessary to read an earlier measurement.
 """
 
 import math
@@ -24,13 +24,14 @@ def effective_totals(strata: NDArray[np.integer], groups: NDArray[np.integer], c
     have the same size, the result is the number of groups. If every group has one
     image, the result is the number of images.
 
-    In simulations, Wilson's interval with this number contained the true proportion in
-    92.6 to 100% of 1,000 samples in each of 96 cases. The cases had 8 to 200 groups of
-    equal or geometric sizes, correlations from 0.1 to 1, and proportions of 70 to 97%.
-    The coverage of an interval in which images are counted fell to 23%. The coverage of
-    an interval with the measured design effect fell to 83%, because the few groups with
-    an error hardly show how similar the images of a group are. The disadvantage is a
-    wider interval than necessary if the images of a group differ.
+    In simulations, Wilson's interval with this effective number contained the true
+    proportion in 92.6 to 100% of 1,000 samples in each of 96 cases. The cases had 8 to
+    200 groups of equal or geometric sizes, correlations from 0.1 to 1, and proportions
+    of 70 to 97%. The coverage of an interval based on the number of images fell to 23%.
+    The coverage of an interval with the measured design effect fell to 83%, because the
+    few groups with an error hardly show how similar the images of a group are. The
+    disadvantage of this assumption is that the interval is wider than necessary if the
+    images of a group differ.
     """
     pairs, sizes = np.unique(np.stack([strata, groups]), axis=1, return_counts=True)
     images = np.bincount(pairs[0], weights=sizes, minlength=count)

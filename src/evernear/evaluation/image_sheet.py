@@ -15,8 +15,8 @@ SHEET_COLUMNS = 20
 TILE_PX = 96
 """Longest side of an image on the page. Larger images are reduced."""
 LOSSLESS_BELOW_PX = 32
-"""Tile side below which a sheet is compressed without loss. The shorter side of the
-tile counts. Lossy WebP would blur small neighboring tiles.
+"""If the shorter side of a tile is below this value, the sheet is compressed without
+loss. Lossy WebP would blur small neighboring tiles.
 """
 
 

@@ -2,11 +2,11 @@
 of embeddings.
 
 The class shares among an image's nearest neighbors serve as the image's class
-probabilities. A network has fitted the labels of the images that it was trained on,
-right or wrong. It therefore embeds each image among other images of the labeled class.
-For this reason, the images are divided into folds. Each fold is embedded by a network
-that is trained briefly on the other folds. Neighbors are searched within the fold. As a
-result, no embedding and no vote depends on the label that is checked.
+probabilities. A network has fitted the labels, right or wrong, of the images that it
+was trained on. Such a network embeds each of these images among other images of the
+labeled class. For this reason, the images are divided into folds. Each fold is embedded
+by a network that is trained briefly on the other folds. Neighbors are searched within
+the fold. As a result, no embedding and no vote depends on the label that is checked.
 
 The method is described in Northcutt, Jiang and Chuang 2021, "Confident Learning:
 Estimating Uncertainty in Dataset Labels", arXiv:1911.00068.
@@ -175,8 +175,8 @@ def _correlation(first_image: NDArray[np.uint8], second_image: NDArray[np.uint8]
 
 
 def _without_fold(dataset: Dataset, fold: int, directory: Path) -> Dataset:
-    """A copy of the train and gallery splits, without the images in ``fold``, that is
-    created in ``directory``.
+    """Copy the train and gallery splits, without the images in ``fold``, to
+    ``directory``.
     """
     store = open_store((directory / "store").as_uri())
     shards: list[Shard] = []

@@ -71,7 +71,7 @@ class LabeledQuery(Frozen):
 
 
 class LiveAccuracy(Frozen):
-    """The accuracy of a release on the live queries from one week that have labels."""
+    """The accuracy of a release on the labeled live queries from one week."""
 
     version: str
     week: str
@@ -100,7 +100,7 @@ class Assessment:
     accuracy: Proportion
     expected: float | None
     """The accuracy on the test split, or None if the archived release does not contain
-    it.
+    this accuracy.
     """
     lost_at: datetime | None
     """The arrival time of the label with which the loss became significant, or None if
@@ -145,12 +145,13 @@ def assess(
 
 def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) -> ExpectedAccuracy | None:
     """The accuracy on the test split, from a release's metrics. Returns None if the
-    metrics do not contain its confidence interval.
+    metrics do not contain the confidence interval of this accuracy.
 
     The number of independent images is computed from the interval with Wilson's
-    formula. It can be smaller than the number of images, because images of a group
-    count as fewer images. The confidence level of an interval from an earlier version
-    is unknown, so the result is limited to the number of images.
+    formula. The number of independent images can be smaller than the number of images,
+    because images of a group count as fewer images. The confidence level of an interval
+    from an earlier version is unknown, so the result is limited to the number of
+    images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
@@ -190,7 +191,7 @@ def is_loss(correct: NDArray[np.bool_], months: NDArray[np.int_], expected: Expe
 def _blocks(months: NDArray[np.int_]) -> Iterator[tuple[int, int, int, float]]:
     """Yield the start, the end, the full size and the level of each block.
 
-    A block ends when it reaches its full size. If it has at least `BLOCK` labels, it
+    A block ends when it reaches its full size. A block with at least `BLOCK` labels
     also ends at the end of a month. If labels are rare, a block lasts several months.
     """
     start, size, level = 0, BLOCK, LEVEL * (1 - _LATER)

@@ -102,7 +102,7 @@ class Measurement(Frozen):
     """
     calibration_rejects: Proportion | None = None
     """Proportion of images called unknown in the query split, which was used to
-    calibrate the threshold. Groups count in the interval, which is exact even though
+    calibrate the threshold. The interval is based on groups, and is exact even though
     the threshold was chosen on these images. None in evaluations from earlier versions.
     """
     index_recall: Proportion
@@ -118,8 +118,8 @@ class Measurement(Frozen):
     confusions: tuple[tuple[str, str, int], ...]
     """Tuples (label, prediction, count) for the pairs that occur, sorted by label."""
     groups: int | None = None
-    """Number of groups (``data.group``) among the queries, which count in the
-    intervals. None if every query is independent.
+    """Number of groups (``data.group``) among the queries. The intervals are based on
+    this number. None if every query is independent.
     """
 
     @property
@@ -172,8 +172,8 @@ def measure(
     """Measure ``recognizer`` on all images in ``split``.
 
     ``classes`` translates the labels of an earlier release. ``observe`` is called with
-    each block, the embeddings of the block, their neighbors, and the predictions. In
-    the intervals, ``groups`` count, or images if ``groups`` is None. ``answered``
+    each block, the embeddings of the block, their neighbors, and the predictions. The
+    intervals are based on ``groups``, or on images if ``groups`` is None. ``answered``
     contains the answers to the split in order, if the answers are already computed
     (`evernear.evaluation.in_parts`). Only the outcomes need memory in proportion to the
     size of the split, 12 bytes per image.

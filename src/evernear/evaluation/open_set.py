@@ -9,17 +9,17 @@ class OpenSet(Frozen):
     """The result of a probe.
 
     If there are too few classes to hold any out, ``held_out`` is empty and all figures
-    are None. At most one of ``threshold`` and ``reject_rate`` is set. It determines the
-    threshold of the release. If the network is reused from an earlier release, only
-    ``threshold`` is set.
+    are None. At most one of ``threshold`` and ``reject_rate`` is set. The field that is
+    set determines the threshold of the release. If the network is reused from an
+    earlier release, only ``threshold`` is set.
     """
 
     held_out: tuple[str, ...]
     """The classes that were held out in at least one draw."""
     draws: int = 0
-    """Number of probed networks. Each network is trained without a different set of
-    classes. The number is 0 in probes from earlier versions. In the intervals of those
-    probes, only images count.
+    """Number of probed networks. Each network is trained without some classes. No class
+    is left out twice. The number is 0 in probes from earlier versions. The intervals of
+    those probes are based on images only.
     """
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
@@ -28,7 +28,7 @@ class OpenSet(Frozen):
     """
     roc: Roc | None = None
     threshold: float | None = None
-    """Threshold of the release whose network is reused. It is
+    """Threshold of the release whose network is reused. The threshold is
     `evernear.index.description.MAX_DISTANCE` if the distances do not separate unseen
     classes.
     """
@@ -55,7 +55,7 @@ class OpenSet(Frozen):
     @property
     def separates(self) -> bool:
         """Whether images of the held-out classes are significantly farther from the
-        gallery than known images.
+        gallery than known images are.
 
         This property concerns only the held-out classes. Other classes may be
         different, as the interval of ``auroc`` shows.

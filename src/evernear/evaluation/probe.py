@@ -65,7 +65,7 @@ class Sample(NamedTuple):
     def independent(self) -> float:
         """The number of independent images.
 
-        If the images have groups, `effective_totals` estimates this number. If the
+        If the images have groups, the number is estimated by `effective_totals`. If the
         images have no groups, all images are independent.
         """
         if len(self.clusterings) == 1:
@@ -107,11 +107,11 @@ def probe_open_set(
 
     The candidate itself cannot be probed, because it was trained on all classes. The
     probe uses the same recipe as the training, with fewer epochs.
-    ``train_settings.seed`` determines the held-out classes. These classes are excluded
-    from training and from the gallery. A frozen backbone is probed in several draws,
-    because its features are cached. Each draw holds out different classes. The share of
-    known images to reject is determined from the query and gallery images of the
-    held-out classes and the query images of the other classes. The figures are
+    ``train_settings.seed`` determines the held-out classes. The held-out classes are
+    excluded from training and from the gallery. A frozen backbone is probed in several
+    draws, because its features are cached. Each draw holds out different classes. The
+    share of known images to reject is determined from the query and gallery images of
+    the held-out classes and the query images of the other classes. The figures are
     determined from the test split. The networks are discarded, because the result
     describes the recipe and not a network. If images of unseen classes are not
     significantly farther from the gallery than known images, the release calls no image

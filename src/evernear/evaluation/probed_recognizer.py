@@ -1,7 +1,6 @@
 """The recognizers that are measured by the open-set probe.
 
-Each recognizer does not know some of the classes, and is discarded after the
-measurement.
+Each recognizer lacks some of the classes, and is discarded after the measurement.
 """
 
 from collections.abc import Callable

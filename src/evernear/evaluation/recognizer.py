@@ -41,7 +41,7 @@ class Recognizer:
         """Open the outputs of the export step and the index step, which may be in the
         same directory.
 
-        If ``store`` is set, it caches the features of a frozen network.
+        If ``store`` is set, features of a frozen network are cached in ``store``.
 
         Raises:
             IntegrityError: a file is missing or was changed, or the index belongs to a

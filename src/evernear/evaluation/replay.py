@@ -19,10 +19,10 @@ Compared answers
 Difficulty
     Live queries are often more difficult than test images. The answers of retrained
     networks differ on difficult images. Queries and test images are therefore grouped
-    by the champion's distance. Within each group, the number of changed answers to
-    queries is compared with the number of changed answers to test images. The test is
-    exact, conditional on the totals of each group (Birch 1964, J R Stat Soc B
-    26:313). This test is the exact form of the Mantel-Haenszel test (1959, J Natl
+    by the distance that the champion measured. Within each group, the number of changed
+    answers to queries is compared with the number of changed answers to test images.
+    The test is exact, conditional on the totals of each group (Birch 1964, J R Stat Soc
+    B 26:313). This test is the exact form of the Mantel-Haenszel test (1959, J Natl
     Cancer Inst 22:719).
 
 Classes
@@ -62,13 +62,15 @@ LEVEL = 0.1
 and half for the classes.
 """
 MIN_QUERIES = 50
-"""If fewer queries are compared, no candidate is held."""
+"""If fewer queries than this number are compared, no candidate is held."""
 GROUPS = 20
-"""Number of groups into which queries and test images are divided by the champion's
-distance. All groups have the same size.
+"""Number of groups into which queries and test images are divided by the distance that
+the champion measured. All groups have the same size.
 """
 MIN_CLASS_IMAGES = 10
-"""If a class has fewer test images, it is compared with the whole test split."""
+"""If a class has fewer test images than this number, it is compared with the whole test
+split.
+"""
 CLASS_CHANGE = 0.5
 """A class causes a hold only if its share of changed answers exceeds the explained
 share by more than this value.
@@ -105,7 +107,7 @@ class AnswerNumbers:
 
     def of_champion(self, label: str) -> int:
         """The number of a class that the champion predicts, after ``classes`` has
-        renamed or retired it.
+        renamed or retired the class.
         """
         current = self._classes.current(label)
         return RETIRED if current is None else self._numbers.get(current, LACKING)

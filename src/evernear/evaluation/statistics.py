@@ -1,7 +1,7 @@
 """Proportions and areas under the ROC curve, with confidence intervals.
 
-Each function imports SciPy itself. The import takes half a second, and is not necessary
-to read an earlier measurement.
+Each function imports SciPy itself. Importing SciPy takes half a second, and is not
+necessary to read an earlier measurement.
 """
 
 import math
@@ -130,9 +130,9 @@ def exact_proportion(count: int, total: int, confidence: float) -> Proportion:
     """``count`` out of ``total`` (at least 1), with the exact two-sided interval of
     Clopper and Pearson (1934).
 
-    For every true proportion, the interval contains it with a probability of at least
-    ``confidence``. In comparison, Wilson's interval contains a true proportion of 99%
-    for only 92% of samples of 100.
+    Whatever the true proportion is, the interval contains it with a probability of at
+    least ``confidence``. In comparison, Wilson's interval contains a true proportion of
+    99% in only 92% of samples of 100 images.
     """
     from scipy.special import betaincinv
 
@@ -151,11 +151,11 @@ def auroc(known: NDArray[np.float32], unknown: NDArray[np.float32], confidence: 
     Neither array may be empty. Ties count half. The interval is the hull of two
     intervals, because each of them fails where the other is valid. The tests measure
     both intervals. The first interval (DeLong, DeLong and Clarke-Pearson 1988,
-    Biometrics 44:837), on the log-odds scale, does not assume a distribution. Its width
-    approaches zero if the distances of known images hardly overlap with the distances
-    of unknown images. The second interval (Newcombe 2006, Statist Med 25:559, method
-    5) assumes a distribution. It uses the standard error at the limits of the interval,
-    so its width does not approach zero.
+    Biometrics 44:837), on the log-odds scale, does not assume a distribution. The width
+    of the first interval approaches zero if the distances of known images hardly
+    overlap with the distances of unknown images. The second interval (Newcombe 2006,
+    Statist Med 25:559, method 5) assumes a distribution. The second interval uses the
+    standard error at its limits, so its width does not approach zero.
     """
     placements = place(known, unknown)
     value, low, high = auroc_interval(placements, len(known), len(unknown), confidence)
@@ -207,8 +207,8 @@ def roc(known: NDArray[np.float32], unknown: NDArray[np.float32]) -> Roc:
 
 
 def p_by_chance(confusions: Iterable[tuple[object, object, int]]) -> float:
-    """Probability of an accuracy at least as high if the predictions were assigned to
-    the images at random.
+    """Probability of at least this accuracy if the predictions were assigned to the
+    images at random.
 
     ``confusions`` are (label, prediction, count). The number of correct predictions has
     the exact mean and variance of a permutation test. The distribution of this number
@@ -289,8 +289,8 @@ def _newcombe(value: float, m: float, n: float, z: float) -> tuple[float, float]
         return abs(value - area) - z * math.sqrt(area * (1 - area) * spread / (m * n))
 
     def end(limit: float) -> float:
-        # The function is negative next to ``value``. It is positive at the limit 0 or
-        # 1, where the standard error is zero.
+        # The function is negative next to ``value``. The function is positive at the
+        # limit 0 or 1, where the standard error is zero.
         start = value + (limit - value) * 1e-9
         if start == limit or beyond(start) >= 0:
             return limit

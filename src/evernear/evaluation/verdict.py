@@ -88,8 +88,8 @@ class Verdict(Frozen):
         detectable_loss: float | None = None,
         caution: str = "",
     ) -> "Verdict":
-        """The verdict for ``rules``. The verdict is to promote if there is at least one
-        rule and all rules passed.
+        """The verdict for ``rules``. The verdict is to promote the candidate if there
+        is at least one rule and all rules passed.
         """
         rules = list(rules)
         promote = _all_passed(rules)
