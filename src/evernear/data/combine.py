@@ -1,9 +1,9 @@
-"""Combine the results of an ingest's parts in one process. The order does not depend on
-how the files were divided into parts.
+"""Combine the results of an ingest's parts in one process. The order of the combined
+images does not depend on how the files were divided into parts.
 
-This step leaves out duplicate images, chooses a split for each image, which depends on
-the earlier images, and writes the shards. It then compares the shards with the files,
-because files may have been removed or relabeled.
+This step leaves out duplicate images, chooses a split for each new image, and writes
+the shards. The choice depends on the earlier images. The step then compares the shards
+with the files, because files may have been removed or relabeled.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> 
 
 
 def _add(batch: Batch, placer: Placer, numbers: dict[str, int], ledger: Ledger, writer: ShardWriter) -> None:
-    """Add the new images of a batch to shards of their splits."""
+    """Add each new image in a batch to a shard of the image's split."""
     splits = placer.place(batch.names, batch.labels, batch.digests, batch.explicit_splits, batch.former_splits)
     for split in SPLITS:
         rows = [row for row, chosen in splits.items() if chosen == split]

@@ -17,8 +17,8 @@ from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError
 
-# Maximum number of images that are decoded at the same time if each has the largest
-# allowed size, regardless of the number of threads.
+# Maximum number of images of the largest allowed size that are decoded at the same
+# time, regardless of the number of threads.
 _MAX_CONCURRENT_LARGEST = 4
 _MAX_AHEAD_BYTES = 64 * 2**20
 """Maximum number of bytes that are read ahead of decoding from files that contain many
@@ -30,8 +30,8 @@ PIXEL_SETTING = "data.max_pixels"
 
 @dataclass(frozen=True)
 class ImageForm:
-    """The form in which a dataset stores images, which is chosen by the first ingest.
-    The fields have the same meaning as in `evernear.data.manifest.Manifest`.
+    """The form in which a dataset stores images. The first ingest chooses the form. The
+    fields have the same meaning as in `evernear.data.manifest.Manifest`.
     """
 
     shape: tuple[int, int, int]
@@ -150,8 +150,8 @@ def _done(failure: DecodeFailure) -> Future[DecodedImage | DecodeFailure]:
 
 
 def read_image(source: FileSource, entry: FileEntry, max_pixels: int, data: bytes | None = None) -> EncodedImage:
-    """Read and inspect a file. If ``data`` is the content of the file, only inspect it.
-    A file that is larger than any image can be is not read.
+    """Read and inspect a file. If ``data`` is the content of the file, only inspect the
+    content. A file that is larger than any image can be is not read.
 
     Raises:
         NotAnImageError: neither the name nor the content of the file indicates an

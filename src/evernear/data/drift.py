@@ -8,8 +8,8 @@ rate (Bonferroni).
 
 The mix of classes among live queries changes with the hour and the day of the week.
 Such changes are not drift. Each test therefore compares the live queries with a
-reference that has the same mix of predicted classes. To this end, reference queries are
-weighted. The permutations for the p-values exchange queries only within a class (a
+reference that has the same mix of predicted classes. Reference queries are weighted to
+get this mix. The permutations for the p-values exchange queries only within a class (a
 stratified permutation test). The p-values are exact for any mix if the live queries of
 a class are independent draws from the reference's distribution of that class. The rate
 of false alarms is then at most the stated rate. `evernear.data.query_blocks` removes
@@ -33,7 +33,7 @@ _Statistic = Callable[[Weights], Weights]
 
 SAMPLE = 500
 """Number of live queries in one test. With 1,000 reference queries, the matrix of
-distances then has 9 MB.
+distances has 9 MB.
 """
 MIN_QUERIES = 20
 """Minimum number of independent live queries, and also of reference queries, in one
@@ -52,8 +52,8 @@ become small enough.
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one release. Among the ``total`` queries, ``unknown`` are unknown
-    images. The arrays contain the predictions for a sample of N queries.
+    """Queries of one release. Among the ``total`` queries, ``unknown`` queries show
+    unknown images. The arrays contain the predictions for a sample of N queries.
     """
 
     total: int
@@ -65,7 +65,7 @@ class Queries:
     projection.
     """
     is_unknown: NDArray[np.bool_]
-    """For each query of the sample, whether it is unknown, (N,)."""
+    """For each query of the sample, whether the query is unknown, (N,)."""
     at_s: NDArray[np.float64]
     """Arrival times in Unix time, (N,), or zeros in a reference."""
     labels: NDArray[np.str_] | None = None
@@ -83,9 +83,7 @@ class Queries:
         return len(self.distances)
 
     def select(self, rows: NDArray[np.intp]) -> "Queries":
-        """Return the same queries with only the ``rows`` of this sample as their
-        sample.
-        """
+        """Return the same queries, with only the ``rows`` of the sample."""
         return Queries(
             self.total,
             self.unknown,
@@ -144,8 +142,8 @@ def measure_drift(
 
 
 _ROUNDING = 1e-6
-"""Tolerance for rounding errors. Without it, a permutation that leaves the two sides
-unchanged could have a smaller effect.
+"""Tolerance for rounding errors. Without this tolerance, a permutation that leaves the
+two sides unchanged could have a smaller effect.
 """
 
 
@@ -242,8 +240,8 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
     E|X-X'| - E|Y-Y'| is zero only if both samples have the same distribution. H = E / 2
     E|X-Y| is between 0 and 1 (Szekely and Rizzo 2013, "Energy statistics"). With signed
     weights u that add up to zero, E = -u'Du. For two finite samples of sizes n and m
-    from the same distribution, H is about 1/n + 1/m. The denominator is computed from
-    ``weights``, the weights of the actual sides.
+    from the same distribution, H is about 1/n + 1/m. The denominator of H is computed
+    from ``weights``, the weights of the actual sides.
     """
     distances = cdist(points, points).astype(np.float32)
     sides = weights[:, 0]
@@ -267,8 +265,8 @@ def _permute(
     """
     observed = [float(statistic(strata.weights())[0]) for statistic in statistics]
     null: list[list[Weights]] = [[] for _ in statistics]
-    # One more permutation than necessary, because rounding may move 1 / (1 / level)
-    # above ``level``. No p-value could then reach the level.
+    # One more permutation than necessary is made, because rounding may move 1 / (1 /
+    # level) above ``level``. No p-value could then reach the level.
     wanted = max(_BATCH, math.ceil(1 / level))
     exceeding = np.zeros(len(statistics), int)
     done = 0
@@ -286,7 +284,7 @@ def _detectable(permuted: Weights, level: float, bound: float) -> float:
     from the moments of the permutation distribution.
 
     The critical value is a quantile of the Pearson type III distribution with these
-    moments. The quantile at ``level`` of the permutations themselves would require more
+    moments. A quantile of the permutations at ``level`` would require more
     permutations. The effect is assumed to have the same standard deviation as without a
     shift.
     """

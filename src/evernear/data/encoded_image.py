@@ -13,12 +13,12 @@ from evernear.errors import DataError
 SEGMENTS = 256
 MEAN_SEGMENT_SIZE_BYTES = 512
 """A file may have ``SEGMENTS`` PNG chunks or JPEG segments, plus one for every
-``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each takes half a microsecond. libpng writes
-chunks of 8 KiB.
+``MEAN_SEGMENT_SIZE_BYTES`` bytes, because each chunk or segment takes half a
+microsecond. libpng writes chunks of 8 KiB.
 """
 WEBP_PIXEL_COST = 20 / 12
 """Cost of a WebP pixel, relative to a pixel in other formats. Pillow uses 20 bytes of
-memory per pixel to decode WebP. For other formats, it uses at most
+memory per pixel to decode WebP. For other formats, Pillow uses at most
 `evernear.data.preprocess.DECODE_BYTES_PER_PIXEL`.
 """
 CODE_GROUP_COST = 1_720

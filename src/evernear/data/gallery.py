@@ -1,5 +1,5 @@
-"""The gallery of an index. In the order of the index's rows, it contains the images in
-the gallery split, then the train images that join the gallery.
+"""The gallery of an index. In the order of the index's rows, the gallery contains the
+images in the gallery split, then the train images that join the gallery.
 
 See docs/decisions/0002-splits-and-gallery.md and 0078-neighbors-as-pictures.md.
 """
@@ -14,8 +14,8 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import IntegrityError
 
 MIN_GALLERY_IMAGES = 10
-"""Minimum number of images per class in the gallery. If the gallery split has fewer,
-train images are added.
+"""Minimum number of images per class in the gallery. If the gallery split has fewer
+images of a class than this number, train images are added.
 """
 
 

@@ -20,7 +20,9 @@ SCHEMA = "CREATE TABLE IF NOT EXISTS groups (digest BLOB PRIMARY KEY, name TEXT 
 Members = Counter[tuple[str, Split]]
 """Number of images in a group by label and split."""
 FEWEST_GROUPS = 3
-"""Minimum number of groups with which a class can be in train, test and gallery."""
+"""Minimum number of groups that a class needs to have images in train, test and
+gallery.
+"""
 _PAGE = 500
 
 _LOCATED = """

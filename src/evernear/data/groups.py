@@ -113,9 +113,9 @@ class GroupNumbers:
         """Digests of the query images whose group also has images in the train or
         gallery split.
 
-        Such images resemble the gallery more than images from a new group do. They
-        occur only if the dataset was ingested before ``data.group`` was set, or if the
-        source specifies the splits.
+        Such images resemble the gallery more than images from a new group do. Such
+        images occur only if the dataset was ingested before ``data.group`` was set, or
+        if the source specifies the splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 

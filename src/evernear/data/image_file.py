@@ -3,9 +3,9 @@ them.
 
 A file of a few kilobytes can claim to contain gigabytes of pixels, thousands of passes
 over the pixels, or metadata that takes longer to read than the image. `inspect` walks
-through the chunks or segments of a file without decoding it. It rejects files that are
-too expensive to decode, and removes the metadata. The decoder then receives one header,
-one palette and one stream of pixels.
+through the chunks or segments of a file without decoding it. `inspect` rejects files
+that are too expensive to decode, and removes the metadata. The decoder then receives
+one header, one palette and one stream of pixels.
 
 Sources: PNG specification (third edition), sections 5 and 11; ITU-T T.81, annex B.
 """
@@ -33,12 +33,12 @@ from evernear.errors import DataError
 from evernear.settings.section import MAX_PIXELS
 
 MAX_SIDE_PX = 2**15 - 1
-"""Maximum width and height. Each row requires a pointer, and resizing requires memory
-for each column.
+"""Maximum width and height. Each row of an image requires a pointer, and resizing
+requires memory for each column.
 """
 MAX_SCANS = 32
 """Maximum number of scans in a JPEG file. libjpeg writes 10 scans for a color image and
-18 for a CMYK image. MozJPEG writes up to about 20.
+18 for a CMYK image. MozJPEG writes up to about 20 scans.
 """
 MAX_TABLES_SIZE_BYTES = 2**16
 """Maximum size of the quantization and Huffman tables in a JPEG file. The usual four
@@ -134,7 +134,7 @@ def has_image_signature(data: bytes) -> bool:
 
 def has_image_suffix(name: str) -> bool:
     """Whether a file name has an image suffix. This function does not use pathlib,
-    which is ten times slower. The difference matters for millions of files.
+    which is ten times slower. The difference in speed matters for millions of files.
     """
     return posixpath.splitext(name)[1].rstrip(".").lower() in IMAGE_SUFFIXES
 

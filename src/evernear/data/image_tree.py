@@ -39,7 +39,7 @@ class ImageTree(Protocol):
         the same time.
 
         Raises:
-            DataError: this file cannot be read. Any other error means that no file of
+            DataError: the file cannot be read. Any other error means that no file of
                 the tree can be read.
         """
         ...

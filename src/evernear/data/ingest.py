@@ -12,7 +12,7 @@ combine -> publish.
 A dataset mirrors its sources. New files are added, and deleted files are removed. A
 file that was moved to a different class folder gets the new label. Images are
 identified by a hash of their content. The split of an image never changes, even if the
-image is removed and restored, because a model may have been trained on it.
+image is removed and restored, because a model may have been trained on the image.
 """
 
 import tempfile
@@ -160,8 +160,8 @@ def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSe
 
 
 def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode all files again if this is requested, or if the files were decoded by
-    different code. A dataset must not mix the results of two decoders.
+    """Decode all files again on request, or if the files were decoded by different
+    code. A dataset must not mix the results of two decoders.
     """
     if settings.reread:
         ledger.read_all_again()

@@ -67,7 +67,7 @@ def save(db: sqlite3.Connection, path: Path) -> None:
 
 
 def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
-    """Apply a file that `save` wrote to the ledger to which the changes belong."""
+    """Apply a file from `save` to the ledger to which the changes belong."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
     stored = {

@@ -156,7 +156,7 @@ def manifest_key(name: str, digest: str) -> str:
 
 def find_manifest(store: Store, name: str, digest: str) -> Manifest | None:
     """Find the snapshot ``digest`` of the dataset ``name``. Return None if ``store``
-    does not contain it.
+    does not contain the snapshot.
 
     Raises:
         IntegrityError: the snapshot's manifest is damaged.

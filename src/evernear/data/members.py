@@ -12,7 +12,7 @@ _PAGE = 500
 
 
 def members(db: sqlite3.Connection, source: int | None, file: str, etag: str) -> Iterator[FileEntry]:
-    """If ``file`` had the given ``etag`` when it was listed, yield the images in the
+    """If ``file`` had the given ``etag`` in its last listing, yield the images in the
     file, sorted by name. Otherwise yield nothing.
     """
     query = (

@@ -81,7 +81,7 @@ class Placer:
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:
     """The split among ``candidates`` that contains the most images of a group, or None
-    if none of them contains an image of the group.
+    if no candidate contains an image of the group.
     """
     images: Counter[Split] = Counter()
     for (_, split), count in members.items():

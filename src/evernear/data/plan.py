@@ -2,8 +2,8 @@
 decoding order.
 
 The decoding order depends only on the listing, and so do the parts. If an ingest is
-killed and run again, it first finishes the planned parts. It then plans the files that
-were added since. Plans are numbered::
+killed and run again, the new run first finishes the planned parts. After that, the new
+run plans the files that were added since. Plans are numbered::
 
     datasets/<name>/parts/<parent snapshot>/<settings>/<number>/...   see `evernear.data.decode_part`
 """  # noqa: W505
@@ -73,8 +73,8 @@ def decode_in_parts(
     run: RunParts,
     on_files: Callable[[int], None],
 ) -> list[Parts]:
-    """Decode the pending files in ``ledger``. Return the plans for the parts that
-    contain the results, newest plan first.
+    """Decode the pending files in ``ledger``. Return the plans whose parts contain the
+    results, with the newest plan first.
 
     Raises:
         LostPartsError: a different ingest of the same files finished and deleted the
@@ -112,8 +112,8 @@ def _decoded(parts: Parts) -> Iterator[tuple[str, str]]:
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
-    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES` of data. A larger
-    file is a separate part.
+    """Yield parts with at most ``names`` files and `PART_SIZE_BYTES` of data. A file
+    that is larger than `PART_SIZE_BYTES` is a separate part.
 
     A file that contains many images is not divided between parts, because each part
     would have to read the whole file.

@@ -87,7 +87,8 @@ class NetworkInput(Frozen):
 
 
 class Preprocessing(Frozen):
-    """The preprocessing of images for a network. It is part of every release.
+    """The preprocessing of images for a network. The preprocessing is part of every
+    release.
 
     `to_array` applies the size, ``resize`` and the number of channels, and returns a
     uint8 array. The exported network itself applies ``mean`` and ``std`` per channel,
@@ -159,14 +160,14 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
     """Decode a PNG, JPEG or WebP file to an 8-bit image with mode ``L`` (gray) or
     ``RGB``.
 
-    Raises: DataError: under the conditions of `inspect` and `decode_inspected`.
+    Raises: DataError: as in `inspect` and `decode_inspected`.
     """
     return decode_inspected(inspect(data, max_pixels, name), bit_depth).image
 
 
 def decode_inspected(file: EncodedImage, bit_depth: BitDepth) -> Picture:
-    """Decode a file that `inspect` has accepted to 8 bits. Memory use stays below
-    `decode_size_bytes`.
+    """Decode a file to 8 bits after `inspect` has accepted the file. Memory use stays
+    below `decode_size_bytes`.
 
     EXIF orientation is applied. Palette images and CMYK images are converted to RGB.
     Transparent images are placed over a background (`evernear.data.reduction.flatten`).
@@ -234,7 +235,7 @@ def choose_resize(size: tuple[int, int], height_px: int, width_px: int, resize: 
 
 def to_array(image: Image.Image, height_px: int, width_px: int, channels: int, resize: Resize = "stretch") -> Pixels:
     """Convert an image from `decode` to a uint8 array of shape (H, W, C). If the image
-    has a different size, it is resized (bilinear, antialiased).
+    does not have the target size, it is resized (bilinear, antialiased).
     """
     image = as_mode(image, "L" if channels == 1 else "RGB")
     target = (width_px, height_px)

@@ -109,8 +109,9 @@ PROBLEMS = {
         "; look at",
     ),
 }
-"""The singular, the plural, and the words before the names of the files. If these words
-are empty, the message mentions one affected file as an example.
+"""The text for a single file, the text for several files, and the words before the
+names of the files. If the last words are empty, the message mentions one affected file
+as an example.
 """
 
 ADVICE = {

@@ -1,10 +1,10 @@
 """Select independent queries from live queries. Live queries arrive in blocks, such as
 the frames of one scene or a burst from one camera.
 
-Statistical tests assume independent queries. Ten frames of one scene would count as ten
-queries. Therefore, only the first query of each block is used. A test with such a
-sample is valid for any block size (Hoffman, Sen and Weinberg 2001, "Within-cluster
-resampling").
+Statistical tests assume independent queries. Without this selection, ten frames of one
+scene would count as ten queries. Therefore, only the first query of each block is used.
+A test with such a sample is valid for any block size (Hoffman, Sen and Weinberg 2001,
+"Within-cluster resampling").
 
 The log does not show where a block ends, so the selected queries are at least a certain
 gap in time apart. The smallest sufficient gap is the gap at which queries are no more
@@ -20,20 +20,22 @@ from numpy.typing import NDArray
 from evernear.data.drift import MIN_QUERIES, Floats, Queries
 
 GAPS_S = (0.0, *(float(2**power) for power in range(13)))
-"""The gaps in seconds that are tried. They double up to 68 minutes."""
+"""The gaps in seconds that are tried. The gaps double up to 68 minutes."""
 SAMPLE = 2000
 """Maximum number of queries that are compared."""
 _COMPARED = 8
 """Number of preceding queries with which each query is compared. Only the nearest of
-them counts, because several cameras may take turns, and the images may change within
-the window.
+these queries counts, because several cameras may take turns, and the images may change
+within the window.
 """
 _ALIKE = 0.9
 """Queries count as similar if the distance to the nearest earlier query is at most this
 fraction of the distance to other queries. `_ERRORS` is a second condition.
 """
 _ERRORS = 3.0
-"""Minimum difference between the two distances, in standard errors."""
+"""Minimum difference between the distance to the nearest earlier query and the distance
+to other queries, in standard errors.
+"""
 _MIN_CLASS = 10
 
 
@@ -94,9 +96,9 @@ def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator
     `_COMPARED` other points.
 
     In the first row, each point is compared with the points just before it. In the
-    second row, each point is compared with as many points from other times. These
-    points are drawn from points that are spread over time, so that a burst is not
-    mostly compared with itself.
+    second row, each point is compared with as many points from other times. The points
+    from other times are drawn from points that are spread over time, so that a burst is
+    not mostly compared with itself.
     """
     count = len(points)
     spacing_s = (at_s[-1] - at_s[0]) / (2 * count)

@@ -3,8 +3,8 @@ source.
 
 The name of a shard is the hash of its content, so the shard is rebuilt byte for byte or
 not at all. The rows of a shard are in ingest order: the images of each ingest, in
-decoding order, follow the images of earlier ingests. This order is recorded in the
-ledgers of the snapshot and its ancestors.
+decoding order, follow the images of earlier ingests. The order of the rows is recorded
+in the ledgers of the snapshot and its ancestors.
 """
 
 import tempfile
@@ -103,7 +103,7 @@ def drop_shards(snapshots: Snapshots, lost: Iterable[str]) -> Manifest:
 
 def rebuild_ledger(snapshots: Snapshots) -> None:
     """Replace the newest snapshot's ledger with a ledger that contains only the splits
-    of the images, which are read from the snapshot's shards.
+    of the images. The splits are read from the snapshot's shards.
 
     The next ingest reads all images again, and puts them into the same splits.
 

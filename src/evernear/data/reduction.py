@@ -2,8 +2,8 @@
 the dataset's bit depth, and transparent images are placed over a background.
 
 Many 16-bit PNG files (from cameras, X-rays, depth maps) use only 8, 10, 12 or 14 of
-their bits. The upper bytes alone would be almost black. White drawings on a transparent
-background would be invisible on white.
+their bits. The upper bytes of such files alone would be almost black. White drawings on
+a transparent background would be invisible on white.
 """
 
 import hashlib
@@ -36,9 +36,7 @@ _RAW_MODES = {
 
 _BACKGROUNDS = (255, 0, 128)
 _NEAR = 32
-"""Minimum difference between the gray value of a visible pixel and that of the
-background.
-"""
+"""Minimum difference between the gray values of a visible pixel and the background."""
 _MAX_HIDDEN = 0.1
 _MIN_DRAWN_ALPHA = 32
 
@@ -47,8 +45,8 @@ class Reduced(NamedTuple):
     """A 16-bit image reduced to 8 bits, with mode ``L``, ``LA``, ``RGB`` or ``RGBA``.
 
     ``digest`` is the sha256 of the image's 16-bit content. ``span`` is approximately
-    the largest difference between values in a channel. It is 0 only if every channel is
-    constant. ``clipped`` states whether any values exceed the bit depth.
+    the largest difference between values in a channel. ``span`` is 0 only if every
+    channel is constant. ``clipped`` states whether any values exceed the bit depth.
     """
 
     image: Image.Image
@@ -185,11 +183,11 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
     ``mode`` ``L`` or ``RGB``.
 
     The background is the first of white, black and gray that hides at most a tenth of
-    the drawing. If none does, it is the color that hides the least. The choice depends
-    only on the image, so ingest and servers choose the same background. The second
-    value identifies the drawn pixels that have the background's color. Two images may
-    become equal although they differ in these pixels. The value is empty if there are
-    no such pixels.
+    the drawing. If no color does, the background is the color that hides the least. The
+    choice depends only on the image, so ingest and servers choose the same background.
+    The second value identifies the drawn pixels that have the background's color. Two
+    images may become equal although they differ in these pixels. The value is empty if
+    there are no such pixels.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):

@@ -9,7 +9,7 @@ images.
 
 The name of a file shows whether the image comes from review
 (`evernear.data.sources.names.is_reviewed`). The ledger remembers that the image comes
-from review, so that it is not used for measurements even if the file is renamed.
+from review, so that the image is not used for measurements even if the file is renamed.
 """
 
 import sqlite3
@@ -29,12 +29,12 @@ splits for measurements.
 """
 SCHEMA = "CREATE TABLE IF NOT EXISTS reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
 """``split`` is the measured split that contained the image or that the image's folder
-specifies. It is empty if there is no such split.
+specifies. ``split`` is empty if there is no such split.
 """
 _PAGE = 500
 
-# If the source also contains the image under an ordinary name, it counts as an ordinary
-# image.
+# If the source also contains the image under an ordinary name, the image counts as an
+# ordinary image.
 _BY_NAME = """
 SELECT DISTINCT digest FROM files WHERE digest IS NOT NULL AND name LIKE '%review-%' AND is_reviewed(name)
 AND NOT EXISTS (SELECT 1 FROM files AS other WHERE other.digest = files.digest AND NOT is_reviewed(other.name))

@@ -184,8 +184,8 @@ class Snapshots:
         self.delete_parts()
 
     def compact_ledgers(self, manifests: Iterable[Manifest]) -> None:
-        """Store new ledgers for ``manifests`` that contain no data about removed
-        images, and delete all other ledgers.
+        """For each of ``manifests``, store a new ledger without data about removed
+        images. Delete all other ledgers.
         """
         compact: set[str] = set()
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:

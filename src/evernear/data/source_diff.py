@@ -1,17 +1,17 @@
-"""Find the differences between a source and its snapshots by comparing listings. Of the
-files that were only touched, few are read.
+"""Find the differences between a source and its snapshots by comparing listings. Only a
+few of the touched files are read.
 
 A file is new if its name, label, size or modification time is new. In a bucket, the
 ETag is used instead of the time. Ingest also compares the change time and the inode of
-each file. These two values also change after a ``chmod`` and in a restored backup,
-which should not start a run.
+each file. These two values also change after a ``chmod`` and in a restored backup, but
+such changes should not start a run.
 
 The ledger of the newest snapshot shows which files ingest has read since an older
-snapshot. If a file is in this ledger with the same etag, it is new only if its image is
-new. If only the etag differs, the file may have been touched, restored without its
-times, or uploaded again in parts of a different size. A sample of such files is read,
-and the share of changed images in the sample determines how many of the files count as
-new.
+snapshot. If a file is in this ledger with the same etag, the file counts as new only if
+its image is new. If only the etag differs, the file may have been touched, restored
+without its times, or uploaded again in parts of a different size. A sample of such
+files is read, and the share of changed images in the sample determines how many of the
+files count as new.
 
 A listing does not show which split ingest will choose for an image, so the number of
 new images in a split is an expected value. A listing also does not show whether a new
@@ -60,8 +60,8 @@ class SourceDiff:
     the snapshot.
     """
     touched: Counter[Split | None] = field(default_factory=Counter[Split | None])
-    """Number of files whose etag has changed but whose size has not since they were
-    last read, by explicit split.
+    """Number of files, by explicit split, whose etag has changed since they were last
+    read, but whose size has not.
     """
     gone_classes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Classes of the snapshot for which the source has no file, with the number of
@@ -93,8 +93,8 @@ class SourceDiff:
 
 @dataclass(frozen=True)
 class Newest:
-    """The newest snapshot of a dataset. Its ledger shows what ingest has read since an
-    older snapshot.
+    """The newest snapshot of a dataset. The ledger of this snapshot shows what ingest
+    has read since an older snapshot.
     """
 
     ledger: Path
@@ -112,7 +112,7 @@ def diff_source(
 
     Raises:
         DataError, SettingsError: the source is unusable, or it is empty although a
-            snapshot contains files from it.
+            snapshot contains files from this source.
         StoreError: the source cannot be read, or a ledger cannot be read.
     """
     source = open_source(settings.source, settings)

@@ -28,7 +28,7 @@ def split_fractions(candidates: Collection[Split], settings: DataSettings) -> di
 
 def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
     """Choose a split from ``fractions`` for a new image. ``counts`` contains the number
-    of images of its class in each split.
+    of images of the image's class in each split.
 
     The first image of a class goes to the gallery, because a class without gallery
     images cannot be recognized. For later images, the digest determines the split,

@@ -109,9 +109,9 @@ def validate_dataset(
     do not raise exceptions.
 
     ``champion_labels`` contains the classes of the live release. If a class has no
-    images, it has vanished, unless ``classes`` states that the class was removed or
-    renamed on purpose. ``near_duplicates`` contains the near-duplicates in the
-    snapshot. ``from_scratch`` states whether training starts from random weights.
+    images, the class counts as vanished, unless ``classes`` states that the class was
+    removed or renamed on purpose. ``near_duplicates`` contains the near-duplicates in
+    the snapshot. ``from_scratch`` states whether training starts from random weights.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}

@@ -105,9 +105,9 @@ def _max_code_groups(width_px: int, height_px: int, lossless_bytes: int) -> int:
     """Maximum number of prefix code groups in a lossless stream of ``lossless_bytes``
     bytes, or 0 if there is no such stream.
 
-    To count the groups, the stream would have to be decoded. Instead, one group is
-    assumed for each block, and the number of groups is limited by the number of bits in
-    the stream.
+    Counting the groups would require decoding the stream. Instead, one group is assumed
+    for each block, and the number of groups is limited by the number of bits in the
+    stream.
     """
     blocks = -(-width_px // CODE_GROUP_BLOCK_PX) * -(-height_px // CODE_GROUP_BLOCK_PX)
     return min(MAX_CODE_GROUPS, blocks, -(-8 * lossless_bytes // CODE_GROUP_MIN_BITS))

@@ -1,8 +1,8 @@
 """Write images into shards with a maximum size.
 
 The last shard of a split is filled before a new shard is started, unless the shard is
-large and an earlier snapshot contains it. To store a large shard again would cost more
-than to store the new images.
+large and an earlier snapshot contains the shard. Storing a large shard again would cost
+more than storing the new images.
 """
 
 from collections import Counter
@@ -129,7 +129,7 @@ class ShardWriter:
         """Move images from one slot to a different split, and return the new slot of
         each image. Call this method only while no shard is open.
 
-        The moved images are in memory, which are at most the images of one shard.
+        The moved images, at most one shard of images, are kept in memory.
         """
         moved = [
             rows[[digest.tobytes() in digests for digest in rows["digest"]]]

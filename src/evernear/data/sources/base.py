@@ -32,8 +32,9 @@ def file_etag(stat: os.stat_result) -> str:
     change time and inode.
 
     The modification time alone is not sufficient. ``cp -p``, ``mv`` and ``touch -r``
-    preserve it, and two files of the same size may have the same modification time. The
-    device number is left out, because it may change with each mount.
+    preserve the modification time, and two files of the same size may have the same
+    modification time. The device number is left out, because it may change with each
+    mount.
     """
     return f"{stat.st_size}-{stat.st_mtime_ns} {stat.st_ctime_ns}-{stat.st_ino}"
 
@@ -93,8 +94,8 @@ class Source(Protocol):
 
     def group(self, name: str) -> str:
         """The group that the source itself specifies for an image
-        (``data.group=column``), or an empty string if it specifies none. Call this
-        after `entries`.
+        (``data.group=column``), or an empty string if the source specifies no group.
+        Call this after `entries`.
         """
         return ""
 

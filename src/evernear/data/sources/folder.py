@@ -102,7 +102,9 @@ class _ClassFolders(FileSource):
 
 
 class Folder(_ClassFolders):
-    """Image files in a directory tree. Their etags are computed by `file_etag`."""
+    """Image files in a directory tree. The etags of the files are computed by
+    `file_etag`.
+    """
 
     def __init__(self, directory: Path, settings: DataSettings = DEFAULTS) -> None:
         with disk_errors(directory):
@@ -178,7 +180,7 @@ class Folder(_ClassFolders):
                 self.hidden_folders = [*self.hidden_folders, _printable_name(self._name(folder))]
 
     def _note_outside_classes(self, parent: str) -> None:
-        """Note litter, and files that are next to the class folders, in ``parent``."""
+        """Note litter in ``parent``, and files that are next to the class folders."""
         with disk_errors(parent), os.scandir(parent) as entries:
             for entry in entries:
                 name = self._name(entry.path)

@@ -107,7 +107,7 @@ def _arrow(path: Path) -> Generator[_TableFile]:
 
 def _columns(schema: Any, file: str) -> _Columns:
     """Find the image column and the label column by the features that `datasets` writes
-    or, if there are none, by name and type.
+    or, if these features are missing, by name and type.
     """
     metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features: dict[str, Any] = metadata.get("info", {}).get("features", {})

@@ -1,5 +1,5 @@
-"""The layout of an image tree. It determines the split folders, and the class folder of
-each image.
+"""The layout of an image tree. The layout determines the split folders, and the class
+folder of each image.
 
 Folders are splits if their names indicate splits. Split folders may be above the class
 folders (``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If the names and the
@@ -70,7 +70,7 @@ class Layout:
     left_out: frozenset[str] = frozenset()
     """Top-level folders to ignore."""
     left_out_inside: frozenset[str] = frozenset()
-    """Folders inside top-level folders that are ignored."""
+    """Folders that are ignored inside top-level folders."""
     class_first: bool = False
     innermost: bool = False
     """Whether the innermost folder in a path is the class, instead of the outermost
@@ -124,7 +124,7 @@ class Layout:
 
     def class_folder(self, label: str, file: str = "") -> str:
         """The folder in which an image of the class ``label`` belongs. The image is
-        either new, or it is a ``file`` in the source whose class changes.
+        either new, or an existing ``file`` of the source that gets a new class.
 
         An existing file stays in its split folder. A new image becomes a training
         image.

@@ -16,9 +16,9 @@ class NamedSplits:
     """Collects the split words in a source, and then determines the split of each
     image.
 
-    As with folders, validation images are the gallery or, if no image is in the test
-    split, the test split. If no image specifies a certain split, ingest fills this
-    split with images from train.
+    As with folders, validation images belong to the gallery if any image is in the test
+    split, and to the test split otherwise. If no image specifies a certain split,
+    ingest fills this split with images from train.
     """
 
     def __init__(self, name: str, settings: DataSettings) -> None:
@@ -28,7 +28,7 @@ class NamedSplits:
 
     def add(self, word: str, where: str) -> NamedSplit:
         """Return the split that ``word`` specifies, as an argument for `explicit`.
-        Return ``none`` if ``data.split_folders`` excludes the split.
+        Return ``none`` if ``data.split_folders`` excludes images with this word.
 
         Raises:
             DataError: the word is unknown. The message states the location of the word,

@@ -85,8 +85,8 @@ def is_reviewed(path: str) -> bool:
 
 
 def exported_stem(position: int, digest: str) -> str:
-    """The file stem for an exported image. It consists of the image's position in its
-    split and its digest in hexadecimal form.
+    """The file stem for an exported image. The stem consists of the image's position in
+    its split and its digest in hexadecimal form.
     """
     return f"{position:09}-{digest}"
 

@@ -1,10 +1,11 @@
 """Packed files, such as tar and Parquet files, each of which contains many encoded
 images. Packed files are the second form of a file source.
 
-They are listed and read sequentially, one file at a time. Memory contains the names in
-one file, and one image. If a file is in a bucket, it is first copied to the temporary
-directory. An image is named ``<file>/<member>``. The etag of an image is the etag of
-its packed file, so an unchanged file is neither listed nor read again.
+Packed files are listed and read sequentially, one file at a time. The names in one
+file, and one image, are in memory at a time. If a file is in a bucket, it is first
+copied to the temporary directory. An image is named ``<file>/<member>``. The etag of an
+image is the etag of its packed file, so an unchanged file is neither listed nor read
+again.
 """
 
 import os
@@ -213,8 +214,8 @@ class PackedFiles(FileSource):
             yield self._store.fetch(file, Path(scratch, "file"))
 
     def file_of(self, name: str) -> str:
-        """The file that contains the image ``name``. It is the shortest prefix of the
-        name that ends with one of the suffixes.
+        """The file that contains the image ``name``. The path of this file is the
+        shortest prefix of the name that ends with one of the suffixes.
         """
         pattern = "|".join(map(re.escape, self.suffixes))
         match = re.match(rf"(?i)(.*?(?:{pattern}))/", name)

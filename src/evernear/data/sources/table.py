@@ -146,8 +146,8 @@ class Table(FileSource):
         return splits
 
     def _fetched(self, scratch: Path) -> Path:
-        """Return the path of the table file, which is first fetched to ``scratch`` if
-        it is in a bucket.
+        """Return the path of the table file. If the file is in a bucket, it is first
+        fetched to ``scratch``.
         """
         if not self._in_bucket:
             return Path(self._location)
@@ -226,8 +226,8 @@ class Table(FileSource):
             self._notes["outside_link"].add(name)
 
     def _find_objects(self, db: sqlite3.Connection, bucket: str) -> None:
-        """Record the etags and sizes of objects in a bucket, which are read from a
-        listing of their common parent folder.
+        """Record the etags and sizes of objects in a bucket, using a listing of their
+        common parent folder.
         """
         with sqlite_errors():
             ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()

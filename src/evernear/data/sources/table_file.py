@@ -126,9 +126,9 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
-    """Accept columns of text. Numbers are also accepted, except in the path column.
-    Floating-point numbers are accepted, because pandas converts whole numbers to
-    floating-point numbers if a value is missing.
+    """Accept columns of text. Columns of numbers are also accepted, except for the path
+    column. Floating-point numbers are accepted, because pandas converts whole numbers
+    to floating-point numbers if a value is missing.
     """
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

@@ -46,8 +46,8 @@ class Tree:
         return sorted(entry.path for entry in entries if self._enters(entry, above))
 
     def files(self, folder: str, group: Callable[[str], Hashable]) -> Iterator[os.DirEntry[str]]:
-        """Yield all files below a folder, in no particular order. To sort the files,
-        the listing of a whole folder would have to be in memory.
+        """Yield all files below a folder, in no particular order. Sorting the files
+        would require the listing of a whole folder in memory.
 
         If a folder `is_skipped`, it is yielded instead of its files. If ``group``
         returns None for the path of a folder, the folder is left out. Links between
