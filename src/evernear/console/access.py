@@ -1,5 +1,5 @@
-"""Access control for the console, and protection against other sites: a token or a
-trusted proxy, CSRF, response headers."""
+"""Control access to the console by a token or a trusted proxy, and protect the console
+against other sites by a CSRF token and response headers."""
 
 import hmac
 import secrets
@@ -22,7 +22,7 @@ CSRF_HEADER = "x-evernear-csrf"
 _TOKEN_COOKIE = "evernear-token"  # noqa: S105 - its name
 _CSRF_COOKIE = "evernear-csrf"
 _OPEN_PATHS = ("/health",)
-"""Paths that need no identity, for the probes of an orchestrator."""
+"""Paths without authentication, for an orchestrator's probes."""
 _SAFE_METHODS = ("GET", "HEAD")
 _NAME_MAX_CHARACTERS = 200
 CONTENT_SECURITY_POLICY = (
@@ -32,7 +32,8 @@ CONTENT_SECURITY_POLICY = (
 REPORT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
 )
-"""The policy for run pages, which are self-contained and contain no scripts."""
+"""The content security policy for run pages, which are self-contained and contain no
+scripts."""
 _HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Referrer-Policy": "no-referrer",
@@ -51,8 +52,8 @@ class Person(Frozen):
 
 
 class Access:
-    """Identifies users by the token, as ``owner``,
-    or by the header of a trusted proxy."""
+    """Identifies ``owner`` by the token, or each user by a header from a trusted
+    proxy."""
 
     def __init__(self, settings: ConsoleSettings, token: str, owner: str) -> None:
         self._settings = settings
@@ -62,11 +63,11 @@ class Access:
 
     @property
     def by_token(self) -> bool:
-        """Whether users need the token."""
+        """Whether users sign in with the token."""
         return not self._settings.identity_header
 
     def identify(self, request: Request) -> Person | None:
-        """The user, or None if the request has no valid identity."""
+        """The user, or None if the request is not authenticated."""
         if self.by_token:
             return self._owner if self._is_token(request.cookies.get(_TOKEN_COOKIE, "")) else None
         names = request.headers.getlist(self._settings.identity_header)
@@ -80,8 +81,8 @@ class Access:
         return Person(name=names[0], may=frozenset(right for right, may in lists.items() if _is_in(names[0], may)))
 
     def sign_in(self, request: Request) -> Response | None:
-        """The response to the URL that `evernear console` printed: a cookie, and a
-        redirect to the URL without the token."""
+        """The response to the sign-in URL that `evernear console` printed: a cookie,
+        and a redirect to the same URL without the token."""
         if not self.by_token or not self._is_token(request.query_params.get("token", "")):
             return None
         rest = urlencode([(key, value) for key, value in request.query_params.multi_items() if key != "token"])
@@ -105,10 +106,10 @@ class Guard:
     """ASGI middleware in front of every page.
 
     The middleware identifies the user and stores the result in
-    ``request.state.person``. A request that makes a change must come from a page of the
-    console. It therefore repeats, in `CSRF_HEADER`, the random value of a cookie that
-    no other site can read. Browsers send a header with this name to a different site
-    only with the site's permission, which the console never grants.
+    ``request.state.person``. A state-changing request must come from a console page. As
+    proof, the request's `CSRF_HEADER` contains the random value of a cookie that other
+    sites cannot read. Browsers add a custom header to a cross-site request only if the
+    target site permits the header, which the console never does.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -157,10 +158,11 @@ class Guard:
 
 
 def require(request: Request, right: Right) -> Person:
-    """The user of ``request``, who must have the ``right``.
+    """Return the user who made ``request`` after checking that the user has the
+    permission ``right``.
 
     Raises:
-        HTTPException: the user does not have the right.
+        HTTPException: the user does not have the permission.
     """
     person: Person = request.state.person
     if right not in person.may:

@@ -1,4 +1,4 @@
-"""The application: pages, guard and limits."""
+"""Assemble the ASGI application from its pages, access control and request limits."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -30,8 +30,8 @@ PAGES = (HomePage, TryPage, ReviewPage, LivePart, DataPage, ReleasesPage)
 
 
 def create_console_app(services: Services, access: Access) -> Starlette:
-    """Create the console as an ASGI application. It recognizes images with the
-    preprocessing server's `PrepService`."""
+    """Create the console as an ASGI application. The console recognizes images with
+    `PrepService`, as the preprocessing server does."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:

@@ -1,5 +1,5 @@
-"""The classes that users have named since the live release, and the rules that hold
-these classes back."""
+"""The classes that users have named since the live release was promoted, and the gate
+rules that block these classes."""
 
 import re
 from collections import Counter
@@ -14,12 +14,12 @@ from evernear.reporting.notify import RunOutcome, load_rules
 from evernear.review.answers import Answer
 
 _CLASS_RULES = ("class_recall_floor", "class_recall_drop", "classes_kept")
-"""Rules whose reasons name classes."""
+"""Rules whose reasons mention classes."""
 _MORE_IMAGES_HELP = ("class_recall_floor", "class_recall_drop", "false_rejects", "accuracy_floor", "no_worse")
 
 
 class Hold(NamedTuple):
-    """The last run, which was held or failed, with the gate rules that did not pass."""
+    """The last run that ended, if it was held or failed, and its failed gate rules."""
 
     outcome: RunOutcome
     begun: datetime
@@ -27,21 +27,23 @@ class Hold(NamedTuple):
 
 
 class NamedClass(NamedTuple):
-    """A class that users gave to images, with the failed rules that name the class."""
+    """A class that users assigned to images, and the failed rules whose reasons mention
+    the class."""
 
     label: str
     images: int
     is_new: bool
-    """Whether the live release does not know the class."""
+    """Whether the class is missing from the live release."""
     is_held: bool
-    """Whether the last run began after all answers about the class,
-    and was held or failed."""
+    """Whether the last run was held or failed and began after the latest answer about
+    the class."""
     rules: tuple[Rule, ...]
 
 
 class Named(NamedTuple):
-    """The named classes that wait for a release. ``hold`` is None if no class is held.
-    ``rules`` are failed rules that name none of the ``classes``."""
+    """The classes with newly labeled images that are not in a release yet. ``hold`` is
+    None if no class is held. ``rules`` are the failed rules that mention none of the
+    ``classes``."""
 
     classes: tuple[NamedClass, ...]
     hold: Hold | None
@@ -49,7 +51,7 @@ class Named(NamedTuple):
 
 
 def last_hold(store: Store, records: RunRecords) -> Hold | None:
-    """The last run that ended, if it was held or failed."""
+    """The last run that ended, or None if that run was neither held nor failed."""
     entry = next((entry for entry in records.entries() if entry.ended), None)
     outcome = records.outcome(entry.run) if entry else None
     if entry is None or outcome is None or outcome.state not in ("held", "failed"):
@@ -58,8 +60,8 @@ def last_hold(store: Store, records: RunRecords) -> Hold | None:
 
 
 def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | None) -> Named:
-    """The classes in ``answers``, which users gave after a release with the classes
-    ``known`` became live."""
+    """The classes in ``answers``, which users gave after the live release was promoted.
+    ``known`` are the live release's classes."""
     labeled = [answer for answer in answers if answer.action == "label"]
     newest = {answer.label: answer.at for answer in sorted(labeled, key=lambda answer: answer.at)}
     classes = [
@@ -73,7 +75,7 @@ def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | No
 
 
 def remedy(rule: Rule, label: str = "") -> str:
-    """The actions that would satisfy a failed rule."""
+    """List the user's options for a failed rule in one sentence."""
     ways: list[str] = []
     if rule.name in _MORE_IMAGES_HELP:
         ways.append(f"name more images of {label}" if label else "name more images")
@@ -90,8 +92,8 @@ def _named_class(label: str, images: int, is_new: bool, hold: Hold | None) -> Na
 
 
 def _names(rule: Rule, label: str) -> bool:
-    """Whether the reason of ``rule`` names the class,
-    and not just as part of a longer name or a number."""
+    """Whether the reason for ``rule`` mentions the class as a whole word, not as part
+    of a longer name or a number."""
     return (
         rule.name in _CLASS_RULES
         and re.search(rf"(?<![\w.%]){re.escape(label)}(?![\w%]|\.\d)", rule.reason) is not None

@@ -1,4 +1,4 @@
-"""Recognize images with the predictor while it is running."""
+"""Recognize images while the predictor is running."""
 
 import asyncio
 
@@ -9,10 +9,11 @@ from evernear.settings import Settings
 
 
 class Predictor:
-    """Creates a `PrepService` on demand, because the console starts before any server.
+    """Creates a `PrepService` on demand, because the console may start before the
+    servers.
 
-    If the server of a service is gone, the service is replaced, because a restarted
-    server may use different ports.
+    If a server becomes unreachable, the `PrepService` is replaced, because the server
+    may restart on a different port.
     """
 
     def __init__(self, settings: Settings) -> None:

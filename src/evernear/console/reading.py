@@ -1,5 +1,5 @@
-"""Read many objects concurrently, because a store in a cluster needs about 20 ms per
-read."""
+"""Read many objects concurrently to hide the store's latency, about 20 ms per read in a
+cluster."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,5 @@
-"""The releases and their history, as the console lists them.
-Immutable objects are read once."""
+"""The releases and the promotion history that the console lists. Immutable objects are
+read once."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,7 @@ from evernear.release.records import Record
 from evernear.release.registry import Registry
 
 PAGE_RELEASES = 25
-"""Number of releases, and of promotions, on a page."""
+"""Maximum number of releases on a page, and maximum number of promotions on a page."""
 _RECORDS = 64
 _PROMOTIONS = 10_000
 
@@ -28,8 +28,8 @@ class Releases:
         self._promotion = lru_cache(_PROMOTIONS)(self._registry.pointer.find_in_history)
 
     def newest(self) -> tuple[list[Record], list[str]]:
-        """The newest releases, newest first,
-        and the faults of releases whose records are damaged."""
+        """The most recent releases, newest first, and an error message for each damaged
+        release record."""
         versions = islice(reversed([*self._registry.list()]), PAGE_RELEASES)
         found = list(read_all(self._record_or_fault, list(versions)))
         return [each for each in found if isinstance(each, Record)], [each for each in found if isinstance(each, str)]
@@ -40,8 +40,8 @@ class Releases:
         return [champion.promotion, *(promotion for promotion in earlier if promotion is not None)]
 
     def find(self, version: str) -> Record | None:
-        """The record of a release, including a pruned release,
-        or None if the store has no record.
+        """The record of a release or pruned release, or None if the store has no such
+        record.
 
         Raises:
             IntegrityError: the record is damaged.

@@ -1,4 +1,4 @@
-"""The run records in the store, as the console lists them."""
+"""The store's run records that the console lists."""
 
 import threading
 import time
@@ -22,31 +22,32 @@ from evernear.errors import IntegrityError
 from evernear.reporting.notify import RunOutcome
 
 LISTING_S = 2.0
-"""Seconds for which a listing of the runs is reused."""
+"""Seconds before the runs are listed again."""
 SETTLED_AFTER = timedelta(minutes=10)
-"""Time after which the record of a run that has ended no longer changes."""
+"""Time without changes after which an ended run's record is considered final."""
 _LISTED_ALONE = 20
-"""Maximum number of runs whose records are listed individually. For more runs, one
-listing of all runs needs fewer requests."""
+"""Maximum number of runs whose records are listed individually. For more runs than
+this, listing all runs at once needs fewer requests."""
 
 
 class RunEntry(NamedTuple):
-    """A run in the listing of the store."""
+    """A run in the store's listing."""
 
     run: str
     begun: datetime
-    """When the run's first object was written, by the store's clock.
-    It is later than the run's start."""
+    """Time when the run's first object was written, according to the store's clock.
+    This time is later than the run's start."""
     changed: datetime
-    """When the run's last object was written, by the store's clock."""
+    """Time when the run's last object was written, according to the store's clock."""
     heard: datetime | None
-    """When a step last wrote to the store, by the store's clock,
-    or None before the first step."""
+    """Time when a step last wrote to the store, according to the store's clock, or None
+    before the first step."""
     ended: bool
 
 
 class RunView(NamedTuple):
-    """A run in progress. ``message`` is the last progress of a running step."""
+    """A run in progress. ``message`` is the latest progress message of a running
+    step."""
 
     run: str
     steps: Sequence[StepRecord]
@@ -56,8 +57,8 @@ class RunView(NamedTuple):
 class RunRecords:
     """The run records in one store.
 
-    Outcomes never change, so each outcome is read once. The record of a run that ended
-    some time ago does not change either, so only the run's name is listed again.
+    Outcomes never change, so each outcome is read once. After `SETTLED_AFTER`, an ended
+    run's record does not change either, so only the run's name is listed again.
     """
 
     def __init__(self, store: Store) -> None:
@@ -69,8 +70,8 @@ class RunRecords:
         self._running: tuple[float, list[RunInProgress]] = (-LISTING_S, [])
 
     def entries(self) -> list[RunEntry]:
-        """All runs, most recently changed first.
-        One listing of the store serves all pages for `LISTING_S`.
+        """All runs, most recently changed first. All pages share one listing of the
+        store for `LISTING_S` seconds.
 
         Raises:
             StoreError: the store is unavailable.
@@ -92,13 +93,13 @@ class RunRecords:
         return self._outcomes[run]
 
     def outcomes(self, entries: Iterable[RunEntry]) -> Iterator[RunOutcome | None]:
-        """Like `outcome`, but read the outcomes of many runs concurrently,
-        and yield them in order."""
+        """Like `outcome`, but reads many outcomes concurrently and yields them in the
+        order of ``entries``."""
         return read_all(self.outcome, [entry.run for entry in entries])
 
     def in_progress(self) -> list[RunView]:
-        """The runs in progress, most recently active first.
-        They are read again after `LISTING_S`.
+        """The runs in progress, most recently active first. The runs are read again
+        after `LISTING_S` seconds.
 
         Raises:
             StoreError: the store is unavailable.

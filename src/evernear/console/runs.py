@@ -1,5 +1,4 @@
-"""Start runs and move the champion from the console,
-with local commands or Kubeflow Pipelines."""
+"""Start runs and change the champion, through local commands or Kubeflow Pipelines."""
 
 import os
 import subprocess
@@ -29,18 +28,18 @@ _LAST_BYTES = 4096
 
 
 class Done(NamedTuple):
-    """A sentence about an action that was taken for a user, and the run on Kubeflow
-    Pipelines that performs it, if any."""
+    """A sentence that describes a user's action, and the Kubeflow Pipelines run that
+    performs the action, if any."""
 
     sentence: str
     run: str = ""
 
 
 class Runner(Protocol):
-    """Starts runs and moves the champion."""
+    """Starts runs and changes the champion."""
 
     def start(self, pipeline: Pipeline, by: str) -> Done:
-        """Start a run, which continues if the console ends.
+        """Start a run that continues after the console exits.
 
         Raises:
             BusyError: a different run is in progress.
@@ -52,7 +51,7 @@ class Runner(Protocol):
         ...
 
     def roll_back(self, expected: str, why: str, by: str) -> Done:
-        """Roll back from the champion ``expected``."""
+        """Roll back, or fail if ``expected`` is not the current champion."""
         ...
 
     def current(self, records: RunRecords) -> RunView | None:
@@ -60,14 +59,14 @@ class Runner(Protocol):
         ...
 
     def failure(self) -> str:
-        """Why the last run that the console started ended before it recorded anything,
-        or an empty string if it did not."""
+        """The error message of the last run that the console started, or an empty
+        string if the run did not fail."""
         ...
 
 
 class LocalRuns:
-    """Runs on this machine, started with the ``evernear run`` and ``evernear reindex``
-    commands and the options ``words``."""
+    """Starts runs on this machine with the commands ``evernear run`` and
+    ``evernear reindex``, and passes them the options ``words``."""
 
     def __init__(self, settings: Settings, words: Sequence[str]) -> None:
         self._settings = settings
@@ -124,7 +123,7 @@ class LocalRuns:
 
 
 class PipelineRuns:
-    """Runs on Kubeflow Pipelines."""
+    """Starts runs on Kubeflow Pipelines."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         from evernear.kubeflow.client import KfpRuns  # a laptop needs no kfp
@@ -134,8 +133,8 @@ class PipelineRuns:
         self._runs = KfpRuns(settings.pipeline)
 
     def start(self, pipeline: Pipeline, by: str) -> Done:
-        """Like `Runner.start`. Two simultaneous clicks start one run, because the key
-        of both contains the same newest run."""
+        """Like `Runner.start`. Two simultaneous clicks start only one run, because both
+        requests derive the same key from the newest run."""
         runs = self._runs.list(pipeline, limit=10)
         if any(not run.state.is_final for run in runs):
             raise BusyError(f"A run of {pipeline} is already in progress; wait for it to end.")
@@ -143,8 +142,8 @@ class PipelineRuns:
         return Done("The run has started.", self._start(pipeline, by, request_id("run", pipeline, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """Like `Runner.promote`. The pipeline also promotes against a verdict,
-        so ``force`` is checked here."""
+        """Like `Runner.promote`. The pipeline also promotes a release with the verdict
+        hold, so this method checks ``force``."""
         registry = Registry(self._store)
         if not registry.get(version).verdict.promote and not force:
             raise SettingsError("The verdict on this release is hold; confirm that it is to be promoted anyway.")
@@ -166,7 +165,7 @@ class PipelineRuns:
 
     def failure(self) -> str:
         """Like `Runner.failure`. The result is always empty, because Kubeflow Pipelines
-        reports a failure to start immediately."""
+        immediately reports that a run cannot start."""
         return ""
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:

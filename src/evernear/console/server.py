@@ -1,4 +1,4 @@
-"""The console as a process."""
+"""Run the console as a server process."""
 
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -16,11 +16,11 @@ SHUTDOWN_TIMEOUT_S = 5
 
 
 def require_private(settings: ConsoleSettings) -> None:
-    """Require that the token never crosses a network in clear text.
+    """Require that the token is never sent over a network in plaintext.
 
     Raises:
-        SettingsError: the address is not loopback,
-            and neither TLS nor a trusted proxy is configured.
+        SettingsError: the address is not a loopback address, and neither TLS nor a
+            trusted proxy is configured.
     """
     try:
         is_loopback = settings.host == "localhost" or ip_address(settings.host).is_loopback
@@ -34,8 +34,8 @@ def require_private(settings: ConsoleSettings) -> None:
 
 
 def _require_usable(certificate: Path | None, key: Path | None) -> None:
-    """Require that both files are readable,
-    and that OpenSSL does not prompt for the key's password.
+    """Require that both files are readable and unencrypted. OpenSSL prompts for the
+    password of an encrypted file.
 
     Raises:
         SettingsError: a file is unusable.
@@ -56,9 +56,11 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL.
 
     Raises:
-        PortInUseError, ServingError: ``console.host`` and ``console.port`` cannot be bound.
-            SettingsError: as for `require_private`, or the certificate is unusable.
-    """  # noqa: W505
+        PortInUseError, ServingError: the server cannot bind ``console.host`` and
+            ``console.port``.
+        SettingsError: the address is refused by `require_private`, or the certificate
+            is unusable.
+    """
     require_private(settings)
     _require_usable(settings.certificate, settings.private_key)
     config = uvicorn.Config(

@@ -32,8 +32,8 @@ QUEUE_ITEMS = 240
 
 @dataclass
 class Services:
-    """The objects that the pages read and change. ``answers`` is None, with a
-    ``fault``, if the source is not writable."""
+    """The objects that the pages read and change. If the source is not writable,
+    ``answers`` is None and ``fault`` is the reason."""
 
     settings: Settings
     store: Store
@@ -42,7 +42,7 @@ class Services:
     target: LabelTarget | None
     fault: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Serializes answers, which change the source."""
+    """Serializes the answers that change the source."""
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.store)
@@ -54,8 +54,8 @@ class Services:
 
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Services":
-        """Open the services of a store and a source. If the source is not writable,
-        only the pages that read are available.
+        """Open the services for a store and a source. If the source is not writable,
+        answers are disabled.
 
         Raises:
             StoreError: the store is unavailable.
@@ -69,7 +69,7 @@ class Services:
         return Services(settings, store, runner, answers, target)
 
     def require_answers(self) -> tuple[Answers, LabelTarget]:
-        """The answers, and the source that they change.
+        """The answers, and the source to which the answers are written.
 
         Raises:
             SettingsError: the source is not writable.
@@ -79,19 +79,19 @@ class Services:
         return self.answers, self.target
 
     def pending(self, answered: Collection[str]) -> list[Item]:
-        """Images to review: images that users submitted, followed by logged queries.
-        Both are sorted newest first."""
+        """Images to review: user submissions, followed by logged queries. Each kind is
+        sorted newest first."""
         sent = self.submissions.pending(answered, QUEUE_ITEMS)
         known = {*answered, *(item.id for item in sent)}
         return [*sent, *self.queue.pending(known, QUEUE_ITEMS - len(sent))]
 
     def find(self, image: str) -> Item | None:
-        """An image that is or was to be reviewed, or None if it no longer exists."""
+        """A pending or reviewed image, or None if the image no longer exists."""
         return self.submissions.find(image) or self.queue.find(image)
 
     def original(self, image: str) -> bytes:
-        """The file of an image to review: the submitted file,
-        or the network's input for a logged query.
+        """The image file under review: the submitted file or, for a logged query, the
+        network's input.
 
         Raises:
             ServingError: the file no longer exists.
@@ -105,11 +105,11 @@ class Services:
     def perform(
         self, request: Request, right: Right, what: str, act: Callable[[Person], Done], release: str = ""
     ) -> Done:
-        """Let the user of ``request`` ``act`` if the user has the ``right``,
-        and write the audit log.
+        """Call ``act`` if the user who made ``request`` has the permission ``right``,
+        and record the result in the audit log.
 
         Raises:
-            HTTPException: the user does not have the right.
+            HTTPException: the user does not have the permission.
         """
         person: Person = request.state.person
         event = AuditEvent(
@@ -138,7 +138,7 @@ class Services:
             audit.write(self.store, event)
 
     def suspects(self) -> tuple[Suspect, ...]:
-        """The source images whose label looks wrong."""
+        """The source images with suspect labels."""
         return load_suspects(self.store, self.settings.data.source)
 
     @staticmethod

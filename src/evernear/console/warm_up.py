@@ -1,5 +1,5 @@
-"""The first read of the store, in the background.
-Pages wait for it and show its progress."""
+"""Read the store into the console's caches in the background. Pages wait for the
+warm-up and show its progress."""
 
 import logging
 import threading
@@ -10,28 +10,28 @@ from evernear.errors import EvernearError
 from evernear.review.groups import group_items
 
 PATIENCE_S = 0.1
-"""Seconds for which a page waits before it shows the progress instead."""
+"""Seconds that a page waits for the warm-up before showing progress instead."""
 _log = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """Reads immutable objects in advance, so that pages find them in memory.
-    Pages read missing objects on demand."""
+    """Reads immutable objects into memory in advance. Pages read other objects on
+    demand."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._ended = threading.Event()
         self._ended.set()
         self.progress = ""
-        """The objects that are being read, for example "runs: 200 of 1,000"."""
+        """The objects currently being read, such as "runs: 200 of 1,000"."""
 
     def start(self) -> None:
-        """Start in a thread that ends with the process."""
+        """Start the warm-up in a daemon thread."""
         self._ended.clear()
         threading.Thread(target=self._run, name="console-warm-up", daemon=True).start()
 
     def wait(self) -> bool:
-        """Whether the read has ended or ends within `PATIENCE_S`."""
+        """Wait up to `PATIENCE_S` seconds, and return whether the warm-up has ended."""
         return self._ended.wait(PATIENCE_S)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Responses of the console: rendered templates, forms, images, errors."""
+"""Helpers for the console's endpoints: templates, forms, images and errors."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, lru_cache
@@ -34,7 +34,8 @@ def render(template: str, **values: Any) -> str:
 
 
 def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Create an endpoint for a form. ``handle`` receives the form in a thread."""
+    """Create an endpoint for a form. ``handle`` is called with the form in a worker
+    thread."""
 
     async def endpoint(request: Request) -> Response:
         body = bytearray()
@@ -49,8 +50,8 @@ def action(handle: Callable[[Request, Form], Response]) -> Callable[[Request], A
 
 
 def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Create a page that shows the progress of the application's `WarmUp` until the
-    warm-up has ended."""
+    """Create an endpoint that shows progress until the application's `WarmUp` has
+    ended, and then calls ``show``."""
 
     def endpoint(request: Request) -> Response:
         warm_up: WarmUp = request.app.state.warm_up
@@ -64,19 +65,19 @@ def after_warm_up(show: Callable[[Request], Response]) -> Callable[[Request], Re
 
 
 def field(form: Form, name: str) -> str:
-    """The last value of a field without surrounding whitespace, or an empty string if
-    the field is missing."""
+    """The last value of a form field, stripped of surrounding whitespace, or an empty
+    string if the field is missing."""
     return (form.get(name) or [""])[-1].strip()
 
 
 def png(image: bytes) -> Response:
-    """An image response whose URL identifies its content,
-    so that browsers may cache it."""
+    """A PNG response that browsers may cache, because the URL identifies the
+    content."""
     return Response(image, media_type="image/png", headers={"Cache-Control": "private, max-age=604800, immutable"})
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """An error as one sentence, as text for a script and as a page for a browser."""
+    """Render an error as one sentence: plain text for scripts, a page for browsers."""
     match error:
         case HTTPException():
             status, sentence = error.status_code, str(error.detail)
@@ -99,7 +100,8 @@ async def error_response(request: Request, error: Exception) -> Response:
 
 
 _printable = lru_cache(10_000)(printable)
-"""A page contains thousands of values, most of which were also on the previous page."""
+"""A cache, because most of a page's thousands of values were also on the previous
+page."""
 
 
 @cache

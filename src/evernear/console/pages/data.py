@@ -1,4 +1,4 @@
-"""The Data page: classes with counts and sample images, changes since the release, and
+"""The Data page: class counts, sample images, changes since the live release, and
 images that ingest left out."""
 
 from functools import lru_cache
@@ -110,7 +110,7 @@ class DataPage:
 
 
 def _counts(manifest: Manifest) -> dict[str, int]:
-    """The number of images per class, keyed by class name, without empty classes."""
+    """The number of images in each nonempty class, keyed by class name."""
     counts = dict.fromkeys(manifest.labels, 0)
     for split in SPLITS:
         for label, count in manifest.label_counts(split).items():
@@ -119,7 +119,7 @@ def _counts(manifest: Manifest) -> dict[str, int]:
 
 
 def _samples(dataset: Dataset, label: str) -> tuple[bytes, ...]:
-    """The first images of a class, as PNG files."""
+    """The first `SAMPLES` images of a class, as PNG files."""
     found: list[bytes] = []
     for split in SPLITS:
         for shard in dataset.shards(split):

@@ -1,5 +1,5 @@
 """The Home page: the live release, the watcher, runs in progress and the next action.
-It updates without a reload."""
+The page updates without a reload."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,8 @@ class HomePage:
         ]
 
     def _state(self) -> dict[str, Any]:
-        """The run in progress, or the last run that ended."""
+        """Template values for the run in progress or, if no run is in progress, the
+        last run that ended."""
         run = self._services.runner.current(self._services.records)
         last = None
         if run is None:

@@ -1,5 +1,5 @@
-"""Labels of live queries, which measure accuracy. Users label random queries, and other
-systems send labels by query ID."""
+"""Collect labels for live queries to measure live accuracy. Users label random queries.
+Other systems send labels by query ID."""
 
 import json
 from typing import Any
@@ -22,8 +22,8 @@ _LABELS = TypeAdapter(Labels)
 
 
 class LivePart:
-    """The part of the Review page about random live queries,
-    and the interface for other systems."""
+    """The part of the Review page for random live queries, and the endpoint to which
+    other systems send labels."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -38,8 +38,8 @@ class LivePart:
         ]
 
     def _week(self) -> tuple[Week, tuple[str, ...]] | None:
-        """The queries of this week and the classes of the live release,
-        or None before the first release."""
+        """This week's random queries and the live release's classes, or None before the
+        first release."""
         champion = self._services.releases.champion()
         if champion is None:
             return None
@@ -77,8 +77,8 @@ class LivePart:
         return self._content(request, note)
 
     async def _store_labels(self, request: Request) -> Response:
-        """Store a JSON object with the label of each id.
-        The answer names ids and labels that are not known.
+        """Store labels from a JSON object that maps query IDs to labels. The response
+        lists the unknown query IDs and classes.
         """
         require(request, "label")
         body = bytearray()

@@ -1,4 +1,4 @@
-"""The Try page: recognize an image, and send it to review."""
+"""The Try page: recognize an image, and submit the image for review."""
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -64,8 +64,8 @@ class TryPage:
 
 
 async def _image(request: Request) -> bytes:
-    """Read the request body, which is an image file.
-    `Request.body` would hold it in memory until the response."""
+    """Read the request body, which is an image file. `Request.body` would cache the
+    file in memory until the response is sent."""
     return b"".join([part async for part in request.stream()])
 
 

@@ -1,5 +1,5 @@
-"""The Runs and releases page: list, filter, show and compare runs,
-and promote and roll back with a reason."""
+"""The Runs and releases page: list, filter, show and compare runs. Users can also
+promote a release or roll back, with a reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -55,8 +55,8 @@ class ReleasesPage:
         )
 
     def _runs(self, request: Request) -> dict[str, object]:
-        """The runs on one page of the listing. Only their outcomes are read, unless a
-        filter needs more outcomes."""
+        """The runs on one page of the listing. Without a filter, only the outcomes of
+        the listed runs are read."""
         wanted = request.query_params.get("state", "")
         number = request.query_params.get("page", "1")
         first = PAGE_RUNS * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
@@ -117,7 +117,7 @@ def _state(outcome: RunOutcome | None) -> str:
 
 
 def _why(form: Form) -> str:
-    """The reason to record in the history.
+    """The reason for a promotion or rollback, for the promotion history.
 
     Raises:
         SettingsError: the reason is missing.

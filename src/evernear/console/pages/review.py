@@ -1,5 +1,5 @@
-"""The Review page: name groups of images, correct suspect labels, undo, reindex, and
-recognize the named images again."""
+"""The Review page: name groups of images, correct suspect labels, undo answers, start a
+reindex, and recognize named images again."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,11 +24,11 @@ from evernear.review.suspects import Suspect, picture
 from evernear.review.thumbnails import thumbnail
 
 RECENT_ANSWERS = 12
-"""Number of recent answers below the groups. One answer may be about several images."""
+"""Maximum number of recent answers shown below the groups of images. One answer may
+cover several images."""
 SHOWN_SUSPECTS = 24
 ASKED_AGAIN = 100
-"""Maximum number of named images, newest first,
-that are recognized again after a reindex."""
+"""Maximum number of recently named images that are recognized again after a reindex."""
 
 
 class ReviewPage:
@@ -74,7 +74,8 @@ class ReviewPage:
         )
 
     def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
-        """Template values for the named classes that wait for a release."""
+        """Template values for the classes with newly labeled images that are not in a
+        release yet."""
         champion = self._services.releases.champion()
         record = self._services.releases.find(champion.version) if champion else None
         answers = [each for each in latest.values() if champion is None or each.at > champion.promotion.since]
@@ -167,7 +168,8 @@ def _answer(image: str, kind: str, label: str, who: str, at: datetime, suspect: 
 
 
 def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
-    """Groups of answers that a user gave with one click, newest first."""
+    """Yield each group of answers that a user gave with one click, newest group
+    first."""
     for _, each in groupby(
         reversed(list(answers)), lambda answer: (answer.at, answer.who, answer.action, answer.label)
     ):
@@ -175,7 +177,7 @@ def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
 
 
 def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
-    """The named images whose files still exist, newest answer first."""
+    """Up to `ASKED_AGAIN` named images whose files still exist, newest answer first."""
     named: list[tuple[Answer, bytes]] = []
     latest = services.answers.latest() if services.answers else {}
     for answer in reversed(latest.values()):

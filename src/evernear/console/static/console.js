@@ -1,4 +1,4 @@
-// What htmx does not do: files, keys, events of the server, and errors. There is no state here.
+// Features that htmx lacks: file uploads, keyboard shortcuts, server-sent events and error messages. This script has no state.
 "use strict";
 
 const csrf = document.body.dataset.csrf;
@@ -20,7 +20,7 @@ document.body.addEventListener("htmx:responseError", (event) => say(event.detail
 document.body.addEventListener("htmx:sendError", () => say("The console does not answer; is it still running?"));
 document.body.addEventListener("htmx:beforeRequest", () => say(""));
 
-// Try: each file is sent by itself, two at a time, so that the server's limits hold for one image.
+// Try: each request contains one file, so that the server's size limit applies to one image. Two requests run at a time.
 const answers = document.getElementById("answers");
 const sendAll = document.getElementById("send-all");
 
@@ -100,7 +100,7 @@ if (answers) {
   });
 }
 
-// Runs: the server sends the state of the run in progress; on Review, the end of one asks the named images again.
+// Runs: the server sends the state of the run in progress. When a run ends, Review recognizes the named images again.
 const run = document.getElementById("run");
 if (run) {
   const events = new EventSource(run.dataset.events);
@@ -129,7 +129,7 @@ function count() {
   if (text) text.textContent = groups > 1 ? `${selected.length} of ${groups} groups selected` : `${selected.length} selected`;
 }
 if (review) {
-  let last = null; // the box of a group that was clicked last; Shift selects the groups in between as well
+  let last = null; // the group checkbox that was clicked last; Shift also selects the groups in between
   review.addEventListener("click", (event) => {
     if (!event.target.matches("[data-all]")) return;
     const boxes = [...review.querySelectorAll("[data-all]")];
