@@ -1,2 +1,2 @@
-"""Find references in a store, check and repair the store, and delete objects from
-it."""
+"""Find references in a store, check and repair the store, and delete unneeded
+objects."""

@@ -1,12 +1,12 @@
-"""Check every object that a release, a head or the champion needs, and repair the
-objects that can be recreated.
+"""Check every object that a release, a dataset head or the champion pointer needs, and
+repair the damaged objects that can be recreated.
 
-Labels of live queries are checked as well, because they cannot be recreated.
+The check includes the labels of live queries, because lost labels cannot be recreated.
 
-`check_store` reads every object and compares hashes. `repair` restores shards from
-their source images, the newest snapshot of a dataset from earlier snapshots, ledgers
-from shards, and release records from their archives. Nothing is deleted. Other damage
-is reported with its consequence.
+`check_store` reads every needed object and verifies the object's hash. `repair`
+rebuilds shards from source images, ledgers from shards, and release records from
+archives. If a dataset's newest snapshot is damaged, `repair` returns to an earlier
+snapshot. Nothing is deleted. Other damage is only reported, with its consequence.
 """
 
 import tempfile
@@ -40,28 +40,28 @@ class Damage(Frozen):
     key: str
     reason: str
     needed_by: tuple[str, ...]
-    """The owners, such as "release 20261120.162250.af2fb66c", "the newest snapshot of
-    birds" or "live accuracy"."""
+    """The owners that need the object, such as "release 20261120.162250.af2fb66c", "the
+    newest snapshot of birds" or "live accuracy"."""
     repaired: str = ""
     """The action that `repair` took, or an empty string if the object is still missing
     or damaged."""
     consequence: str = ""
-    """What does not work without the object, and the next step."""
+    """The effect of the damage, and the next step for the operator."""
 
     @property
     def in_newest(self) -> bool:
-        """Whether the newest snapshot of the object's dataset needs it."""
+        """Whether the dataset's newest snapshot needs the object."""
         return any(owner.startswith(NEWEST) for owner in self.needed_by)
 
     @property
     def dataset(self) -> str:
-        """The dataset that the object belongs to, or an empty string for a part of the
-        registry."""
+        """The dataset that the object belongs to, or an empty string if the object
+        belongs to no dataset."""
         return self.key.split("/")[1] if self.key.startswith(DATASETS) else ""
 
 
 def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
-    """Read every needed object, and return the missing and damaged ones.
+    """Read every needed object, and return the missing or damaged objects.
 
     Raises:
         StoreError: the store is unreachable.
@@ -70,16 +70,16 @@ def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
 
 
 def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report = lambda _: None) -> list[Damage]:
-    """Repair damaged objects if possible, and return all damage that was found. The
-    call can be repeated after a kill.
+    """Repair damaged objects where possible, and return all damage, repaired or not. If
+    the process is killed, call the function again.
 
-    Images come from the sources that they were ingested from or, with ``moved``,
-    from ``settings.source``.
+    Images are read from their original source or, if ``moved`` is true, from
+    ``settings.source``.
 
     Raises:
-        BusyError: a prune or a different repair is in progress.
-        ConflictError: an ingest or a promotion finished in the meantime.
-            Repeat the call.
+        BusyError: a prune or another repair is in progress.
+        ConflictError: an ingest or a promotion finished during the repair. Repeat the
+            call.
         StoreError: the store is unreachable.
     """
     with Lease(store, "`evernear store check --repair`"):
@@ -90,7 +90,7 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
     repairing = _Repair(store, settings, moved, report)
     intact: set[str] = set()
     handled: dict[str, Damage] = {}
-    # A repaired document may name further objects.
+    # A repaired document may name objects that have not been checked yet.
     while found := [damage for damage in _damages(store, intact, report) if damage.key not in handled]:
         for damage in found:
             handled[damage.key] = repairing.repair(damage)
@@ -100,8 +100,8 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
 
 
 def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
-    """The damage of a store, by key.
-    The objects with a key in ``intact`` are not read again."""
+    """The missing and damaged objects of a store, sorted by `_order`. Objects whose key
+    is in ``intact`` are not read again."""
     owners: defaultdict[str, dict[str, None]] = defaultdict(dict)
     hashes: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -126,7 +126,7 @@ def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
 
 
 def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
-    """Why the content of an object is wrong, or None if it is intact."""
+    """The fault in an object's content, or None if the object is intact."""
     try:
         if isinstance(store, FileStore):
             path = store.path(key)
@@ -141,8 +141,8 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """A sort key. Documents precede the objects that they name, and ledgers precede
-    shards, which are rebuilt from them."""
+    """A sort key. Documents precede the objects that they name. Ledgers precede shards,
+    because rebuilding a shard requires the ledger."""
     folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 
@@ -153,11 +153,12 @@ class _Repair:
     def __init__(self, store: Store, settings: DataSettings, moved: bool, report: Report) -> None:
         self._store, self._settings, self._moved, self._report = store, settings, moved, report
         self._lost: list[Damage] = []
-        """Lost shards of newest snapshots: the source no longer has their images."""
+        """Shards of newest snapshots that cannot be rebuilt, because the source no
+        longer has the images."""
 
     def repair(self, damage: Damage) -> Damage:
-        """Return ``damage`` with the action taken,
-        or with the reason why no repair was possible."""
+        """Return ``damage`` with the action taken, or with the reason why repair is
+        impossible."""
         if damage.key == CHAMPION:  # a person decides which release is live
             return damage
         self._report(f"repairing {damage.key}")
@@ -165,15 +166,15 @@ class _Repair:
             repaired = self._act(damage)
         except (DataError, IntegrityError, StoreError) as error:
             damage = damage.model_copy(update={"reason": f"{damage.reason} {error}"})
-            # A source that is unreadable may still have the images.
+            # An unreadable source may still have the images.
             if isinstance(error, IntegrityError) and "/shards/" in damage.key and damage.in_newest:
                 self._lost.append(damage)
             return damage
         return damage.model_copy(update={"repaired": repaired})
 
     def leave_out_lost_shards(self) -> Iterator[Damage]:
-        """Make the newest snapshots readable,
-        without the shards that cannot be rebuilt."""
+        """Make each damaged newest snapshot readable by leaving out the shards that
+        cannot be rebuilt."""
         for dataset in sorted({damage.dataset for damage in self._lost}):
             lost = [damage for damage in self._lost if damage.dataset == dataset]
             manifest = drop_shards(Snapshots(self._store, dataset), [PurePosixPath(damage.key).stem for damage in lost])
@@ -205,8 +206,8 @@ class _Repair:
         raise IntegrityError("It cannot be made again from anything else in the store or the source.")
 
     def _reset_head(self, snapshots: Snapshots) -> str:
-        """Return to the newest snapshot with an intact manifest. Without such a
-        snapshot, the dataset starts over."""
+        """Reset the head to the newest snapshot with an intact manifest. If no manifest
+        is intact, the dataset starts over."""
         intact = dict(snapshots.manifests())
         parents = {manifest.parent for manifest in intact.values()}
         last = max(intact, key=lambda digest: (digest not in parents, intact[digest].created), default=None)
@@ -221,7 +222,7 @@ class _Repair:
         )
 
     def _rebuild_shard(self, snapshots: Snapshots, sha256: str) -> str:
-        """Rebuild a shard from the newest usable snapshot that contains it."""
+        """Rebuild a shard from the newest usable snapshot that contains the shard."""
         error: EvernearError = IntegrityError("No intact snapshot names it.")
         for manifest, shard in _snapshots_with(snapshots, sha256):
             try:
@@ -243,7 +244,7 @@ def _explained(damage: Damage) -> Damage:
 
 
 def _consequence(damage: Damage) -> str:
-    """What does not work without an object, and the next step."""
+    """The effect of the damage, and the next step for the operator."""
     name = PurePosixPath(damage.key).stem
     if damage.key == CHAMPION:
         return "No release can be promoted, served or rolled back until `evernear registry restore` writes it again."

@@ -1,23 +1,23 @@
-"""Delete images that the source no longer has from everything in the store.
+"""Remove from a store all traces of images that the source no longer has.
 
-An image is *removed* if a stored snapshot has it and the newest snapshot of its dataset
-does not. A snapshot is *affected* if it contains a removed image. A release is affected
-if it was built from an affected snapshot or its network was trained on one. `find` only
-reads. `forget_images` deletes:
+An image is *removed* if a stored snapshot of a dataset contains the image and the
+dataset's newest snapshot does not. A snapshot is *affected* if it contains a removed
+image. A release is affected if it was built from an affected snapshot or if its network
+was trained on an affected snapshot. `find` only reads. `forget_images` deletes:
 
-- affected releases, with their archives and their Milvus collections
+- affected releases, with their archives and Milvus collections
 - affected snapshots, the shards that no other snapshot has,
   and the ledger rows of removed images
-- cached embeddings of removed images, all training checkpoints,
-  and all parts of steps with their results
-- sample images and run pages of affected snapshots,
-  and the list of suspect labels of an affected snapshot
-- logged queries, and images that were sent to review,
-  if they may show a class of a removed image
+- cached embeddings of removed images, all training checkpoints, and all step parts with
+  their results
+- sample images, run pages and the list of suspect labels, if they show an affected
+  snapshot
+- logged queries and submitted images that may show a class of a removed image
 
 The champion is never deleted. `forget_images` refuses to run while the champion is
 affected. If the gate's anchor is deleted, the champion becomes the anchor. Shards and
-snapshots are deleted last, so that a second call after a kill finds the same images.
+snapshots are deleted last, so that a repeated call after a kill still finds the removed
+images.
 """
 
 import base64
@@ -66,9 +66,11 @@ class Forgotten(Frozen):
     """The classes of the removed images."""
     releases: tuple[str, ...]
     champion: str | None
-    """The champion if it is affected. In this case, nothing can be deleted."""
+    """The champion's version, or None if the champion is not affected. If the champion
+    is affected, nothing can be deleted."""
     anchor: str | None
-    """The gate's anchor if it is deleted. The champion then becomes the anchor."""
+    """The anchor's version, or None if the gate's anchor is not deleted. The champion
+    replaces a deleted anchor."""
     snapshots: tuple[str, ...]
     """Affected snapshots, as ``<dataset>/<digest>``."""
     shards: int
@@ -76,17 +78,16 @@ class Forgotten(Frozen):
     """Number of objects in the embedding cache."""
     checkpoints: int
     parts: int
-    """Number of objects that belong to parts of steps,
-    such as the embeddings of a run."""
+    """Number of objects in step parts, such as the embeddings of a run."""
     pages: int
     """Number of run pages, sample images and lists of suspect labels."""
     queries: int
     """Number of logged queries."""
     submissions: int
-    """Number of images that were sent to review."""
+    """Number of images that users submitted for review."""
     unreadable: tuple[str, ...] = ()
-    """Damaged release records, query log files, answers and images that were sent to
-    review. Their contents are unknown."""
+    """Damaged release records, query log files, answers and submissions. Their contents
+    are unknown."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,14 @@ class _DatasetState:
 
     snapshots: Snapshots
     current: Digests
-    """Images of the newest snapshot, sorted."""
+    """The sorted image digests of the newest snapshot."""
     clean: list[Manifest]
-    """Snapshots without a removed image. They include the newest snapshot."""
+    """Snapshots without a removed image, including the newest snapshot."""
     affected: list[Manifest]
     shards: set[str]
     """The sha256 of each stored shard that only affected snapshots contain."""
     removed: dict[bytes, str]
-    """The class of each removed image, by digest."""
+    """The class of each removed image, keyed by the image's digest."""
 
 
 def find(store: Store) -> Forgotten:
@@ -116,15 +117,15 @@ def find(store: Store) -> Forgotten:
 
 
 def forget_images(store: Store) -> Forgotten:
-    """Delete removed images and all objects made from them.
-    The call can be repeated after a kill.
+    """Delete removed images and all objects made from them. If the process is killed,
+    call the function again.
 
-    No ingest may run at the same time.
+    No ingest may run during the call.
 
     Raises:
         BusyError: a prune or a repair is in progress.
-        ConflictError: the champion is affected, or the champion or a dataset changed in
-            the meantime. Repeat the call.
+        ConflictError: the champion is affected, or the champion or a dataset changed
+            during the call. Repeat the call.
         StoreError: the store or Milvus fails. Repeat the call.
         IntegrityError: an object in the store is damaged.
     """
@@ -177,7 +178,7 @@ class _Forgetting:
         )
 
     def delete(self) -> None:
-        """Delete everything, with shards and snapshots last."""
+        """Delete the listed objects, with shards and snapshots last."""
         remove_releases(self._registry, self._releases)
         for key in (
             *self._embeddings,
@@ -196,8 +197,8 @@ class _Forgetting:
 
     def _delete_images(self, dataset: _DatasetState) -> None:
         name = dataset.snapshots.name
-        # An ingest in progress would name shards that are deleted here.
-        # One of the next two calls makes it fail.
+        # An ingest in progress would name shards that are deleted here. One of the two
+        # `interrupt_ingests` calls makes such an ingest fail.
         dataset.snapshots.interrupt_ingests()
         dataset.snapshots.compact_ledgers(dataset.clean)
         for sha256 in sorted(dataset.shards):
@@ -208,12 +209,12 @@ class _Forgetting:
         dataset.snapshots.interrupt_ingests()
 
     def _affected_releases(self) -> list[str]:
-        """Releases that were built from an affected snapshot,
-        or whose network was trained on one.
+        """Releases that were built from an affected snapshot, or whose network was
+        trained on an affected snapshot.
 
-        A network's description names the snapshot that the network was trained on. A
-        reindex copies the network file, so the oldest release with the same file was
-        built from that snapshot.
+        A network's description file names the network's training snapshot. A reindex
+        copies the description file, so the oldest release with the same file was built
+        from the training snapshot.
         """
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         published = set(self._registry.list())
@@ -239,8 +240,8 @@ class _Forgetting:
                     yield info.key
 
     def _stale_pages(self) -> Iterator[str]:
-        """Pages with images, and the list of suspect labels,
-        unless their snapshot is known to be clean."""
+        """Run pages, sample images and the list of suspect labels, except objects whose
+        snapshot is known to be clean."""
         clean = {manifest.digest for dataset in self._datasets for manifest in dataset.clean}
         for info in self._store.list(RUNS):
             run, _, name = info.key.removeprefix(RUNS).partition("/")
@@ -257,8 +258,8 @@ class _Forgetting:
         yield SUSPECTS
 
     def _affected_queries(self) -> Iterator[tuple[str, tuple[bytes, int]]]:
-        """Query log files with their content after the deletion,
-        and the number of deleted queries."""
+        """Yield each affected query log file, the file's remaining content, and the
+        number of deleted queries."""
         for info in self._store.list(QUERIES) if self._labels else ():
             if closed_at(info.key) is None:
                 continue
@@ -284,8 +285,8 @@ class _Forgetting:
                 yield info.key
 
     def _affected_originals(self) -> Iterator[str]:
-        """Original files of affected submissions, and files without a submission,
-        which a killed process left."""
+        """Original files of affected submissions, and orphaned files that a killed
+        process left behind."""
         affected = {PurePosixPath(key).stem for key in self._submissions}
         others = {PurePosixPath(info.key).stem for info in self._store.list(SUBMITTED)} - affected
         for info in self._store.list(ORIGINALS) if self._labels else ():
@@ -299,8 +300,8 @@ class _Forgetting:
         return not self._labels.isdisjoint((query.pred, *query.candidates, *given))
 
     def _labels_given(self) -> dict[str, frozenset[str]]:
-        """The labels that people gave to images of the query log. For a new class, the
-        recognizer has no better name."""
+        """The labels that users gave to images in the query log. A prediction cannot
+        name a class that the release does not contain, but a label can."""
         try:
             return labels_given(self._store) if self._labels else {}
         except IntegrityError:
@@ -347,7 +348,8 @@ def _state(store: Store, name: str) -> _DatasetState:
 
 
 def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
-    """The images of a shard that are not in ``current``, with their classes."""
+    """Map each image of a shard that ``current`` does not contain to its class. The
+    keys are image digests."""
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
         for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):
@@ -356,7 +358,7 @@ def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, st
 
 
 def _contains(current: Digests, digests: Digests) -> NDArray[np.bool_]:
-    """Whether each of ``digests`` (N,) is in ``current``,
-    which is sorted and not empty."""
+    """For each digest in ``digests`` (N,), whether ``current`` contains the digest.
+    ``current`` is sorted and not empty."""
     positions = np.minimum(np.searchsorted(current, digests), len(current) - 1)
     return current[positions] == digests

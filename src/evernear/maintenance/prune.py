@@ -1,26 +1,26 @@
-"""Delete objects that nothing in a store needs and whose number grows with every run.
+"""Delete the unneeded objects that accumulate in a store with every run.
 
-`surplus` only reads. `prune_store` removes old releases (`prune_releases`).
-It then deletes, in this order:
+`surplus` only reads. `prune_store` removes old releases (`prune_releases`) and then
+deletes, in this order:
 
-- records of runs that made no remaining release, except the newest records
-- training checkpoints, except checkpoints that may belong to a training interrupted
-  after the newest release
-- parts of steps other than ingest and their results, by the same rule as checkpoints
-- cached embeddings of networks without a remaining release, and of shards that begin
-  with a removed image. A frozen network has cached backbone features instead.
-- pretrained weights without a remaining release, by the same rule as checkpoints
+- run records, except the newest records and records of runs that made a remaining
+  release
+- training checkpoints that are older than the newest release or than `RESUMABLE`
+- parts and results of steps other than ingest, by the same rule as checkpoints
+- cached embeddings, or cached backbone features for a frozen network, if no remaining
+  release has the network or the shard begins with a removed image
+- pretrained weights that no remaining release uses, by the same rule as checkpoints
 - unfinished ingests that cannot be resumed, and snapshots, ledgers and shards that no
   document names (see `references`)
 - archives without a release
 
-A document is deleted before the objects that it names, so that a kill at any time
-leaves no document without its objects. The next prune deletes the remaining objects. A
-prune does not run at the same time as a pipeline (see `evernear.common.store.lease`).
+A document is deleted before the objects that it names, so that a kill never leaves a
+document that names a missing object. The next prune deletes the leftover objects. A
+prune and a pipeline never run at the same time (see `evernear.common.store.lease`).
 
-Everything else remains: the champion's history, the records of pruned releases, the
-audit log, answers, requests and labels of live queries. Logged queries and images that
-were sent to review have a retention time, `watch.query_retention_s`.
+All other objects remain: the champion's history, the records of pruned releases, the
+audit log, answers, requests, and the labels of live queries. `watch.query_retention_s`
+is the retention time of logged queries and of images that were submitted for review.
 """
 
 import os
@@ -47,8 +47,8 @@ from evernear.release.registry import Registry
 from evernear.settings.weight_packages import WEIGHTS
 
 PUBLISHING = timedelta(hours=1)
-"""Maximum age of an archive without a record that may belong to a publish in
-progress."""
+"""Age up to which an archive without a release record may belong to a release that is
+being published."""
 _LISTED = (RUNS, CHECKPOINTS, PARTS, EMBEDDINGS_PREFIX, WEIGHTS, DATASETS, MANIFESTS, ARCHIVES)
 
 
@@ -67,7 +67,7 @@ class Pruning(Frozen):
     releases: tuple[str, ...]
     """Versions of removed releases. Their records remain, as pruned."""
     surplus: tuple[Surplus, ...]
-    """The objects, in the order in which they are deleted."""
+    """Groups of objects, in order of deletion."""
     kept: tuple[str, ...]
     """One sentence for each damaged document that prevents a deletion."""
     size_bytes: int
@@ -85,8 +85,8 @@ class _Needs:
 
     keys: frozenset[str]
     folders: tuple[str, ...]
-    """Folders in which all objects remain,
-    because the document that names the needed objects is damaged."""
+    """Folders that may contain objects named by a damaged document. All objects in
+    these folders remain."""
     reasons: tuple[str, ...]
 
     def __contains__(self, key: str) -> bool:
@@ -104,15 +104,15 @@ def surplus(store: Store, keep: int) -> Pruning:
 
 
 def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning:
-    """Remove all but the newest ``keep`` releases and runs, and delete the objects that
-    nothing needs. The call can be repeated after a kill.
+    """Remove all but the newest ``keep`` releases and run records, and delete unneeded
+    objects. If the process is killed, call the function again.
 
-    ``ended`` are runs that were killed on a different machine,
-    so that their record has no end.
+    ``ended`` lists runs that were killed on a different machine and therefore have no
+    recorded end.
 
     Raises:
-        BusyError: a run or a different prune is in progress. Nothing was deleted.
-        ConflictError: the champion changed in the meantime, or this process was
+        BusyError: a run or another prune is in progress. Nothing was deleted.
+        ConflictError: the champion changed during the call, or this process was
             suspended for too long. Repeat the call.
         IntegrityError: the pointer to the champion is damaged or lost.
         StoreError: the store or Milvus fails. Repeat the call.
@@ -131,8 +131,7 @@ def prune_store(store: Store, keep: int, ended: Collection[str] = ()) -> Pruning
 
 
 def active_runs(store: Store, ended: Collection[str] = ()) -> dict[str, datetime]:
-    """The runs that are or may be in progress,
-    with the time of each run's last sign of activity."""
+    """The runs that may be in progress, with the time of each run's last activity."""
     last: dict[str, datetime] = {}
     at_exit = set[str]()
     for info in store.list(RUNS):
@@ -169,7 +168,7 @@ def _explain(active: dict[str, datetime]) -> str:
 
 
 def _plan(store: Store, keep: int, retired: Sequence[str]) -> Pruning:
-    """The objects to delete if the releases of the versions ``retired`` are removed."""
+    """The objects to delete if the releases in ``retired`` are removed."""
     listing = {folder: list(store.list(folder)) for folder in _LISTED}
     needs = _needs(store, retired)
     records = {v: record for v, record in Registry(store).records()[0].items() if v not in retired}
@@ -201,15 +200,15 @@ def _needs(store: Store, retired: Iterable[str]) -> _Needs:
         if isinstance(reference, Unreadable):
             affected = _affected_folders(reference.key)
             folders |= dict.fromkeys(affected, f"All of {' and '.join(affected)} stays: {reference.reason}")
-    # A pruned release may have been the first release with its network, so it may name
-    # the network's training snapshot.
+    # The first release with a network names the network's training snapshot, and this
+    # release may be pruned.
     for fault in Registry(store).records(include_pruned=True)[1].values():
         folders.setdefault(DATASETS, f"All of {DATASETS} stays: {fault}")
     return _Needs(frozenset(keys), tuple(folders), tuple(dict.fromkeys(folders.values())))
 
 
 def _affected_folders(key: str) -> tuple[str, ...]:
-    """The folders of the objects that a damaged document may need."""
+    """The folders that may contain objects named by a damaged document."""
     if key.startswith(DATASETS):
         return (f"{DATASETS}{key.split('/')[1]}/",)
     return (DATASETS, ARCHIVES) if key.startswith(MANIFESTS) else ()
@@ -231,7 +230,8 @@ def _runs(store: Store, listed: Sequence[ObjectInfo], keep: int, versions: Colle
 
 
 def _version(store: Store, run: str) -> str | None:
-    """The version of the release that a run archived, or None."""
+    """The version of the release that a run archived, or None if the version is
+    unknown."""
     with suppress(ValueError):
         return RunRecord(store, run).load("archived").get("version")
     return None
@@ -245,8 +245,8 @@ def _checkpoints(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -
 
 
 def _parts(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surplus:
-    """Parts of a step are deleted together,
-    because the step could not continue without one of its objects."""
+    """All parts of a step are deleted together, because the step needs all parts to
+    continue."""
     resumable = _resumable(releases)
     step = {info.key: info.key.split("/", 3)[:3] for info in listed}
     continued = {tuple(step[info.key]) for info in listed if info.modified >= resumable}
@@ -256,7 +256,7 @@ def _parts(listed: Sequence[ObjectInfo], releases: Sequence[ObjectInfo]) -> Surp
 
 
 def _resumable(releases: Sequence[ObjectInfo]) -> datetime:
-    """The time since which objects may belong to an interrupted training."""
+    """Objects modified since this time may belong to an interrupted training."""
     newest = max((info.modified for info in releases), default=None)
     return max(filter(None, [newest, datetime.now(UTC) - RESUMABLE]))
 
@@ -280,8 +280,8 @@ def _embeddings(store: Store, listed: Sequence[ObjectInfo], networks: Collection
 
 
 def _images(store: Store) -> set[str] | None:
-    """The digests of the images of all newest snapshots,
-    or None if a snapshot is unreadable."""
+    """The image digests in all newest snapshots, or None if a snapshot is
+    unreadable."""
     images: set[str] = set()
     try:
         for name in datasets(store):
@@ -324,8 +324,8 @@ def _missing(store: Store) -> set[str]:
 
 
 def _require_all(store: Store, missing: Collection[str]) -> None:
-    """Read the store again, and require that all needed objects exist, except those
-    that were ``missing`` before."""
+    """Read the store again, and require all needed objects to exist, except objects
+    that were already ``missing``."""
     if lost := sorted(_missing(store).difference(missing)):
         raise IntegrityError(
             f"{lost[0]} in {store.uri} was deleted although it is needed ({len(lost)} in all); run `evernear store "

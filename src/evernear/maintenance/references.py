@@ -1,11 +1,10 @@
-"""List the objects that each newest snapshot,
-unfinished ingest and published release in a store needs.
+"""List the objects that a store's newest snapshots, unfinished ingests and published
+releases need.
 
-The roots are ``store.json``, ``datasets/<name>/head.json``,
-``datasets/<name>/parts/``, ``releases/manifests/``, ``releases/champion.json``
-and its history. A release needs its archive, the snapshot that it was built from, and
-the snapshot that its network was trained on. A snapshot needs its manifest, its ledger
-and its shards.
+The roots are ``store.json``, ``datasets/<name>/head.json``, ``datasets/<name>/parts/``,
+``releases/manifests/``, ``releases/champion.json`` and the champion's history. A
+release needs its archive, the snapshot that it was built from, and the snapshot that
+its network was trained on. A snapshot needs its manifest, its ledger and its shards.
 
 `references` only reads.
 """
@@ -30,11 +29,11 @@ from evernear.release.records import MANIFESTS, PRUNED, Record
 from evernear.release.registry import Registry
 
 RESUMABLE = timedelta(days=7)
-"""Age up to which the parts of a step, or the checkpoint of a training,
-that was interrupted may be continued.
+"""Maximum age of parts and checkpoints from which an interrupted step or training can
+resume.
 """
 NEWEST = "the newest snapshot of"
-"""The owner of a newest snapshot's objects. The dataset's name follows."""
+"""Prefix of the owner's name for a newest snapshot. The dataset's name follows."""
 _Document = TypeVar("_Document", bound=Frozen)
 
 
@@ -45,14 +44,14 @@ class Reference:
 
     key: str
     owner: str
-    """A name such as "release 20261120.162250.af2fb66c" or "the newest snapshot of
-    birds"."""
+    """The owner's name, such as "release 20261120.162250.af2fb66c" or "the newest
+    snapshot of birds"."""
     sha256: str | None = None
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A document that is missing or damaged, so that its references are unknown."""
+    """A missing or damaged document, whose references are unknown."""
 
     key: str
     owner: str
@@ -60,8 +59,8 @@ class Unreadable:
 
 
 def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference | Unreadable]:
-    """Yield the objects that the store's roots need,
-    except for releases of the versions in ``retired``.
+    """Yield the objects that the store's roots need, as if the releases in ``retired``
+    were pruned.
 
     An object that several owners need is yielded once for each owner.
 
@@ -76,7 +75,7 @@ def references(store: Store, retired: Iterable[str] = ()) -> Iterator[Reference 
 
 
 def datasets(store: Store) -> list[str]:
-    """The names of all datasets that have any object in the store."""
+    """The names of all datasets with at least one object in the store."""
     return sorted({info.key.split("/")[1] for info in store.list(DATASETS)})
 
 
@@ -111,8 +110,8 @@ def _of_dataset(store: Store, name: str) -> Iterator[Reference | Unreadable]:
 
 
 def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Iterator[Reference]:
-    """Yield all parts of an ingest that began with the newest snapshot,
-    unless nobody has continued it for days.
+    """Yield all parts of each unfinished ingest that began with the newest snapshot and
+    was active within `RESUMABLE`.
     """
     resumable = datetime.now(UTC) - RESUMABLE
     folder = parts_folder(name, parent)
@@ -124,7 +123,7 @@ def _of_unfinished_ingests(store: Store, name: str, parent: str | None) -> Itera
 
 
 def _is_first_ingest(store: Store, name: str) -> bool:
-    """Whether the dataset has no head yet because its first ingest is in progress or
+    """Whether the dataset's head is missing because the first ingest is in progress or
     was killed."""
     if store.find(f"{DATASETS}{name}/head.json") is not None:
         return False
@@ -148,8 +147,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
             continue
         release = record.manifest
         built_from = (release.dataset_name, release.dataset_digest)
-        # The oldest release with a network was built from the snapshot that the network
-        # was trained on. A reindex copies it.
+        # The oldest release with a network was built from the network's training
+        # snapshot. A reindex copies the network.
         network = _network(release)
         trained = trained_on.setdefault(network, built_from)
         if folder == PRUNED or version in retired:
@@ -161,8 +160,8 @@ def _of_releases(store: Store, retired: frozenset[str]) -> Iterator[Reference | 
 
 
 def _of_champion(store: Store) -> Iterator[Reference | Unreadable]:
-    """Yield the pointer with its history, and the records of the champion, the rollback
-    target and the anchor."""
+    """Yield the champion pointer, its history, and the records of the champion, the
+    rollback target and the anchor."""
     owner = "the champion"
     try:
         champion = Registry(store).champion()
