@@ -1,5 +1,5 @@
-"""Export a snapshot of a dataset to files that other tools can open: Parquet,
-WebDataset, or folders of PNG files."""
+"""Export a dataset snapshot to files that other tools can open: Parquet, WebDataset, or
+folders of PNG files."""
 
 from typing import Literal
 

@@ -1,5 +1,5 @@
-"""The writers of the export formats. Each writer writes the images of one part, and
-holds one block of images in memory."""
+"""Writers for the export formats. Each writer writes the images of one part and keeps
+only one block of images in memory."""
 
 import json
 import tarfile
@@ -21,8 +21,8 @@ from evernear.dataset_export.plan import ExportPart
 from evernear.dataset_export.samples import Samples
 
 Write = Callable[[Store, ExportPart, Iterator[Samples], Path], None]
-"""Writes the images of a part to a store.
-The directory is an empty scratch directory."""
+"""Writes the images of a part to a store. The `Path` argument is an empty scratch
+directory."""
 _WRITES_IN_FLIGHT = 16
 
 
@@ -44,8 +44,8 @@ def write_parquet(out: Store, part: ExportPart, blocks: Iterator[Samples], scrat
 
 
 def _parquet_schema(dim: int | None) -> Any:
-    """The columns of a Parquet file.
-    Its metadata contains the types of Hugging Face's `datasets`."""
+    """The schema of a Parquet file. The schema's metadata contains the feature types
+    for Hugging Face's `datasets`."""
     text = {"dtype": "string", "_type": "Value"}
     fields = [
         pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
@@ -74,8 +74,8 @@ def _columns(samples: Samples) -> dict[str, Any]:
 
 
 def write_tar(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: Path) -> None:
-    """Write a tar with the files png, cls (the label number),
-    json and npy (the embedding) for each image."""
+    """Write a tar archive with png, cls (label number), json and, if present, npy
+    (embedding) files for each image."""
     path = scratch / "part.tar"
     with disk_errors(path), tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for samples in blocks:
@@ -100,8 +100,8 @@ def _members(samples: Samples, row: int) -> Iterator[tuple[str, bytes]]:
 
 
 def write_files(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: Path) -> None:
-    """Write a PNG file for each image to the folder of its label, unless a killed
-    process has already written the file."""
+    """Write each image as a PNG file to its label's folder, and skip files that a
+    killed process has already written."""
     first, blocks = _peek(blocks)
     begun = out.find(_key(first, 0)) is not None
     written = set(_written(out, part)) if begun else {_key(first, 0)}
@@ -120,8 +120,8 @@ def _key(samples: Samples, row: int) -> str:
 
 
 def _written(out: Store, part: ExportPart) -> Iterator[str]:
-    """The existing files of a part. All files of the split are listed, but only the
-    part's files stay in memory."""
+    """Yield the existing files of a part. All files of the split are listed, but only
+    the part's files are kept."""
     for info in out.list(f"{part.split}/"):
         position = exported_position(info.key)
         if position is not None and part.first <= position < part.first + part.units:
@@ -129,7 +129,8 @@ def _written(out: Store, part: ExportPart) -> Iterator[str]:
 
 
 def _peek(blocks: Iterable[Samples]) -> tuple[Samples, Iterator[Samples]]:
-    """The first block, and an iterator over all blocks including the first."""
+    """Return the first block and an iterator over all blocks, including the first
+    block."""
     rest = iter(blocks)
     first = next(rest)
 

@@ -1,11 +1,11 @@
-"""The plan of an export, which assigns the shards of a snapshot to files.
+"""Plan an export by assigning the shards of a snapshot to files.
 
-A part (`evernear.common.parts`) is one Parquet file, one tar, or the image files of
-several shards. A part consists of whole shards, so parts depend only on the snapshot,
-and the cached embeddings of a shard serve one part::
+A part (`evernear.common.parts`) is one Parquet file, one tar archive, or the image
+files of several shards. Each part consists of whole shards. The division into parts
+therefore depends only on the snapshot, and each shard's cached embeddings are used by
+one part::
 
-    <out>/data/train-00000-of-00012.parquet     as Hugging Face names the files of a
-    split
+    <out>/data/train-00000-of-00012.parquet     (Hugging Face's name for a split's file)
     <out>/train-000000.tar
     <out>/train/<label>/<position>-<digest>.png
     <out>/_evernear/plan.json, ...
@@ -27,15 +27,15 @@ from evernear.errors import ConflictError, SettingsError
 KIND = "dataset-export"
 PART_BYTES = 2**28
 PART_IMAGES = 100_000
-"""Maximum number of images in a part. A part also has a size limit. A shard that
-exceeds a limit is a part by itself."""
+"""Maximum number of images in a part. The size of a part in bytes is also limited. A
+shard that exceeds a limit forms a part on its own."""
 _MAX_NAME_BYTES = 255
-"""Maximum length of a folder name in common file systems, in bytes."""
+"""Maximum length in bytes of a folder name on common file systems."""
 
 
 class Export(Frozen):
-    """The common properties of all parts: a snapshot of a dataset, and the release
-    whose embeddings are exported, if any."""
+    """Properties shared by all parts: the dataset snapshot and, for an export with
+    embeddings, the release."""
 
     format: Format
     store_uri: str
@@ -45,11 +45,11 @@ class Export(Frozen):
 
 
 class ExportPart(Part):
-    """Whole shards of one split, by their numbers in the manifest, and the position of
-    their first image in the split.
+    """Whole shards of one split, identified by their numbers in the manifest, and the
+    first image's position in the split.
 
-    ``name`` is the key of the file without its suffix. In the folder format,
-    it is the split.
+    ``name`` is the file's key without the suffix. In the folder format, ``name`` is the
+    split.
     """
 
     split: Split
@@ -59,12 +59,11 @@ class ExportPart(Part):
 
 
 def plan_export(export: Export, manifest: Manifest, out: Store, part_bytes: int = PART_BYTES) -> Parts:
-    """Plan the files of an export in ``out``,
-    or return the parts of an earlier plan in ``out``.
+    """Plan the files of an export to ``out``, or return the parts of an earlier plan.
 
     Raises:
         ConflictError: ``out`` contains a different export, or other files.
-        SettingsError: a label in ``manifest`` is not usable as a folder name.
+        SettingsError: a label in ``manifest`` cannot be a folder name.
     """
     parts = Parts.find(out, OWN_FOLDER)
     if export.format == "folder":
@@ -88,8 +87,8 @@ def _described(export: Export) -> str:
 
 
 def _require_folder_names(manifest: Manifest) -> None:
-    """Require that ingest reads each label back unchanged from the folder with this
-    name."""
+    """Require each label to be a folder name that ingest reads back as the same
+    label."""
     labels = {label for shard in manifest.shards for label in shard.label_counts}
     for label in sorted(labels):
         if is_skipped(label) or {"/", "\\", "\0"} & set(label) or len(label.encode()) > _MAX_NAME_BYTES:
@@ -99,8 +98,8 @@ def _require_folder_names(manifest: Manifest) -> None:
 
 
 class _Group(NamedTuple):
-    """Consecutive shards of a split: their numbers in the manifest, the position of
-    their first image, and their images."""
+    """Consecutive shards of a split: their numbers in the manifest, the position of the
+    first image, and the number of images."""
 
     shards: tuple[int, ...]
     first: int

@@ -1,5 +1,5 @@
-"""Images of a snapshot in the form in which they are exported: lossless PNG files, with
-names that preserve their order."""
+"""Convert snapshot images to lossless PNG files, with names that preserve the order of
+the images."""
 
 from dataclasses import dataclass
 from io import BytesIO
@@ -16,8 +16,8 @@ from evernear.data.sources.names import exported_stem
 
 @dataclass(frozen=True)
 class Samples:
-    """Consecutive images of a split. ``stems`` are unique in the split.
-    ``embeddings`` is float32 (N, D)."""
+    """Consecutive images of a split. ``stems`` are unique in the split. ``embeddings``
+    is a float32 array of shape (N, D)."""
 
     split: Split
     stems: list[str]
@@ -36,8 +36,8 @@ class Samples:
 def samples_of(
     block: Block, embeddings: NDArray[np.float32] | None, split: Split, first: int, labels: tuple[str, ...]
 ) -> Samples:
-    """Convert a block to samples. The block's first image has the position ``first`` in
-    its split."""
+    """Convert a block to samples. ``first`` is the position of the block's first image
+    in the split."""
     digests = [digest.tobytes() for digest in block.digests]
     numbers = block.labels.tolist()
     return Samples(
@@ -52,8 +52,8 @@ def samples_of(
 
 
 def _png(pixels: Pixels, digest: bytes) -> bytes:
-    """Encode an image (H, W, C) as a PNG file. The file is gray if the original with
-    this ``digest`` was, so that both have the same digest."""
+    """Encode an image of shape (H, W, C) as a PNG file. The file is gray if the
+    original image was gray, so that the digest remains ``digest``."""
     height_px, width_px, channels = pixels.shape
     gray = pixels[..., 0]
     if channels > 1 and not (

@@ -14,15 +14,15 @@ _SHOWN = 5
 
 
 def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: str | None) -> Manifest:
-    """The snapshot whose digest begins with ``snapshot``, otherwise the snapshot of
-    ``release``, otherwise the newest snapshot of ``dataset``.
+    """Select the snapshot whose digest begins with ``snapshot``, the snapshot of
+    ``release``, or the newest snapshot of ``dataset``, in this order of precedence.
 
-    An empty ``dataset`` means the only dataset in the store.
+    If ``dataset`` is empty, the newest snapshot comes from the store's only dataset.
 
     Raises:
-        DataError: the store has no matching snapshot, or several.
-        SettingsError: ``snapshot`` is not the beginning of a digest, or no dataset was
-            named and the store has several.
+        DataError: the store has no matching snapshot or more than one.
+        SettingsError: ``snapshot`` is not the beginning of a digest, or ``dataset`` is
+            empty and the store has several datasets.
         StoreError: the release does not exist.
     """
     released = Registry(store).get(release).manifest if release else None

@@ -1,5 +1,5 @@
-"""Run the parts of an export: read shards,
-embed their images if a release was named, and write files."""
+"""Run the parts of an export: read shards, embed the images if a release is selected,
+and write files."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from evernear.dataset_export.samples import Samples, samples_of
 from evernear.errors import DataError, MissingObjectError
 
 _BLOCK_BYTES = 2**23
-"""Maximum size of the pixels that are read at a time.
-They form one row group of a Parquet file."""
+"""Maximum size in bytes of the pixels in one block. One block forms one row group of a
+Parquet file."""
 _MAX_BLOCK_IMAGES = 1000
 Embedded = Iterator[tuple[Block, NDArray[np.float32] | None]]
 ReadShards = Callable[[ExportPart], Embedded]
@@ -43,7 +43,7 @@ def open_worker(parts: Parts) -> Worker:
 
 
 def open_snapshot(store: Store, name: str, digest: str) -> Dataset:
-    """The snapshot ``digest`` of the dataset ``name``.
+    """Open the snapshot ``digest`` of the dataset ``name``.
 
     Raises:
         MissingObjectError: the store does not contain the snapshot.
@@ -77,8 +77,8 @@ def _plain(dataset: Dataset) -> ReadShards:
 
 
 def _embedded(dataset: Dataset, store: Store, version: str) -> ReadShards:
-    """Read shards with embeddings by a release's network.
-    Cached embeddings are used where available."""
+    """Return a function that reads shards and embeds their images with a release's
+    network. Cached embeddings are used where available."""
     from evernear.embedding.embed import ExportedEmbedder
     from evernear.serving.release_source import ReleaseSource
 
