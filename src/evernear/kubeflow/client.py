@@ -31,8 +31,8 @@ class KfpRuns:
     the request.
 
     Raises:
-        SettingsError: no endpoint is configured,
-            or a secret would be sent to it unencrypted.
+        SettingsError: no endpoint is configured, or a secret would be sent to the
+            endpoint unencrypted.
     """
 
     def __init__(self, settings: PipelineSettings, connection: Connection | None = None) -> None:
@@ -66,8 +66,8 @@ class KfpRuns:
         return page.pipeline_versions[0]
 
     def start(self, pipeline: str, parameters: Mapping[str, Any], key: str, store: Store | None = None) -> Run:
-        """Start the newest version of ``pipeline`` once per ``key``. If the run of this
-        key already exists, return it.
+        """Start the newest version of ``pipeline`` once per ``key``. If a run with this
+        key already exists, return that run.
 
         The key is part of the run's name, which is looked up before the run is created.
         With a ``store``, a lock serializes starts with the same key. Without a
@@ -111,7 +111,8 @@ class KfpRuns:
         return tuple(islice((run for run in runs if pipeline in (None, run.pipeline)), limit))
 
     def stop(self, run_id: str) -> None:
-        """Terminate a run. Do nothing if it has ended or is already terminating."""
+        """Terminate a run. Do nothing if the run has ended or is already
+        terminating."""
         if self._is_ending(run_id):
             return
         try:
@@ -121,7 +122,8 @@ class KfpRuns:
                 raise
 
     def experiment_id(self) -> str:
-        """The ID of the configured experiment, which is created if necessary."""
+        """Return the ID of the configured experiment, and create the experiment if it
+        does not exist."""
         name, namespace = self._experiment, self._namespace
         for _ in range(2):
             arguments = {"field": "experiments", "name": name, "namespace": namespace}
@@ -142,13 +144,13 @@ class KfpRuns:
 
     @contextmanager
     def _lock(self, name: str, store: Store | None) -> Generator[Run | float]:
-        """Lock the start of ``name``,
-        and yield the time (monotonic seconds) at which the lock was acquired.
+        """Lock the start of the run ``name``, and yield the monotonic time in seconds
+        at which the lock was acquired.
 
         If the run already exists, yield the run instead. If the process dies or gets no
         response to its request, the lock remains. Other processes take the lock over
-        when its lease expires. By then, the server has executed the request or never
-        will.
+        when its lease expires. By the time the lease expires, the server has either
+        executed the request or will never execute it.
         """
         if store is None:
             locked_at_s = time.monotonic()
@@ -168,7 +170,8 @@ class KfpRuns:
             store.delete(key)
 
     def _acquire(self, store: Store, key: str, name: str) -> Run | None:
-        """Acquire the lock of ``name``, or return its run as soon as it exists."""
+        """Acquire the lock for the run ``name``, or return the run as soon as it
+        exists."""
         token, seen_etag, since_s = uuid.uuid4().bytes, "", time.monotonic()
         while True:
             expired_etag = seen_etag if time.monotonic() - since_s > self._lease_s else None
@@ -219,8 +222,8 @@ class KfpRuns:
         )
 
     def _names_of(self, run: Any) -> tuple[str, str]:
-        """Names of the run's pipeline and version,
-        or their IDs if the pipeline or version was deleted."""
+        """Names of the run's pipeline and version, with an ID in place of the name of a
+        deleted pipeline or version."""
         reference = run.pipeline_version_reference
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}
@@ -241,8 +244,8 @@ class KfpRuns:
         return self._versions[key]
 
     def _steps(self, run: Any) -> tuple[KfpStep, ...]:
-        """The run's tasks. KFP also lists drivers, executors and groups. The pipeline
-        spec distinguishes them from tasks."""
+        """The run's tasks. KFP also lists drivers, executors and groups as tasks. The
+        pipeline spec identifies the actual tasks."""
         version = self._version(run) if run.pipeline_version_reference else None
         spec = version.pipeline_spec if version else run.pipeline_spec
         names = tasks_of(spec) if spec else None
@@ -267,7 +270,8 @@ def parameters_of(version: Any) -> Sequence[Parameter]:
 
 
 def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
-    """The parameters that ``root``, the root of a compiled pipeline, declares."""
+    """The parameters declared by ``root``, the root component of a compiled
+    pipeline."""
     parameters = root.get("inputDefinitions", {}).get("parameters", {})
     return tuple(
         Parameter(
@@ -282,11 +286,11 @@ def parameters_in(root: Mapping[str, Any]) -> Sequence[Parameter]:
 
 
 def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a run of ``version``: ``values``,
-    with JSON objects merged into their defaults.
+    """Return ``values`` as arguments for a run of ``version``, with JSON objects merged
+    into the parameters' defaults.
 
-    KFP replaces a default as a whole. A run that sends only one key of an object would
-    otherwise lose the other keys.
+    KFP replaces an entire default value. Without the merge, a run that sends only one
+    key of an object would lose the other keys.
 
     Raises:
         SettingsError: a parameter is unknown, missing or has the wrong type.
@@ -308,7 +312,7 @@ def arguments_for(version: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tasks_of(spec: Mapping[str, Any]) -> set[str]:
-    """Names of the tasks that run a container, in all groups."""
+    """Names of all tasks that run a container, including tasks in nested groups."""
     components = spec.get("pipeline_spec", spec)["components"]
     dags = [_root(spec), *components.values()]
     return {
@@ -320,7 +324,7 @@ def tasks_of(spec: Mapping[str, Any]) -> set[str]:
 
 
 def reference_to(version: Any) -> dict[str, str]:
-    """The reference to a version, as used in runs and schedules."""
+    """The reference to a pipeline version for runs and schedules."""
     return {"pipeline_id": version.pipeline_id, "pipeline_version_id": version.pipeline_version_id}
 
 
@@ -350,8 +354,8 @@ def _utc(value: datetime | None) -> datetime | None:
 
 
 def _error(resource: Any) -> str:
-    """The error of a run or task. KFP reports it in the resource or in the resource's
-    last state, and often not at all."""
+    """The error of a run or task. KFP reports the error in the resource or in the
+    resource's last state, and often omits the error."""
     last = resource.state_history[-1].error if resource.state_history else None
     error = resource.error or last
     return (error.message or "") if error else ""

@@ -40,7 +40,7 @@ def compiled_parameters(compiled: bytes) -> Sequence[Parameter]:
 
 
 def fill_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
-    """``compiled`` with its parameter defaults replaced by ``defaults``."""
+    """Replace parameter defaults in ``compiled`` with ``defaults``."""
     if not defaults:
         return compiled
     documents = list(yaml.load_all(compiled, Loader=yaml.CSafeLoader))
@@ -72,7 +72,7 @@ def as_manifests(compiled: bytes, version: str, namespace: str) -> bytes:
 
 
 def version_name(pipeline: str, version: str) -> str:
-    """The name of a pipeline version in KFP. Unlike the display name,
-    it must be unique in the namespace.
+    """The name of a pipeline version in KFP. Unlike the display name, the name must be
+    unique in the namespace.
     """
     return f"{pipeline}-{version}"

@@ -30,7 +30,7 @@ BACKOFF_S = 0.5
 BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
 MAX_PAGES = 20
-"""Maximum number of list pages to read."""
+"""Maximum number of pages to read from a list."""
 
 
 class ApiError(PipelineServerError):
@@ -67,22 +67,22 @@ class Connection:
 
     @property
     def ui_url(self) -> str:
-        """URL of the KFP UI, or empty if only the cluster-internal address of the API
-        is known."""
+        """URL of the KFP UI, or an empty string if only the API's cluster-internal
+        address is known."""
         internal = _is_inside_cluster(urlsplit(self.url).hostname or "")
         return (self.settings.ui_url or ("" if internal else self.url)).rstrip("/")
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Call ``operation``, which is named as in KFP's Swagger file.
-        Empty arguments are omitted.
+        """Call the operation that KFP's Swagger file names ``operation``. Empty
+        arguments are omitted.
 
-        Failed requests are retried.
-        A request that creates a resource is retried only if it was never sent.
+        Failed requests are retried. A request to create a resource is retried only if
+        the request was never sent.
 
         Raises:
             ApiError: the API rejects the request.
-            PipelineServerError: the API is unreachable or fails.
-                It may or may not have executed the request.
+            PipelineServerError: the API is unreachable or fails. The API may or may not
+                have executed the request.
         """
         nonempty = {key: value for key, value in arguments.items() if value not in ("", None)}
         creates = "create" in operation or "upload" in operation
@@ -111,7 +111,7 @@ class Connection:
             return None
 
     def pages(self, operation: str, field: str, **arguments: Any) -> Iterator[Any]:
-        """The resources in ``field`` on every page of a list."""
+        """Yield the resources in ``field`` from up to `MAX_PAGES` pages of a list."""
         token = ""
         for _ in range(MAX_PAGES):
             page = self.call(operation, page_size=PAGE_SIZE, page_token=token, **arguments)
@@ -135,12 +135,13 @@ class Connection:
         method = next(getattr(s, f"{operation}_with_http_info") for s in self._services if hasattr(s, operation))
         timeout_s = self.settings.timeout_s
         try:
-            # A pair, because the generated client ignores a single float.
+            # The timeout is a pair, because the generated client ignores a single
+            # float.
             response, _, headers = method(**arguments, _request_timeout=(timeout_s, timeout_s))
         except OSError as error:  # reading the mounted token failed, which happens for each request
             raise PipelineServerError(f"Cannot read the token for {self.url}: {error}.") from None
-        # An authenticating proxy returns 200 with its login page,
-        # which kfp would parse as an empty list.
+        # An authenticating proxy returns its login page with status 200. kfp would
+        # parse the page as an empty list.
         if not headers.get("Content-Type", "").startswith("application/json"):
             raise ApiError(
                 f"{self.url} returned a web page, probably a login page, instead of JSON: "
@@ -208,9 +209,9 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
         warnings.simplefilter("ignore", FutureWarning)  # "only works with Kubeflow Pipeline v2.0.0-beta.2 and later"
         client = kfp.Client(
             host=url,
-            # Without a namespace, the kfp.Client constructor requests the server's
-            # mode, with 5 attempts at intervals of 5 s. Our namespace is sent with each
-            # call instead.
+            # Without a namespace, the kfp.Client constructor makes up to 5 attempts,
+            # 5 s apart, to request the server's mode. Each call sends the configured
+            # namespace instead.
             namespace=settings.namespace or "-",
             existing_token=token,
             cookies=cookies,
@@ -218,7 +219,7 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
             ssl_ca_cert=str(settings.ca_file) if settings.ca_file else None,
         )
     # kfp.Client supports neither timeouts nor response headers. The generated API
-    # client inside it supports both.
+    # client inside kfp.Client supports both features.
     api_client = client._run_api.api_client  # pyright: ignore[reportPrivateUsage]
     api_client.rest_client.pool_manager.connection_pool_kw["retries"] = urllib3.Retry(
         total=None, connect=0, read=0, other=0, redirect=5
@@ -227,7 +228,8 @@ def _client(settings: PipelineSettings, url: str, environment: Mapping[str, str]
 
 
 def _mounted_token(environment: Mapping[str, str]) -> Path | None:
-    """The pod's service account token, unless the environment has other credentials."""
+    """The pod's service account token file, or None if it does not exist or the
+    environment contains other credentials."""
     mounted = Path(environment.get(KF_PIPELINES_SA_TOKEN_ENV, KF_PIPELINES_SA_TOKEN_PATH))
     overridden = environment.get(TOKEN_VARIABLE) or environment.get(COOKIES_VARIABLE)
     return mounted if not overridden and mounted.exists() else None
@@ -250,8 +252,8 @@ def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
 
 
 def _message(error: ApiException) -> str:
-    """The API's message, from the JSON body. The error format of uploads differs from
-    the format of other operations."""
+    """The error message in the API's JSON response. Uploads use a different error
+    format than other operations."""
     try:
         body = json.loads(error.body or "")
         message = body.get("message") or body["error_message"]

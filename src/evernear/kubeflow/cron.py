@@ -1,5 +1,5 @@
-"""Cron expressions in the format of Kubeflow Pipelines (robfig/cron 1.2),
-whose first field is the seconds."""
+"""Convert cron expressions to the format of Kubeflow Pipelines (robfig/cron 1.2), which
+starts with a seconds field."""
 
 import re
 from datetime import datetime
@@ -28,15 +28,15 @@ _FORMS = (
 
 
 def to_kfp(cron: str) -> str:
-    """Convert ``cron`` to KFP's format, which starts with the seconds. A Unix
-    expression of five fields gets second 0.
+    """Convert ``cron`` to KFP's format, which starts with the seconds. For a five-field
+    Unix expression, the seconds are 0.
 
-    KFP would read five fields as seconds to months,
-    and run ``0 3 * * *`` at minute 3 of every hour.
+    KFP interprets five fields as seconds to months, and would therefore run
+    ``0 3 * * *`` at minute 3 of every hour.
 
     Raises:
-        SettingsError: KFP would reject or misread the expression,
-            or the expression starts a run each second.
+        SettingsError: KFP would reject or misread the expression, or the expression
+            starts several runs per minute.
     """
     fields = cron.split()
     if not fields:
@@ -56,8 +56,8 @@ def to_kfp(cron: str) -> str:
 
 
 def _fault(cron: str) -> str:
-    """Explain why KFP does not accept six fields as a schedule. Return an empty string
-    if KFP accepts them."""
+    """Explain why ``cron`` is not a valid six-field schedule, or return an empty string
+    if ``cron`` is valid."""
     fields = cron.split()
     if len(fields) != UNIX_FIELDS + 1 or not all(map(_FIELD.fullmatch, fields)):
         return "it does not have five or six fields of digits, names and * ? , / -"
@@ -73,11 +73,12 @@ def _fault(cron: str) -> str:
 
 
 def next_run(cron: str, now: datetime) -> datetime | None:
-    """The next time after ``now`` of a schedule in KFP's format,
-    in the time zone of ``now``.
+    """The first run time of a KFP-format schedule after ``now``, in the time zone of
+    ``now``.
 
-    None for ``@every``, whose start only the server knows, and for an expression that a
-    different client has written in a different format.
+    The result is None for ``@every``, because only the server knows the start. The
+    result is also None for an expression in an unknown format, which another client may
+    have written.
     """
     try:
         return next(CronSim(_for_cronsim(cron), now))

@@ -1,5 +1,5 @@
-"""Own a TrainJob or a Job: create it, adopt an object that an earlier attempt left, and
-delete it at the end and on SIGTERM."""
+"""Manage the life cycle of a TrainJob or Job: create or adopt the object, and delete it
+at the end and on SIGTERM."""
 
 import os
 import signal
@@ -19,18 +19,20 @@ Tree = dict[str, Any]
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 START_GRACE_S = 600
-"""Seconds beyond a job's deadline in which its controller must report the end."""
+"""Seconds after a job's deadline within which the controller must report that the job
+has ended."""
 CREATION_TIMEOUT_S = 60
-"""Seconds in which the controllers must create a job's pods."""
+"""Seconds within which the controllers must create a job's pods."""
 MAX_EVENTS = 3
 
 
 @contextmanager
 def owned(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], poll_s: float) -> Generator[str]:
-    """Create ``manifest`` for the body, and delete it at the end. Yield its name.
+    """Create the object ``manifest``, yield the object's name, and delete the object
+    when the context exits.
 
-    An object that an earlier attempt left behind is adopted unless it `is_stale`.
-    A stale object is replaced.
+    An object from an earlier attempt is adopted if ``is_stale`` returns false. A stale
+    object is replaced.
 
     Raises:
         ClusterError: the cluster is unreachable or rejects the object.
@@ -63,14 +65,15 @@ def _create(cluster: Cluster, manifest: Tree, is_stale: Callable[[Tree], bool], 
 
 
 def condition(resource: Tree, kind: str) -> Tree | None:
-    """The resource's condition of this kind if it is true, otherwise None."""
+    """The resource's condition of type ``kind``, or None if the condition is not
+    true."""
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     return next((item for item in conditions if item["type"] == kind and item["status"] == "True"), None)
 
 
 def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
-    """The conditions of a job without pods,
-    and the newest warnings about its objects, in one line.
+    """Explain in one line why a job has no pods, from the job's conditions and the
+    newest warnings about the job's objects.
     """
     name, created = resource["metadata"]["name"], resource["metadata"]["creationTimestamp"]
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
@@ -88,17 +91,19 @@ def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
 
 
 def _is_about(subject: str, name: str) -> bool:
-    """Whether ``subject`` is the job, its JobSet, or one of its Jobs and pods."""
+    """Whether ``subject`` is the name of the job, its JobSet, or one of its Jobs or
+    pods."""
     return subject == name or subject.startswith(f"{name}-")
 
 
 def _text(item: Tree) -> str:
-    """The reason and message of a condition or an event, in one line."""
+    """The reason and message of a condition or event, on one line."""
     return " ".join(f"{item.get('reason')}: {item.get('message', '')}".split()).rstrip(".: ")
 
 
 def image_of(configured: str, setting: str) -> str:
-    """The image of the nodes. ``setting`` takes precedence over the pipeline's image.
+    """The image of the nodes. The configured image takes precedence over the pipeline's
+    image.
 
     Raises:
         SettingsError: neither image is known.
@@ -110,7 +115,8 @@ def image_of(configured: str, setting: str) -> str:
 
 
 def namespace_of(configured: str, setting: str, kind: str) -> str:
-    """The namespace of the job. ``setting`` takes precedence over this pod's namespace.
+    """The namespace of the job. The configured namespace takes precedence over this
+    pod's namespace.
 
     Raises:
         SettingsError: neither namespace is known.

@@ -1,5 +1,5 @@
-"""Run a pipeline on this machine: start the process, follow its events,
-and read its outcome."""
+"""Run a pipeline on this machine: start the process, follow the events, and read the
+outcome."""
 
 import json
 import os
@@ -35,19 +35,19 @@ from evernear.settings.sources import flat
 
 POLL_S = 0.1
 PAGE_FILE = "run.html"
-"""The run page in a run's directory."""
+"""File name of the run page in a run's directory."""
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
-"""Seconds to wait for the complete log after all steps have ended, in case a process
-that they left holds it open."""
+"""Seconds to wait for the complete log after all steps have ended, because a leftover
+process may keep the log open."""
 CLEAN_UP_S = 10.0
-"""Seconds for which interrupted steps can clean up before they are killed."""
+"""Seconds that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024
-"""Minimum free disk space. Below it,
-a failed step may be unable to write its error to the event file."""
+"""Minimum free disk space. With less free space, a failed step may be unable to write
+its error to the event file."""
 STARTED_BY_VARIABLE = "_EVERNEAR_STARTED_BY"
-"""The user for whom a different process, such as the console, starts a run. The default
-is the user of this process."""
+"""Environment variable with the user for whom another process, such as the console,
+starts a run. The default is the user of this process."""
 Pipeline = Literal["continuous_training", "reindex"]
 
 
@@ -65,9 +65,9 @@ class RunResult(Frozen):
     steps_s: dict[str, float]
     wall_s: float
     page: str = ""
-    """The run page, a self-contained HTML file."""
+    """Path of the run page, a self-contained HTML file."""
     candidate: str | None = None
-    """The release that the run archived."""
+    """Version of the release that the run archived."""
     gate_settings: tuple[str, ...] = ()
     """``key=value`` settings with which the gate would have promoted a held
     candidate."""
@@ -75,7 +75,7 @@ class RunResult(Frozen):
 
 
 class RunFailedError(EvernearError):
-    """A step failed. The error has the step's message and exit code."""
+    """A step failed. The error contains the step's message and exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -91,12 +91,13 @@ def run_pipeline(
     """Run ``pipeline`` with ``settings``,
     and call ``show`` with each event as it happens.
 
-    ``command`` is the ``evernear`` command. The run page uses it for its next steps.
+    ``command`` is the ``evernear`` command. The run page uses ``command`` to show the
+    next steps.
 
     Raises:
-        BusyError: a different run uses the working directory.
+        BusyError: another run uses the working directory.
         RunFailedError: a step failed.
-        SettingsError: a path is not UTF-8, so it cannot be passed to the steps.
+        SettingsError: a path cannot be passed to the steps because it is not UTF-8.
         StoreError: the temporary directory cannot be created.
         UserInterruptError: Ctrl-C was pressed.
             The next run resumes from the checkpoints of this run.
@@ -136,8 +137,8 @@ def require_utf8(settings: Settings) -> None:
 
 
 def _temporary_directory(workdir: Path) -> Path:
-    """The TMPDIR of the steps. It is deleted after the run,
-    because kfp and killed steps leave files there."""
+    """The TMPDIR of the steps. The directory is deleted after the run, because kfp and
+    killed steps leave files there."""
     return Path(tempfile.gettempdir()) / scratch_name(workdir.resolve())
 
 
@@ -171,8 +172,8 @@ def _follow(
     show: Callable[[Event], None],
     command: RunCommand,
 ) -> tuple[list[Event], dict[str, float]]:
-    """Run the pipeline process to its end. Return the events of failed steps,
-    and the duration of each step.
+    """Run the pipeline process to completion. Return the events of failed steps, and
+    the duration of each step.
 
     Raises:
         UserInterruptError: Ctrl-C was pressed. All processes of the run have ended.
@@ -203,7 +204,7 @@ def _follow(
 
 
 def _interrupted(events: Sequence[Event]) -> str:
-    """The message about a run that was interrupted after ``events``."""
+    """The message for a run that was interrupted after ``events``."""
     started = [event.step for event in events if event.kind == "started"]
     finished = [event.step for event in events if event.kind == "finished"]
     running = " and ".join(step for step in started if step not in finished)
@@ -306,7 +307,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _descendants(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """All steps and their child processes, in any session."""
+    """All steps and their child processes, including processes in other sessions."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -320,7 +321,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def pipeline_arguments(settings: Settings) -> dict[str, object]:
-    """Convert ``settings`` to the arguments of a pipeline."""
+    """Convert ``settings`` to arguments for a pipeline."""
     sections = set(RunSettings.model_fields) - {"store", "target"}
     return {
         "store": settings.store_uri,

@@ -1,10 +1,10 @@
-"""The parameters of a run, from a user's ``key=value`` words,
-this process's settings, and the caller.
+"""Build the parameters of a run from a user's ``key=value`` words, this process's
+settings, and the caller.
 
-Keys are setting names with the form ``section.key``. A setting that is a pipeline
+Keys are setting names of the form ``section.key``. A setting that is a pipeline
 parameter (`evernear.settings.PARAMETERS`) can also be set by the parameter's name. Only
 parameters that are set are sent. The other parameters use the pipeline's defaults,
-which an upload may have pinned.
+which may have been set at upload.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from evernear.settings.sources import known_keys, require_no_secret
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
 _QUOTES = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'"})
-"""Typographic quotes, with which Slack's clients replace straight quotes."""
+"""Maps the typographic quotes that Slack's clients insert to straight quotes."""
 _TYPES = {
     "STRING": "text",
     "NUMBER_INTEGER": "a whole number",
@@ -34,11 +34,12 @@ _TYPES = {
 
 
 def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, Any]:
-    """The run arguments that ``settings`` sets,
-    for the parameters that the pipeline knows (``known``).
+    """The run arguments that ``settings`` sets, limited to the pipeline's parameters
+    (``known``).
 
-    The store is always sent, because the caller reads the outcome there. The ``local``
-    target is not sent, because it means this machine and not the cluster.
+    The store is always sent, because the caller reads the outcome from the store. The
+    ``local`` target is not sent, because ``local`` refers to this machine, not the
+    cluster.
     """
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
     tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True) | {
@@ -61,7 +62,7 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
 def from_words(
     words: Sequence[str], known: Sequence[Parameter], allowed: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The run arguments that ``key=value`` words set.
+    """Convert ``key=value`` words to run arguments.
 
     Raises:
         SettingsError: a key is unknown or not among ``allowed``, or a value has the
@@ -90,7 +91,7 @@ def split_words(text: str) -> list[str]:
     """Split a typed line into words as a shell does.
 
     Raises:
-        SettingsError: a quote is not closed.
+        SettingsError: a quote is not closed, or the line ends with a backslash.
     """
     try:
         return shlex.split(text.translate(_QUOTES))
@@ -99,8 +100,8 @@ def split_words(text: str) -> list[str]:
 
 
 def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``arguments``. Later arguments override earlier ones.
-    JSON objects are merged key by key."""
+    """Merge ``arguments``. Later arguments override earlier arguments. JSON objects are
+    merged key by key."""
     combined: dict[str, Any] = {}
     for mapping in arguments:
         merge(combined, mapping)
@@ -108,8 +109,8 @@ def combine(*arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def caller() -> str:
-    """The caller of this process: a GitHub Actions workflow and its actor,
-    or user and host."""
+    """The caller of this process: a GitHub Actions workflow and its actor, or a user
+    and host."""
     if os.environ.get("GITHUB_ACTIONS") == "true":
         environment = {name: os.environ.get(f"GITHUB_{name}", "") for name in ("EVENT_NAME", "SHA", "ACTOR", "RUN_ID")}
         return (
@@ -120,11 +121,11 @@ def caller() -> str:
 
 
 def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Validate the ``settings`` argument, if present,
-    and return it with values of the settings' types.
+    """Validate the ``settings`` argument, if present, and convert the values to the
+    settings' types.
 
-    A setting may be valid only in combination with other settings, so all settings are
-    validated together, on top of the pipeline's defaults.
+    All settings are validated together with the pipeline's defaults, because the
+    validity of one setting may depend on other settings.
     """
     defaults = {name: by_name[name].default for name in ("preset", "settings") if name in by_name}
     combined = combine(defaults, arguments)
@@ -139,7 +140,7 @@ def _validate_settings(arguments: Mapping[str, Any], by_name: Mapping[str, Param
 
 
 def _selected(settings: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of ``settings`` whose sections and keys also occur in ``keys``."""
+    """The part of ``settings`` with the sections and keys that occur in ``keys``."""
     return {
         name: {key: settings[name][key] for key in value} if isinstance(value, Mapping) else settings[name]
         for name, value in keys.items()

@@ -29,7 +29,7 @@ class Uploaded(Frozen):
     version: str
     pipeline_version_id: str
     new: bool
-    """False if the same version already existed."""
+    """Whether the upload created this version."""
 
 
 class Schedule(Frozen):
@@ -39,12 +39,12 @@ class Schedule(Frozen):
     pipeline: str
     pipeline_version_id: str
     cron: str
-    """Six fields, with the seconds first."""
+    """The cron expression in KFP's format, with the seconds first."""
     state: Literal["enabled", "disabled"]
     created: datetime
     next_run: datetime | None
-    """The next start if the server's time zone is UTC, or None if the schedule is
-    disabled or the time is unknown, as for ``@every``."""
+    """The next start, assuming that the server's time zone is UTC. The value is None if
+    the schedule is disabled or the time is unknown, as for ``@every``."""
 
 
 class Publisher:
@@ -90,13 +90,13 @@ class Publisher:
         return _uploaded(pipeline, existing, new=False)
 
     def schedule(self, pipeline: str, cron: str, parameters: Mapping[str, Any]) -> Schedule:
-        """Run the newest version of ``pipeline`` on the schedule ``cron``, which
-        replaces any previous schedule.
+        """Schedule the newest version of ``pipeline`` with ``cron``, and replace any
+        previous schedule.
 
         KFP cannot update a recurring run, so a new recurring run is created. The old
-        recurring run is disabled first, so that a start that is due between the two
-        calls is skipped and not doubled. If KFP rejects the new recurring run, the old
-        one is enabled again.
+        recurring run is disabled before the new recurring run is created, so that a
+        start due in between is skipped rather than duplicated. If KFP rejects the new
+        recurring run, the old recurring run is enabled again.
 
         Raises:
             SettingsError: the schedule is not valid,
@@ -134,8 +134,8 @@ class Publisher:
         return _schedule(created)
 
     def unschedule(self, pipeline: str) -> int:
-        """Delete the schedules of ``pipeline`` and return their number.
-        Active runs continue.
+        """Delete the schedules of ``pipeline``, and return the number of deleted
+        schedules. Active runs continue.
         """
         existing = self._recurring_runs(pipeline)
         self._delete(existing)
@@ -217,8 +217,8 @@ def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _normalize(spec: Mapping[str, Any], platform: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """Parse the specs into protocol buffers,
-    because the server reformats numbers and removes empty fields."""
+    """Convert the specs to protocol buffers for comparison, because the server
+    reformats numbers and removes empty fields."""
     return (
         json_format.ParseDict(dict(spec), PipelineSpec()),
         json_format.ParseDict(dict(platform or {}), PlatformSpec()),

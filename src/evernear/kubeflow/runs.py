@@ -15,7 +15,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "LIST": (list, tuple),
     "STRUCT": (dict,),
 }
-"""The Python types of a parameter's values, keyed by the parameter's KFP type."""
+"""The Python types of parameter values, keyed by KFP type."""
 
 
 class State(StrEnum):
@@ -50,7 +50,7 @@ class Run(Frozen):
     """One run of a pipeline."""
 
     id: str
-    """KFP's run ID. It also names the run's record in the store (see
+    """KFP's run ID, which is also the name of the run's record in the store (see
     `evernear.common.run_record`)."""
     name: str
     pipeline: str
@@ -60,13 +60,14 @@ class Run(Frozen):
     ended: AwareDatetime | None = None
     parameters: dict[str, Any] = {}
     key: str = ""
-    """The idempotency key of the start."""
+    """The idempotency key with which the run was started."""
     error: str = ""
     url: str = ""
-    """The run's page in the KFP UI, or an empty string if the URL of the UI is
+    """The URL of the run's page in the KFP UI, or an empty string if the UI's URL is
     unknown."""
     steps: tuple[KfpStep, ...] = ()
-    """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets them."""
+    """Steps in start order. Only `evernear.kubeflow.client.KfpRuns.show` sets the
+    steps."""
 
 
 class Parameter(Frozen):
@@ -79,7 +80,7 @@ class Parameter(Frozen):
     default: Any = None
     description: str = ""
     required: bool = False
-    """Whether a run must set the parameter because it has no default."""
+    """Whether each run must set the parameter because the parameter has no default."""
 
     def accepts(self, value: object) -> bool:
         """Whether ``value`` has the type of the parameter."""

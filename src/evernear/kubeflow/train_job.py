@@ -1,10 +1,11 @@
-"""Train on several nodes: create a Kubeflow Trainer TrainJob, follow it, and delete it.
+"""Train on several nodes by creating, following and deleting a Kubeflow Trainer
+TrainJob.
 
 The TrainJob refers to a TrainingRuntime (``deploy/components/multi-node-training``),
-which defines everything about the pods except the image and command. Input, progress
-and result pass through the object store (`evernear.embedding.node`), so this process
-needs no access to pods. It only needs permission to create, read and delete TrainJobs,
-and to list events.
+which defines the pods except for the image and command. Input, progress and result pass
+through the object store (`evernear.embedding.node`), so this process needs no access to
+pods. This process needs permission only to create, read and delete TrainJobs and to
+list events.
 """
 
 import time
@@ -49,15 +50,15 @@ def run_train_job(
     """Train with ``settings`` on ``settings.nodes`` nodes.
     The result is the last checkpoint in the store.
 
-    A TrainJob that an earlier attempt of the same ``run`` left behind is adopted if it
-    is still running, and replaced if it failed. ``report`` receives the state of the
-    nodes, and ``on_epoch`` receives each finished epoch.
+    A TrainJob from an earlier attempt of the same ``run`` is replaced if it failed, and
+    adopted otherwise. ``report`` is called with the state of the nodes. ``on_epoch`` is
+    called with each finished epoch.
 
     Raises:
         TrainingError: the TrainJob failed, disappeared or exceeded its deadline, or
             its resources cannot be created.
         ClusterError: the cluster is unreachable or rejects the TrainJob.
-        SettingsError: no namespace or no image is known.
+        SettingsError: the namespace or the image is unknown.
     """
     record = RunRecord(open_store(chosen.store_uri), run)
     task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, settings=settings)
@@ -78,13 +79,14 @@ def run_train_job(
 
 
 def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
-    """The manifest of the TrainJob of ``run``.
+    """The TrainJob manifest for the run ``run``.
 
     The name is an RFC 1035 label of at most 63 characters, as the
-    CustomResourceDefinition requires. The pods' names need some of these characters.
+    CustomResourceDefinition requires. The name leaves some of these characters for the
+    suffixes of the pod names.
 
     Raises:
-        SettingsError: no image is known.
+        SettingsError: the image is unknown.
     """
     trainer: Tree = {
         "image": image_of(chosen.train_job.image, "train_job.image"),
@@ -158,16 +160,16 @@ def _follow(
 
 
 def _has_jobs(resource: Tree) -> bool:
-    """Whether a Job exists that has pods, has ended, or is suspended,
-    for example by a queue."""
+    """Whether at least one Job has pods, has ended, or is suspended, for example by a
+    queue."""
     counts = ("ready", "succeeded", "failed", "active", "suspended")
     suspended = condition(resource, "Suspended") is not None
     return suspended or any(job.get(count) for job in _jobs(resource) for count in counts)
 
 
 def _nodes_ready(resource: Tree, nodes: int) -> str:
-    """The state in words. ``jobsStatus`` counts Jobs,
-    and a Job is ready when all of its nodes are ready."""
+    """Describe how many nodes are ready. ``jobsStatus`` counts Jobs. A Job is ready
+    when all nodes of the Job are ready."""
     jobs = _jobs(resource)
     is_ready = bool(jobs) and all(job["ready"] or job["succeeded"] for job in jobs)
     return f"{nodes} of {nodes} nodes ready" if is_ready else f"waiting until all {nodes} nodes are ready"
@@ -178,8 +180,7 @@ def _jobs(resource: Tree) -> list[Tree]:
 
 
 def _nothing_created(cluster: Cluster, resource: Tree) -> str:
-    """The conditions of a TrainJob without pods, the newest warnings about its objects,
-    and further places to look."""
+    """Explain why a TrainJob has no pods, and suggest where to look further."""
     name, runtime = resource["metadata"]["name"], resource["spec"]["runtimeRef"]["name"]
     return (
         f"The pods of the TrainJob {name} were not created within {CREATION_TIMEOUT_S} s: "
@@ -189,7 +190,7 @@ def _nothing_created(cluster: Cluster, resource: Tree) -> str:
 
 
 def _cause(name: str, failed: Tree, record: RunRecord, nodes: int) -> str:
-    """One sentence with Kubernetes' reason and the last line that a node logged."""
+    """Kubernetes' reason for the failure, and the last line that a node logged."""
     lines = [NodeLog.of(record, rank).lines for rank in range(nodes)]
     last = max((log[-1] for log in lines if log), default="")  # the lines begin with their time
     message = f"The TrainJob {name} failed: {failed['reason']}: {failed['message'].rstrip('.')}."
