@@ -5,6 +5,6 @@ and embed images.
 import os
 
 # Some virtual machines advertise AMX but raise SIGILL at the first AMX instruction.
-# oneDNN uses AMX for bfloat16. The variable must be set before oneDNN is first used.
-# A value set by the user takes precedence.
+# oneDNN uses AMX for bfloat16. The variable ONEDNN_MAX_CPU_ISA must be set before
+# oneDNN is first used. A value set by the user takes precedence.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

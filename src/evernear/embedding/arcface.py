@@ -1,4 +1,5 @@
-"""ArcFace, a softmax over angles with an additive margin, and the training module."""
+"""The training module and its ArcFace head, a softmax over angles with an additive
+margin."""
 
 import math
 from collections.abc import Iterable
@@ -17,14 +18,15 @@ smoothing.
 """
 HIGHEST_SMOOTHED_PROBABILITY = 0.999
 """True-class probability that the softmax must be able to reach with label smoothing.
-The smoothed targets are well below 1, and a lower scale makes the loss less steep."""
+The smoothed targets are well below 1, so a lower scale suffices and makes the loss less
+steep."""
 MIN_CLASSES_TO_SAMPLE = 10_000
-"""Number of classes from which a training step computes logits only for a random
-sample.
+"""Minimum number of classes at which a training step computes logits for only a random
+sample of the classes.
 """
 SAMPLE_RATE = 0.1
-"""Fraction of the classes to sample. At this rate,
-Partial FC is as accurate as with all classes.
+"""Fraction of the classes to sample. At this rate, Partial FC is as accurate as
+training with all classes.
 """
 
 
@@ -32,15 +34,15 @@ class ArcFace(nn.Module):
     r"""Additive angular margin logits (Deng et al. 2019, "ArcFace",
     arXiv:1801.07698, equation 3).
 
-    With :math:`\theta_j` the angle between an embedding and the center of class j, the
-    logit of the true class is :math:`s \cos(\theta_y + m)` and every other logit is
-    :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the cosine would rise
-    again. The logit there is :math:`s (\cos \theta_y - m \sin m)`, as in the authors'
-    code, so that it still decreases as the angle grows.
+    Let :math:`\theta_j` be the angle between an embedding and the center of class j.
+    The logit of the true class is :math:`s \cos(\theta_y + m)`, and every other logit
+    is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the cosine would rise
+    again. For these angles, the logit is :math:`s (\cos \theta_y - m \sin m)`, as in
+    the authors' code, and therefore still decreases as the angle grows.
 
-    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids the arccosine.
-    The sine is clamped to `MIN_SINE` because the gradient of a square root is infinite
-    at 0.
+    The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids computing the
+    arccosine. The sine is clamped to `MIN_SINE` because the gradient of a square root
+    is infinite at 0.
     """
 
     MIN_SINE = 1e-4
@@ -54,11 +56,11 @@ class ArcFace(nn.Module):
     def forward(
         self, embeddings: Tensor, labels: Tensor | None = None, margin: float = 0.0, sampled: Tensor | None = None
     ) -> Tensor:
-        """Logits (N, classes) of ``embeddings`` (N, D).
+        """Compute the logits (N, classes) for ``embeddings`` (N, D).
 
-        If ``labels`` (N,) are passed, ``margin`` (radians) applies. With ``sampled``
-        (S,), only the logits (N, S) of the sampled classes are computed, and ``labels``
-        are indices into ``sampled``.
+        The ``margin`` in radians applies only if ``labels`` (N,) are passed. With
+        ``sampled`` (S,), only the logits (N, S) of the sampled classes are computed,
+        and ``labels`` are indices into ``sampled``.
         """
         centers = self.centers if sampled is None else self.centers[sampled]
         cosine = F.linear(F.normalize(embeddings), F.normalize(centers))
@@ -76,9 +78,10 @@ def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
     """The smallest scale at which a softmax over ``classes`` classes can assign the
     true class a probability near 1.
 
-    The scale is the lower bound of Wang et al. 2018, "CosFace", arXiv:1801.09414,
-    equation 6, for `HIGHEST_PROBABILITY`, or `HIGHEST_SMOOTHED_PROBABILITY` with label
-    smoothing. A larger scale only sharpens the loss of hard images.
+    The scale is the lower bound from Wang et al. 2018, "CosFace", arXiv:1801.09414,
+    equation 6, for the probability `HIGHEST_PROBABILITY`, or
+    `HIGHEST_SMOOTHED_PROBABILITY` with label smoothing. A larger scale only sharpens
+    the loss for hard images.
     """
     highest = HIGHEST_SMOOTHED_PROBABILITY if label_smoothing else HIGHEST_PROBABILITY
     odds = highest / (1 - highest)
@@ -86,17 +89,18 @@ def choose_scale(classes: int, label_smoothing: float = 0.0) -> float:
 
 
 def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Sample the classes of a training step.
+    """Sample the classes for a training step.
 
     Return the sampled classes and the positions of ``labels`` (N,) in the sample.
     ``batch_labels`` are the labels of the whole batch. ``labels`` may be the part of
     the batch that one process trains on.
 
-    With `MIN_CLASSES_TO_SAMPLE` classes or more, the sample consists of the classes of
-    the batch and `SAMPLE_RATE` of all classes, drawn at random (An et al. 2022,
-    "Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
-    CNNs by Partial FC", arXiv:2203.15565). The network then dominates the step time.
-    With fewer classes, the sample is None, which means all classes.
+    With at least `MIN_CLASSES_TO_SAMPLE` classes, the sample consists of the batch's
+    classes and a random fraction `SAMPLE_RATE` of all classes (An et al. 2022, "Killing
+    Two Birds with One Stone: Efficient and Robust Training of Face Recognition CNNs by
+    Partial FC", arXiv:2203.15565). With sampling, the network rather than the head
+    dominates the step time. With fewer classes, the sample is None, which means all
+    classes.
     """
     if classes < MIN_CLASSES_TO_SAMPLE:
         return None, labels
@@ -106,8 +110,8 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per ensemble member. `choose_scale`
-    replaces a ``train.scale`` of 0.
+    """The embedding network and one ArcFace head per ensemble member. If
+    ``train.scale`` is 0, `choose_scale` determines the scale.
 
     Only the network runs in mixed precision.
     """
@@ -120,8 +124,8 @@ class TrainingModule(nn.Module):
         precision: torch.dtype,
         network: nn.Module | None = None,
     ) -> None:
-        """Train ``network``, by default a network of ``architecture`` with random
-        weights.
+        """Train ``network`` or, by default, a new network with the architecture
+        ``architecture`` and random weights.
         """
         super().__init__()
         self.network = network or build_network(architecture)
@@ -132,7 +136,7 @@ class TrainingModule(nn.Module):
         self.precision = precision
 
     def forward(self, images: Tensor, labels: Tensor, margin: float, batch_labels: Tensor) -> Tensor:
-        """Cross-entropy of ``images`` (N, C, H, W) with ``labels`` (N,),
+        """The cross-entropy loss for ``images`` (N, C, H, W) and ``labels`` (N,),
         averaged over the members.
 
         ``batch_labels`` are the labels of the whole batch. See `sample_classes`.
@@ -145,13 +149,13 @@ class TrainingModule(nn.Module):
         return torch.stack(losses).mean()
 
     def logits(self, images: Tensor) -> Tensor:
-        """Mean of the members' logits (N, classes) of ``images`` (N, C, H, W),
-        without the margin.
+        """The mean of the members' logits (N, classes) for ``images`` (N, C, H, W),
+        computed without the margin.
         """
         return torch.stack([head(chunk) for head, chunk in self._head_inputs(images)]).mean(dim=0)
 
     def _head_inputs(self, images: Tensor) -> Iterable[tuple[nn.Module, Tensor]]:
-        """Each head with its chunk of the embeddings."""
+        """Pair each head with the corresponding chunk of the embeddings."""
         with torch.autocast(images.device.type, self.precision, enabled=self.precision != torch.float32):
             embeddings = self.network(images)
         return zip(self.heads, embeddings.chunk(len(self.heads), dim=1), strict=True)

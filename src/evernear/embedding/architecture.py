@@ -1,35 +1,36 @@
-"""The architecture that a network is built from."""
+"""The architecture from which a network is built."""
 
 from evernear.common.frozen import Frozen
 from evernear.data.preprocess import NetworkInput
 
 
 class Architecture(Frozen):
-    """Everything that is needed to build a network, except its weights."""
+    """Everything needed to build a network, except the weights."""
 
     shape: tuple[int, int, int]
-    """Height, width and channels of an image."""
+    """Height, width and number of channels of an image."""
     mean: tuple[float, ...]
     """Mean of each channel over the training images, with pixels scaled to 0..1."""
     std: tuple[float, ...]
     patch_px: int
-    """Side length, in pixels, of the patches whose pixels become channels before the
+    """Side length in pixels of the patches whose pixels become channels before the
     first convolution."""
     width: int
     """Number of output channels of the first convolution."""
     embedding_dim: int
-    """Number of dimensions of the whole embedding.
-    Each ensemble member computes an equal part of the dimensions.
+    """Number of dimensions of the whole embedding. Each ensemble member computes an
+    equal share of the dimensions.
     """
     members: int = 1
     backbone: str = "compact"
-    """A name in `evernear.embedding.network.MEMBERS`, or a timm model
-    (`evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm
+    """A name in `evernear.embedding.network.MEMBERS`, or the name of a timm model (see
+    `evernear.embedding.timm_member`). ``input`` and ``frozen`` apply only to timm
     models.
     """
     input: NetworkInput | None = None
     frozen: bool = False
-    """Whether only an affine map of the backbone's features was fitted or trained."""
+    """Whether only an affine map of the backbone's features was fitted or trained, and
+    not the backbone."""
     pretrained: bool = False
     """Whether training started from a pretrained backbone and an affine map of its
     features.

@@ -1,7 +1,7 @@
 """timm backbones (https://github.com/huggingface/pytorch-image-models) and their
 pretrained weights.
 
-Only training imports timm: a release contains the network as TorchScript.
+Only training imports timm, because a release contains the network as TorchScript.
 """
 
 import re
@@ -30,13 +30,13 @@ DEFAULT_PRETRAINED = "resnet18"
 widely available, and fast on a CPU.
 """
 PRIOR_IMAGES = 0.1
-"""Shrinkage of the frozen features' covariance toward equal variances, in images per
-dimension."""
+"""How strongly the covariance of frozen features is shrunk toward equal variances, in
+images per dimension."""
 MIN_GAIN = 0.4
 """Weight of directions in which the classes do not differ. Classes that are added later
 may differ in these directions."""
 VARIANCE_RTOL = 1e-9
-"""Relative size of a variance below which the variance is a rounding error."""
+"""Relative size below which a variance is considered a rounding error."""
 _EVERNEAR_PREFIX = "members.0.backbone."
 REASON_MAX_CHARACTERS = 200
 
@@ -76,11 +76,11 @@ def choose_backbone(settings: TrainSettings) -> str:
 
 
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
-    """The crop and resize of images of ``shape`` for a timm model.
+    """How images of shape ``shape`` are cropped and resized for a timm model.
 
     Return None if the model takes the images unchanged. A pretrained model gets the
-    size, crop and interpolation of its pretraining. A model with a fixed input size,
-    such as a vision transformer, gets a square.
+    size, crop and interpolation used in pretraining. A model with a fixed input size,
+    such as a vision transformer, gets square images.
     """
     config = _data_config(name)
     if not settings.weights and not settings.backbone_size_px:
@@ -102,7 +102,7 @@ def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings
 def pretrained_mean_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel in pretraining.
 
-    For gray images, both are averaged over the colors.
+    For gray images, both values are averaged over the color channels.
     """
     config = _data_config(name)
     mean, std = (tuple(float(value) for value in config[key]) for key in ("mean", "std"))
@@ -157,23 +157,24 @@ def discriminant(counts: Floats, sums: Floats, products: Floats) -> tuple[Floats
     """The mean (D,) and the matrix (D,
     D) that whiten features and emphasize class differences.
 
-    Features of a pretrained network vary most in the directions in which the original
-    classes of the network differ. As in linear discriminant analysis (Fukunaga 1990,
+    Features of a pretrained network vary most in the directions in which the network's
+    original classes differ. As in linear discriminant analysis (Fukunaga 1990,
     "Introduction to Statistical Pattern Recognition", section 10.2), the features are
-    divided by their standard deviation within classes. Let v be the variance of the
-    class means in one direction after this division, and u the error of the means in v.
-    The direction is multiplied by 1 - u / v, but by at least `MIN_GAIN`. Images are
-    often fewer than features, so the covariance is shrunk as if `PRIOR_IMAGES` images
-    per dimension varied equally in all directions.
+    divided by the within-class standard deviation. Let v be the variance of the class
+    means in one direction after this division, and let u be the part of v that is due
+    to sampling error. The direction is multiplied by 1 - u / v or by `MIN_GAIN`,
+    whichever is larger. Because there are often fewer images than features, the
+    covariance is shrunk as if `PRIOR_IMAGES` images per dimension varied equally in all
+    directions.
 
     Args:
-        counts: (C,), the number of images of each class.
-        sums: (C, D), the sum of the features of each class.
-        products: (D, D), the sum of the outer products of all features.
+        counts: The number of images in each class, as an array (C,).
+        sums: The sum of the features in each class, as an array (C, D).
+        products: The sum of all features' outer products, as an array (D, D).
 
     Returns:
         The mean and the matrix. The matrix is the identity if all images of each class
-        have the same features, or if each class has one image.
+        have the same features, or if each class has only one image.
     """
     means, dim = sums / counts[:, None], len(products)
     mean, within = means.mean(axis=0), products - sums.T @ means

@@ -13,12 +13,13 @@ from evernear.embedding import distributed
 
 
 class GlobalBatchNorm(TorchFunctionMode):
-    """A context in which `batch_norm` uses the mean and variance over all processes.
+    """A context manager that makes `batch_norm` use the mean and variance over all
+    processes.
 
     The context replaces `torch.nn.functional.batch_norm`. `torch.nn.SyncBatchNorm`
-    supports GPUs only. It also replaces layers, and timm's normalization layers would
-    lose their activation. With a single process, results do not change, but each
-    function call is intercepted.
+    supports GPUs only. `SyncBatchNorm` also replaces layers, so timm's normalization
+    layers would lose their activation. With a single process, results do not change,
+    but each function call is intercepted.
     """
 
     def __torch_function__(
@@ -40,8 +41,8 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` of ``values`` (N, C, ...),
-    with statistics over all processes.
+    """Apply `torch.nn.functional.batch_norm` to ``values`` (N, C, ...) with statistics
+    over all processes.
 
     Every process must have the same number of values. The variance is the mean of the
     squared deviations, which is more accurate than the mean square minus the squared
@@ -67,8 +68,8 @@ def _batch_norm(
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """The sum of all processes' values.
-    Its gradient is the sum of all processes' gradients.
+    """The sum of all processes' values. The gradient is the sum of all processes'
+    gradients.
     """
 
     @staticmethod

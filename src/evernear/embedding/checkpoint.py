@@ -1,4 +1,4 @@
-"""The state of a training run, and its checkpoint in the store.
+"""The state of a training run, and the run's checkpoint in the store.
 
 A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of
 everything that determines the weights, so training resumes only from a checkpoint with
@@ -32,14 +32,15 @@ LIBRARIES = ("numpy", "timm", "torch")
 class TrainingState:
     """Everything that changes during training.
 
-    The best weights follow the one-standard-error rule (Breiman et al. 1984,
-    "Classification and Regression Trees", section 3.4.3), applied to epochs. They are
-    the latest weights whose gallery accuracy is within one standard error of the
-    highest. On a small gallery, the highest accuracy is partly luck. A schedule that
-    ends at a rate of zero makes later weights better. The criterion is accuracy rather
-    than loss, because the loss rises with the network's confidence in its few wrong
-    answers while the number of wrong answers still falls (Guo et al. 2017, "On
-    Calibration of Modern Neural Networks", section 3, arXiv:1706.04599).
+    The best weights are chosen by the one-standard-error rule (Breiman et al. 1984,
+    "Classification and Regression Trees", section 3.4.3), applied to epochs. The rule
+    selects the latest weights whose gallery accuracy is within one standard error of
+    the highest accuracy. On a small gallery, the highest accuracy is partly luck. A
+    schedule that ends at a learning rate of zero makes later weights better. The
+    criterion is accuracy rather than loss, because the loss can rise with the network's
+    confidence in a few wrong answers while the number of wrong answers still falls (Guo
+    et al. 2017, "On Calibration of Modern Neural Networks", section 3,
+    arXiv:1706.04599).
     """
 
     def __init__(
@@ -56,25 +57,26 @@ class TrainingState:
 
     @property
     def result(self) -> TrainingModule:
-        """The module to measure and save, which has the averaged weights if weights are
-        averaged.
+        """The module to measure and save: the averaged module if weights are averaged,
+        otherwise the trained module.
         """
         return self._module if self._average is None else cast(TrainingModule, self._average.module)
 
     def count_step(self) -> None:
-        """Add the weights after a step to the average of the weights."""
+        """Update the weight average after a training step."""
         if self._average is not None:
             self._average.update_parameters(self._module)
 
     def is_finished(self, settings: TrainSettings) -> bool:
-        """Whether all epochs are done, or the last ``patience_epochs`` brought no
-        improvement.
+        """Whether all epochs have finished, or the last ``patience_epochs`` epochs
+        brought no improvement.
         """
         completed = len(self.history)
         return completed >= settings.epochs or completed - self.best_epoch >= settings.patience_epochs
 
     def record(self, metrics: Epoch) -> None:
-        """Add a finished epoch, and copy the epoch's weights if they are the best."""
+        """Add a finished epoch, and copy the epoch's weights if they are the best
+        weights so far."""
         self.history.append(metrics)
         highest = max(self.history, key=lambda epoch: epoch.gallery_accuracy)
         if metrics.gallery_accuracy >= highest.gallery_accuracy - highest.gallery_accuracy_error:
@@ -115,7 +117,7 @@ def checkpoint_key(
     pretrained_sha256: str | None = None,
 ) -> str:
     """A hash of everything that determines the weights: data, settings, initial
-    weights, excluded labels, code.
+    weights, excluded labels and code.
     """
     inputs = {
         "format": CHECKPOINT_FORMAT,

@@ -14,11 +14,11 @@ from evernear.data.shards import Block, Dataset
 from evernear.errors import TrainingError
 
 BLOCK_SIZE_BYTES = 4 * 2**20
-"""Largest size of a validation batch's pixels."""
+"""Maximum size in bytes of a validation batch's pixels."""
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
-    """Copy images (N, H, W, C) of uint8 into a tensor (N, C, H, W),
+    """Copy uint8 images of shape (N, H, W, C) into a tensor of shape (N, C, H, W),
     channels last in memory.
     """
     return torch.from_numpy(np.array(images, order="C")).permute(0, 3, 1, 2)
@@ -30,8 +30,8 @@ class TrainingImages:
     The remaining labels are numbered from 0 as classes.
 
     Raises:
-        TrainingError: the splits have fewer than two labels or images to train on, or
-            no gallery image to validate on.
+        TrainingError: there are fewer than two labels or fewer than two training
+            images, or the gallery split has no image.
     """
 
     def __init__(self, dataset: Dataset, exclude_labels: frozenset[str]) -> None:
@@ -55,19 +55,19 @@ class TrainingImages:
         has_several = np.count_nonzero(gallery) > 1
         self.chance_accuracy = float(gallery.max() / gallery.sum()) if has_several else 1 / self.classes
         """Gallery accuracy of a network that always predicts the most frequent class.
-        If the gallery has a single class, the accuracy of a random guess.
+        If the gallery has only one class, this value is the accuracy of a random guess.
         """
 
     def batches(
         self, batch_size: int, seed: int, epoch: int, rank: int, world_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of exactly ``batch_size`` images (N, C, H,
-        W) and classes (N,), indefinitely.
+        """Indefinitely yield batches of exactly ``batch_size`` images (N, C, H, W) and
+        classes (N,).
 
         The train split is repeated, and shuffled again on each pass. A small dataset
-        therefore fills an epoch of any length, and every process gets the same number
-        of batches. Unless labels are excluded, the batches of all ranks, concatenated
-        in order, are the batch that a single process would get.
+        can therefore fill an epoch of any length. Every process gets the same number of
+        batches. Unless labels are excluded, concatenating the batches of all ranks in
+        order gives the batch that a single process would get.
         """
         pending: list[tuple[NDArray[np.uint8], NDArray[np.int64]]] = []
         shuffle_seed = int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
@@ -83,14 +83,14 @@ class TrainingImages:
                 pending = [(images[batch_size:], classes[batch_size:])]
 
     def gallery(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rank's share of the gallery split in order: images (N, C, H,
-        W) and classes (N,).
+        """Yield the rank's share of the gallery split in order, as images (N, C, H, W)
+        and classes (N,).
         """
         return self.in_order("gallery", rank, world_size)
 
     def in_order(self, split: Split, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the rank's share of a split in order: images (N, C, H,
-        W) and classes (N,).
+        """Yield the rank's share of a split in order, as images (N, C, H, W) and
+        classes (N,).
         """
         block_size = max(1, BLOCK_SIZE_BYTES // int(np.prod(self._dataset.shape)))
         share = math.ceil(self._dataset.count(split) / world_size)

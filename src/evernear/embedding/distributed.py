@@ -1,9 +1,9 @@
 """Run a function in several processes that communicate through `torch.distributed`.
 
-`torchrun` starts processes in the same way and also restarts them. With several nodes,
-a JobSet restarts the processes. This module does not use `torchrun`, whose agent starts
-each process in a new session. Neither Ctrl-C nor a signal to the process group would
-reach these processes.
+`torchrun` starts processes in the same way and also restarts failed processes. With
+several nodes, a JobSet restarts the processes. This module does not use `torchrun`,
+because torchrun's agent starts each process in a new session. Neither Ctrl-C nor a
+signal to the process group would reach a process in a new session.
 """
 
 import multiprocessing
@@ -33,8 +33,8 @@ Value = TypeVar("Value")
 POLL_S = 0.1
 LOOPBACK = "127.0.0.1"
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""Time for the processes of all nodes to join. The nodes' pods may start one after the
-other."""
+"""Time limit for the processes of all nodes to join the process group. The nodes' pods
+may start one after another."""
 
 
 class ProcessFailedError(TrainingError):
@@ -43,7 +43,8 @@ class ProcessFailedError(TrainingError):
 
 @dataclass(frozen=True)
 class Node:
-    """This node of a training run, and the rendezvous of all nodes."""
+    """This node's position in a training run, and the rendezvous address of all
+    nodes."""
 
     rank: int = 0
     count: int = 1
@@ -86,9 +87,9 @@ def run_processes(
     which join the process group of all nodes.
 
     Each object that a process passes to ``send`` is passed to ``on_message`` in the
-    calling process. ``function`` and the objects must be picklable. No process outlives
-    this call or the calling process. If ``processes`` is 1, ``function`` runs in the
-    calling process.
+    calling process. ``function`` and the sent objects must be picklable. No process
+    outlives this call or the calling process. If ``processes`` is 1, ``function`` runs
+    in the calling process.
 
     Raises:
         EvernearError: a process raised this error. The other processes are killed.
@@ -164,7 +165,7 @@ def all_gather(values: Tensor) -> Tensor:
 
 
 def broadcast_from_rank_0(value: Value) -> Value:
-    """Return the ``value`` of rank 0 in every process."""
+    """Return rank 0's ``value`` in every process."""
     if not dist.is_initialized():
         return value
     objects = [value]
@@ -200,7 +201,8 @@ def _run_process(
 
 @contextmanager
 def _process_group(backend: str, node: Node, rank: int, processes: int) -> Generator[None]:
-    """Run as process ``rank`` of the ``processes`` on this node."""
+    """Join the process group as process ``rank`` of the ``processes`` processes on this
+    node."""
     rendezvous = TCPStore(node.address, node.port, is_master=False, timeout=RENDEZVOUS_TIMEOUT)
     dist.init_process_group(
         backend, store=rendezvous, rank=node.rank * processes + rank, world_size=node.count * processes

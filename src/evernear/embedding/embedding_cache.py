@@ -5,12 +5,13 @@
     embeddings/<identity of the network>/<digest of a shard's first image>.npy
     embeddings/<identity of a frozen backbone>/[<view>/]<digest of a shard's first image>.npy
 
-For a frozen network, the cache has the features of its backbone, which every head
-reads. See `evernear.embedding.features`. Each shard of a dataset has one object. A
-shard grows at its end, so the first embedded image identifies the shard in later
-snapshots. If that image is removed from the dataset, the shard is embedded again.
-Within an object, images are looked up by digest rather than by position. Labels are not
-cached, because they belong to the dataset and may be corrected.
+For a frozen network, the cache contains the backbone's features, which all heads on the
+backbone share. See `evernear.embedding.features`. The cache contains one object for
+each shard of a dataset. New images are appended to a shard, so the first embedded image
+identifies the shard in later snapshots. If the first image is removed from the dataset,
+the shard is embedded again. Within an object, images are looked up by digest rather
+than by position. Labels are not cached, because they belong to the dataset and may be
+corrected.
 """  # noqa: W505
 
 from collections.abc import Generator
@@ -28,8 +29,9 @@ from evernear.errors import IntegrityError
 
 EMBEDDINGS_PREFIX = "embeddings/"
 MAX_BYTES = 16 * 2**30
-"""Largest size of the cached vectors of one network or view, enough for 3 million
-images with 1,280 features. The vectors of further shards are computed in each run.
+"""Maximum size of the cached vectors for one network or view, enough for 3 million
+images with 1,280 features. The vectors of shards that exceed this limit are computed
+again in each run.
 """
 Rows = NDArray[np.void]
 Vectors = NDArray[np.float32]
@@ -50,7 +52,7 @@ class EmbeddingCache:
         """Open the shard whose first image has ``first_digest`` (32,).
 
         The body of the ``with`` statement appends the shard's ``count`` embeddings. On
-        exit, the object is replaced if any embedding is new.
+        exit, the cached object is replaced if any embedding is new.
 
         Raises:
             IntegrityError: the cached object is damaged.
@@ -73,7 +75,8 @@ class EmbeddingCache:
                 self._put(key, path)
 
     def _put(self, key: str, path: Path) -> None:
-        """Store an object, unless the cache would exceed `MAX_BYTES`."""
+        """Store the file ``path`` as an object, unless the cache would exceed
+        `MAX_BYTES`."""
         sizes = self._sizes | {key: path.stat().st_size}
         if self._store is not None and sum(sizes.values()) <= MAX_BYTES:
             self._store.put(key, path)
@@ -90,8 +93,8 @@ class EmbeddingCache:
 
 
 class CachedShard:
-    """The embeddings of one shard: the cached embeddings,
-    and a file for all of the shard's embeddings.
+    """The cached embeddings of one shard, and a file to which all of the shard's
+    embeddings are written.
     """
 
     def __init__(self, cached: Rows, file: BinaryIO | None = None) -> None:
@@ -106,8 +109,8 @@ class CachedShard:
         """Look up embeddings by image ``digests`` (N, 32).
 
         Returns:
-            Embeddings (N, D), zero where not cached,
-            and a mask (N,) of the cached embeddings.
+            Embeddings (N, D), which are zero if not cached, and a mask (N,) that is
+            true for cached embeddings.
         """
         vectors = np.zeros((len(digests), self._cached["embedding"].shape[1]), np.float32)
         queries = _as_bytes(digests)
@@ -118,7 +121,8 @@ class CachedShard:
         return vectors, is_cached
 
     def append(self, vectors: Vectors, digests: NDArray[np.uint8], new: int) -> None:
-        """Append the next embeddings of the shard, of which ``new`` were not cached."""
+        """Append the shard's next embeddings. ``new`` is the number of embeddings that
+        were not cached."""
         self.new += new
         if self._file is not None:
             rows = np.empty(len(digests), self._cached.dtype)
@@ -127,7 +131,7 @@ class CachedShard:
 
 
 def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
-    """The image digests (N,) in the cached object ``key``, fetched to ``path``.
+    """The image digests (N,) in the file ``path``, a copy of the cached object ``key``.
 
     Raises:
         IntegrityError: the object does not contain embeddings.
@@ -139,7 +143,7 @@ def cached_digests(path: Path, key: str) -> NDArray[np.bytes_]:
 
 
 def _as_bytes(digests: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    """Digests (N, 32) as N byte strings. NumPy ignores trailing zeros,
-    which is harmless at equal lengths.
+    """Convert digests (N, 32) to N byte strings. NumPy ignores trailing zeros, which is
+    harmless because all digests have the same length.
     """
     return np.ascontiguousarray(digests).view("S32").ravel()

@@ -1,4 +1,4 @@
-"""Embeddings, which consist of a description and of objects in a store.
+"""Embeddings, which are stored as a description file and objects in a store.
 
 This module does not import torch, so building an index does not import torch either.
 """
@@ -23,7 +23,7 @@ from evernear.errors import IntegrityError, MissingObjectError
 
 DESCRIPTION_FILE = "embeddings.json"
 BLOCK_SIZE = 8_192
-"""Number of embeddings in a block, 4.5 MB at 128 dimensions."""
+"""Maximum number of embeddings in a block (4.5 MB at 128 dimensions)."""
 _FETCHES_IN_FLIGHT = 4
 
 
@@ -40,8 +40,8 @@ class EmbeddingShard(Frozen):
 
 
 class EmbeddingsDescription(Frozen):
-    """`DESCRIPTION_FILE`: the network and the dataset of the embeddings,
-    and their shards.
+    """The content of `DESCRIPTION_FILE`: the network, dataset and shards of the
+    embeddings.
     """
 
     remedy = "run the embed step again"
@@ -50,8 +50,8 @@ class EmbeddingsDescription(Frozen):
     dataset_digest: str
     dim: int
     store_uri: str = ""
-    """The store that has the shards,
-    or empty if the shards are beside the description.
+    """URI of the store that contains the shards, or an empty string if the shards are
+    beside the description.
     """
     shards: tuple[EmbeddingShard, ...]
 
@@ -66,15 +66,15 @@ class EmbeddingsDescription(Frozen):
         return sum(shard.count for shard in self.shards)
 
     def summary(self) -> str:
-        """The numbers of computed and reused embeddings."""
+        """Describe the numbers of computed and reused embeddings."""
         computed = quantity(self.count - self.reused, "embedding")
         return f"{computed} of {self.dim} dimensions computed, {self.reused:,} reused"
 
 
 @dataclass(frozen=True)
 class EmbeddingBlock:
-    """Unit-length embeddings (N, D) of float32,
-    label indices (N,) and image digests (N, 32).
+    """Unit-length float32 embeddings (N, D), label indices (N,) and image digests (N,
+    32).
     """
 
     embeddings: NDArray[np.float32]
@@ -83,7 +83,7 @@ class EmbeddingBlock:
 
 
 class Embeddings:
-    """The embeddings that the embed step wrote, verified and read in blocks."""
+    """Verifies the embeddings that the embed step wrote, and reads them in blocks."""
 
     def __init__(self, description: EmbeddingsDescription, files: dict[str, Path]) -> None:
         self.description = description
@@ -98,8 +98,8 @@ class Embeddings:
         Embeddings in a bucket are copied to this machine.
 
         Raises:
-            IntegrityError: the description is missing or invalid,
-                or a shard is missing or changed.
+            IntegrityError: the description is missing or invalid, or a shard is missing
+                or has changed.
         """
         description = EmbeddingsDescription.load(directory / DESCRIPTION_FILE)
         store = open_store(description.store_uri) if description.store_uri else FileStore(directory)

@@ -1,5 +1,5 @@
-"""The initial network of a training run, and the frozen network,
-which is not trained at all.
+"""Create the initial network of a training run, or a frozen network whose backbone is
+not trained.
 """
 
 import math
@@ -23,16 +23,17 @@ if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.timm_member import TimmMember
 
 MAX_IMAGES_OF_START = 20_000
-"""Largest number of images for which the training of a pretrained network starts from a
-trained head. With more images, one pass over them takes too long on a CPU, and a random
-last layer learns fast enough."""
+"""Maximum number of images for which training of a pretrained network starts from a
+trained head. With more images, one pass over all images takes too long on a CPU, and a
+random last layer learns fast enough."""
 
 
 def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
-    """The architecture for ``dataset``, with the preprocessing of pretrained weights if
-    ``train.weights`` is set.
+    """Choose the architecture for ``dataset``. If ``train.weights`` is set, the
+    architecture includes the preprocessing of the pretrained weights.
 
-    The standard deviation has a lower bound because a channel may have no contrast.
+    Each channel's standard deviation has a lower bound, because the channel may have no
+    contrast.
 
     Raises:
         TrainingError: ``train.backbone`` is unknown or does not fit the other settings.
@@ -52,7 +53,7 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
 
 
 def _embedding_dim(settings: TrainSettings) -> int:
-    """``train.embedding_dim``, or the default rounded up to a multiple of the
+    """``train.embedding_dim``, or the default rounded up to a multiple of the number of
     members.
     """
     default = 256 if settings.weights else 128
@@ -85,10 +86,10 @@ def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
 def initialize(
     network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings, dataset: Dataset
 ) -> str | None:
-    """Load the pretrained weights of ``settings`` into ``network``,
-    and return their file's sha256.
+    """Load the pretrained weights of ``settings`` into ``network``, and return the
+    sha256 of the weights file.
 
-    The store of ``dataset`` may have a copy of the weights. See
+    The dataset's store may contain a copy of the weights. See
     `evernear.embedding.weights`.
 
     Raises:
@@ -109,7 +110,7 @@ def initialize(
 class Pretrained(NamedTuple):
     """A pretrained network whose backbone does not change.
 
-    The last layer, an affine map of the features, has yet to be fitted.
+    The last layer, an affine map of the features, is not fitted yet.
     """
 
     network: EmbeddingNetwork
@@ -126,11 +127,11 @@ class Pretrained(NamedTuple):
 def open_pretrained(
     dataset: Dataset, settings: TrainSettings, store: Store | None = None, on_images: OnImages | None = None
 ) -> Pretrained:
-    """Load the pretrained network of ``settings``. With a ``store``,
-    features are cached there.
+    """Load the pretrained network that ``settings`` select. If ``store`` is given, the
+    features are cached in the store.
 
     Raises:
-        TrainingError: as `choose_architecture` and `initialize`.
+        TrainingError: as for `choose_architecture` and `initialize`.
         StoreError: the weights cannot be fetched.
     """
     from evernear.embedding.features import FrozenFeatures
@@ -152,8 +153,9 @@ def fit_last_layer(
     """Fit the last layer to the train split.
 
     The last layer is a trained head if `evernear.embedding.head.compare` accepts the
-    head. Otherwise, or with ``settings.frozen``, it is whitening. Return the head, even
-    if it is not used, or None if no head was trained.
+    head. Otherwise, or if ``settings.frozen`` is set, the last layer is a whitening.
+    Return the trained head, even if the head is not used, or None if no head was
+    trained.
     """
     from evernear.embedding.head import train_head, whitening_for
 
@@ -178,11 +180,11 @@ def freeze(
     """Write a network with a frozen backbone to ``out_dir``,
     in the format of a trained network.
 
-    With a ``store``, the features of all splits are computed and cached there,
-    so that later steps only read them.
+    If ``store`` is given, the features of all splits are computed and cached in the
+    store, so that later steps only read the features.
 
     Raises:
-        TrainingError: as `open_pretrained`, or there are too few images.
+        TrainingError: as for `open_pretrained`, or there are too few images.
         StoreError: the weights cannot be fetched or ``out_dir`` cannot be written.
     """
     from evernear.embedding.timm_member import whitening_of

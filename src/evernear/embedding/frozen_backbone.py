@@ -1,8 +1,8 @@
 """A network that consists of a frozen backbone and a head on the backbone's features.
 
-The features depend only on the pretrained weights. The backbone and the head are
-separate modules of the exported TorchScript file, so features of earlier runs serve
-every head on the same backbone.
+The features do not depend on the head. The backbone and the head are separate modules
+of the exported TorchScript file, so every head on the same backbone can reuse the
+features of earlier runs.
 """
 
 from typing import cast
@@ -18,8 +18,8 @@ from evernear.embedding.timm_member import TimmMember, whitening_of
 
 
 class FrozenBackbone(nn.Module):
-    """Maps images (N, C, H, W), uint8 or float in 0..255, to the features (N,
-    F) of a pretrained backbone.
+    """Maps images (N, C, H, W) with uint8 or float values in 0..255 to a pretrained
+    backbone's features (N, F).
     """
 
     def __init__(self, network: EmbeddingNetwork) -> None:
@@ -34,8 +34,8 @@ class FrozenBackbone(nn.Module):
         self.max_batch_size = network.max_batch_size
 
     def forward(self, images: Tensor) -> Tensor:
-        """The features (N, F) of ``images``.
-        A large batch is split so that memory is bounded.
+        """The features (N, F) of ``images``. A large batch is split to limit memory
+        use.
         """
         return torch.cat([self.features(part) for part in images.split(self.max_batch_size)])
 
@@ -47,7 +47,7 @@ class FrozenBackbone(nn.Module):
 
 
 class FrozenHead(nn.Module):
-    """Maps features (N, F) to unit vectors (N, D), centered as in
+    """Maps features (N, F) to unit vectors (N, D) that are centered as in
     `evernear.embedding.export.CenteredNetwork`.
     """
 
@@ -74,8 +74,8 @@ class FrozenNetwork(nn.Module):
         self.head = head
 
     def forward(self, images: Tensor) -> Tensor:
-        """Embed ``images`` (N, C, H, W), uint8 or float in 0..255,
-        as unit vectors (N, D).
+        """Map ``images`` (N, C, H, W) with uint8 or float values in 0..255 to unit
+        vectors (N, D).
         """
         return self.head(self.backbone(images))
 

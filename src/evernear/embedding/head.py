@@ -1,4 +1,4 @@
-"""A linear head on the features of a pretrained backbone, which does not change.
+"""A linear head on the features of a pretrained backbone that does not change.
 
 The features of the training images, plain and in a few augmented views, are computed
 once and cached. A training step on features takes milliseconds, so the head is trained
@@ -36,18 +36,20 @@ from evernear.settings import TrainSettings
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
 MAX_BYTES = 2**30
-"""Largest size of the features to train on, which are in memory. If the features would
-be larger, only every nth image is used.
+"""Maximum size of the training features, which are held in memory. If the features of
+all images exceed this size, only every nth image is used.
 """
 COMPARED_IMAGES = 16_384
-"""Largest number of images of each split in the comparison with whitened features."""
+"""Maximum number of images from each split for the comparison with whitened
+features."""
 MAX_LOSS_ERRORS = 1.645
 """Number of standard errors by which a head may be worse than whitened features.
-Without views, the head must be better by this number. This is a one-sided test at 5%.
+Without augmented views, the head must be better by this number of standard errors. The
+comparison is a one-sided test at the 5% significance level.
 """
 OnHeadStep = Callable[[int, int], None]
-"""Called after a step with the number of completed steps and the total number of
-steps.
+"""Called after each training step with the number of completed steps and the total
+number of steps.
 """
 
 
@@ -69,21 +71,19 @@ class LinearHead(nn.Module):
 
 
 class HeadExamples(NamedTuple):
-    """Whitened features of length sqrt(F),
-    in place of the images of the train split.
-    """
+    """Whitened features of length sqrt(F) that replace the train split's images."""
 
     features: NDArray[np.float32]
-    """(V + 1, N, F), the features of the plain images,
-    followed by the features of each of the V augmented views.
+    """An array (V + 1, N, F) with the features of the plain images, followed by the
+    features of each of the V augmented views.
     """
     classes: NDArray[np.int64]
-    """(N,), the class of each image."""
+    """The class of each image, as an array (N,)."""
 
     def batches(self, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield shuffled batches of features (N, F) and classes (N,), indefinitely.
+        """Indefinitely yield shuffled batches of features (N, F) and classes (N,).
 
-        The features of each image are from a random view.
+        The features of each image come from a random view.
         """
         rng, order = np.random.default_rng(seed), np.empty(0, np.int64)
         while True:
@@ -98,15 +98,16 @@ class Head(NamedTuple):
     """A trained head."""
 
     map: Whitening
-    """Whitening and projection combined, as a network applies them to features."""
+    """The whitening and the projection, combined into one map that a network applies to
+    features."""
     centers: Tensor
-    """(C, D), the centers of the classes."""
+    """The class centers, as a tensor (C, D)."""
     test: HeadTest
     warnings: tuple[str, ...]
 
 
 def whitening_for(features: FrozenFeatures, dataset: Dataset, images: TrainingImages) -> Whitening:
-    """The whitening of ``features``, fitted to the train split."""
+    """Fit the whitening of ``features`` to the train split."""
     whitening = Whitening(features.dim, features.dim)
     whiten(whitening, features.batches(dataset, "train", images), images.classes)
     return whitening
@@ -123,8 +124,8 @@ def train_head(
     """Train a head on the train split,
     and compare it with whitened features on the gallery split.
 
-    With ``settings.minutes``, views that cannot be computed within the limit are left
-    out.
+    If ``settings.minutes`` is set, views that cannot be computed within this time are
+    left out.
     """
     end_s = time.monotonic() + settings.minutes * 60 if settings.minutes else math.inf
     settings = with_defaults(settings, dataset)
@@ -140,7 +141,8 @@ def train_head(
     weight = layer.project.weight.detach()
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
     # The folded map omits the normalization between whitening and projection. The
-    # length does not matter, because the network normalizes its output to unit vectors.
+    # length of the whitened features does not matter, because the network normalizes
+    # its output to unit vectors.
     folded = Whitening(features.dim, architecture.embedding_dim)
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
@@ -159,7 +161,8 @@ def read_examples(
     settings: TrainSettings,
     end_s: float = math.inf,
 ) -> HeadExamples:
-    """Compute the features of the train split, plain and in ``settings.views`` views.
+    """Compute the features of the train split for the plain images and for
+    ``settings.views`` augmented views.
 
     No view is started once ``time.monotonic()`` exceeds ``end_s``.
     """
@@ -188,8 +191,9 @@ def read_examples(
 def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
     """Whether ``train.flip`` selects mirrored views.
 
-    ``auto`` mirrors color images, which are mostly photographs. A measurement could not
-    decide, because a backbone's features hardly change if an image is mirrored.
+    ``auto`` mirrors color images, which are mostly photographs. A measurement cannot
+    decide whether to mirror, because a backbone's features hardly change if an image is
+    mirrored.
     """
     return settings.flip in ("horizontal", "both") or (settings.flip == "auto" and dataset.shape[2] == 3)
 
@@ -198,14 +202,16 @@ def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
 def compare(
     weight: Tensor, whitening: Whitening, examples: HeadExamples, gallery: Iterator[tuple[Tensor, Tensor]]
 ) -> HeadTest:
-    """Compare the projection by ``weight`` (D, F) with whitened features.
+    """Compare features projected by ``weight`` (D, F) with whitened features.
 
-    Both classify a gallery image by the nearest plain training image. The head is used
-    unless it is significantly worse (McNemar 1947, "Note on the sampling error of the
-    difference between correlated proportions or percentages"). On a small gallery, a
-    difference of a few images is luck, and on photographs the head is better
-    (docs/decisions/0075-a-head-on-frozen-features.md). Without views, whitened features
-    are better, so the head is used only if it is significantly better.
+    Both kinds of features are used to classify each gallery image by the nearest plain
+    training image. The head is used unless it is significantly worse than whitened
+    features (McNemar 1947, "Note on the sampling error of the difference between
+    correlated proportions or percentages"). On a small gallery, a difference of a few
+    images is luck. On photographs, the head is better than whitened features
+    (docs/decisions/0075-a-head-on-frozen-features.md). Without augmented views, the
+    head is usually worse than whitened features, and is used only if it is
+    significantly better.
     """
     plain, known = torch.from_numpy(examples.features[0][:COMPARED_IMAGES]), examples.classes[:COMPARED_IMAGES]
     maps = [nn.Identity(), lambda rows: rows @ weight.T]
@@ -235,9 +241,9 @@ def start_at_head(module: TrainingModule, head: Head) -> None:
     """Initialize the last layer and the centers of a pretrained ``module`` from a
     trained head.
 
-    A random head would distort the features first (Kumar et al. 2022, "Fine-tuning can
-    distort pretrained features and underperform out-of-distribution",
-    arXiv:2202.10054).
+    A random head would distort the features at the start of training (Kumar et al.
+    2022, "Fine-tuning can distort pretrained features and underperform
+    out-of-distribution", arXiv:2202.10054).
     """
     member = cast(TimmMember, cast(EmbeddingNetwork, module.network).members[0])
     project = cast(nn.Linear, member.project)
@@ -264,7 +270,7 @@ def _train(module: TrainingModule, examples: HeadExamples, settings: TrainSettin
 
 @torch.no_grad()
 def _start_at_class_means(centers: Tensor, layer: LinearHead, examples: HeadExamples) -> None:
-    """Set the ``centers`` (C, D) of the classes to the mean embeddings of their plain
+    """Set the class ``centers`` (C, D) to the mean embedding of each class's plain
     training images.
     """
     embeddings = F.normalize(torch.from_numpy(examples.features[0]) @ layer.project.weight.T)
@@ -275,5 +281,5 @@ def _start_at_class_means(centers: Tensor, layer: LinearHead, examples: HeadExam
 
 @torch.no_grad()
 def _whitened(whitening: Whitening, features: Tensor) -> Tensor:
-    """Whitened ``features`` (N, F) of length sqrt(F)."""
+    """Whiten ``features`` (N, F), and scale each row to the length sqrt(F)."""
     return F.normalize(whitening(features)) * features.shape[1] ** 0.5

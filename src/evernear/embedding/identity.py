@@ -12,7 +12,7 @@ LIBRARIES = ("timm", "torch")
 
 
 def network_identity(network: nn.Module, architecture: str, module: str) -> str:
-    """sha256 of ``architecture``, the parameters and buffers of ``network``,
+    """The sha256 hash of ``architecture``, the parameters and buffers of ``network``,
     and the code that ``module`` imports.
     """
     sha256 = hashlib.sha256(architecture.encode())

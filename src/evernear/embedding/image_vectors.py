@@ -1,5 +1,5 @@
-"""The vectors of a dataset's images,
-cached in the store or computed in parallel batches.
+"""Read cached vectors of a dataset's images from the store, and compute missing vectors
+in parallel batches.
 
 A vector is an embedding, or the features of a frozen backbone
 (`evernear.embedding.features`).
@@ -23,15 +23,15 @@ from evernear.embedding.data_loader import to_tensor
 from evernear.embedding.embedding_cache import CachedShard, EmbeddingCache, Vectors
 
 ShardBlocks = tuple[Iterator[Block], int]
-"""The blocks of a shard and the number of their images."""
+"""The blocks of a shard, and the number of images in the shard."""
 OnImages = Callable[[int], None]
-"""Called with the number of images that were completed since the last call."""
+"""Called with the number of images that were completed since the previous call."""
 
 
 @torch.inference_mode()
 def embed_images(network: nn.Module, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Compute the vectors (N, D) of float32 of one batch of images (N, H, W,
-    C) of uint8.
+    """Compute float32 vectors of shape (N, D) for one batch of uint8 images of shape
+    (N, H, W, C).
     """
     return network(to_tensor(images)).numpy()
 
@@ -54,11 +54,11 @@ class ImageVectors:
         """Number of vectors that came from the cache."""
 
     def load(self) -> None:
-        """Load the network now instead of when the first vector must be computed."""
+        """Load the network now, before the first vector must be computed."""
         _ = self._network
 
     def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
-        """Yield the blocks of ``shards`` with their vectors (N, D)."""
+        """Yield each block of ``shards`` with the block's vectors (N, D)."""
         with one_torch_thread() as threads, ThreadPoolExecutor(threads) as pool:
             for blocks, count in shards:
                 yield from self._of_shard(blocks, count, pool, threads)
@@ -88,8 +88,8 @@ class ImageVectors:
     def _images(self, block: Block, selected: NDArray[np.bool_]) -> NDArray[np.uint8]:
         """The images to embed.
 
-        The images are made in this thread,
-        because views draw from torch's global random number generator.
+        The images are prepared in the calling thread, because views draw from torch's
+        global random number generator.
         """
         if self._view is None:
             return block.images[selected]
@@ -113,8 +113,8 @@ class ImageVectors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A block of images, its cached vectors,
-    and the pending computation of the other vectors.
+    """A block of images, the block's cached vectors, and the pending computation of the
+    other vectors.
     """
 
     block: Block
@@ -125,8 +125,8 @@ class _Batch:
 
 @contextmanager
 def one_torch_thread() -> Generator[int]:
-    """Let torch use one thread per operation,
-    and yield the number of threads it used before.
+    """Limit torch to one thread per operation, and yield the previous number of
+    threads.
 
     One thread is faster for small operations and for concurrent batches.
     """

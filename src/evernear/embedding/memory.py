@@ -1,4 +1,4 @@
-"""The memory of a network's activations, which limits the batch size."""
+"""Limit the batch size by the memory that a network's activations need."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,23 +7,23 @@ import torch
 from torch import Tensor, nn
 
 INFERENCE_BYTES = 128 * 2**20
-"""Maximum size of the activations that exist at the same time in inference,
-per embedding thread.
+"""Maximum size in bytes of the activations that exist at the same time during
+inference, per embedding thread.
 """
 TRAINING_BYTES = 2**30
-"""Maximum size of the activations that a training step stores for its backward pass,
-on a CPU.
+"""Maximum size in bytes of the activations that a training step on a CPU stores for the
+backward pass.
 """
 GPU_MEMORY_FRACTION = 0.5
 """Maximum size of a training step's stored activations on a GPU, as a fraction of the
 GPU's memory."""
 INFERENCE_FACTOR = 2.0
-"""Factor for intermediate results and copies between memory formats,
-relative to a layer's input and output.
+"""Memory factor for intermediate results and copies between memory formats, relative to
+the size of a layer's input and output.
 """
 TRAINING_FACTOR = 2.0
-"""Factor for gradients of the activations,
-and for values that layers store in addition to their output.
+"""Memory factor for the gradients of activations and for values that layers store in
+addition to their output, relative to the size of the output.
 """
 
 
@@ -51,8 +51,8 @@ def training_batch_size(network: nn.Module, image: Tensor, device: torch.device)
 
 @torch.no_grad()
 def _layer_bytes(network: nn.Module, image: Tensor, measure: Callable[[int, int], int]) -> list[int]:
-    """The result of ``measure(input bytes, output bytes)`` for each layer of
-    ``network`` and one image.
+    """Return ``measure(input bytes, output bytes)`` for each layer when ``network``
+    processes one image.
     """
     measured: list[int] = []
 

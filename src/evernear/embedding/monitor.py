@@ -1,5 +1,5 @@
-"""The measurements of training on the gallery split, the validation set,
-and their use.
+"""Measure training on the gallery split, which is the validation set, and act on the
+measurements.
 """
 
 import math
@@ -20,8 +20,8 @@ from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 
 FLIP_TOLERANCE = 0.1
-"""Largest loss of accuracy under a harmless flip,
-as a fraction of the accuracy above chance.
+"""Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above
+chance.
 """
 FLIP_TEST_MIN_ERRORS = 8
 """Number of standard errors above chance at which the accuracy is high enough to
@@ -41,12 +41,13 @@ class GalleryMetrics(TypedDict):
 def measure_gallery(
     module: TrainingModule, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
 ) -> GalleryMetrics:
-    """Cross-entropy and accuracy of the heads' mean logits on batches of the gallery
-    split, without the margin.
+    """Measure the cross-entropy and accuracy of the heads' mean logits, computed
+    without the margin, on batches of the gallery split.
 
-    The ``batches`` of all processes together are the split. The standard error of the
-    accuracy is computed as if half a correct and half a wrong prediction were added
-    (the Jeffreys prior), so it is not zero if all predictions are correct.
+    The ``batches`` of all processes together make up the gallery split. The standard
+    error of the accuracy is computed as if half a correct and half a wrong prediction
+    were added (the Jeffreys prior), so that the error is not zero if all predictions
+    are correct.
     """
     module.eval()
     count, correct, total_loss = 0, 0, 0.0
@@ -69,7 +70,8 @@ def measure_gallery(
 def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
     """The flips that augment the next epoch.
 
-    ``train.flip`` sets the flips, or `measure_flips` found the flips harmless.
+    The flips are set by ``train.flip`` or, with ``auto``, were found harmless by
+    `measure_flips`.
     """
     if settings.flip == "both":
         return "horizontal", "vertical"
@@ -81,18 +83,19 @@ def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Fli
 def measure_flips(
     module: TrainingModule, images: TrainingImages, device: torch.device, metrics: Epoch
 ) -> tuple[FlipTest, ...]:
-    """Compare a network's accuracy on the mirrored gallery with its accuracy on the
-    gallery.
+    """Compare a network's accuracy on the mirrored gallery with the accuracy on the
+    original gallery.
 
     The network was trained without flips. If the mirror image is as likely as the image
     itself, as for a photographed dog, the network recognizes both equally well. A
-    mirrored digit is a different symbol, and the network fails to recognize it. A flip
+    mirrored digit is a different symbol, which the network fails to recognize. A flip
     is harmless if the accuracy above chance falls by no more than `FLIP_TOLERANCE` plus
     two standard errors.
 
     Returns:
-        The tests of both directions. The result is empty while the accuracy is too low
-        to compare, less than `FLIP_TEST_MIN_ERRORS` standard errors above chance.
+        The tests for both directions. The result is empty while the accuracy is less
+        than `FLIP_TEST_MIN_ERRORS` standard errors above chance, which is too low to
+        compare flips.
     """
     above_chance, error = metrics.gallery_accuracy - images.chance_accuracy, metrics.gallery_accuracy_error
     if above_chance < FLIP_TEST_MIN_ERRORS * error:
@@ -110,8 +113,8 @@ def measure_flips(
 
 
 def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
-    """A warning if the gallery accuracy fell after the best epoch by more than four
-    standard errors.
+    """A warning if the gallery accuracy fell by more than four standard errors after
+    the best epoch.
     """
     best, last = history[best_epoch - 1], history[-1]
     error = math.hypot(best.gallery_accuracy_error, last.gallery_accuracy_error)

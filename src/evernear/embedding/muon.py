@@ -24,24 +24,24 @@ from Liu et al. 2025, section 2.2.
 
 
 class Muon(torch.optim.AdamW):
-    """Update weights by orthogonalized momentum (Jordan et al. 2024,
+    """Updates weights by orthogonalized momentum (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon/).
 
     The updates have the same root mean square as AdamW's updates (Liu et al. 2025,
     "Muon is Scalable for LLM Training", arXiv:2502.16982), so both optimizers use the
-    same learning rate and weight decay. AdamW updates parameter groups without
-    ``orthogonal``.
+    same learning rate and weight decay. Parameter groups whose ``orthogonal`` is false
+    are updated by AdamW.
 
-    timm's Muon always computes in bfloat16, which takes 125 times as long on processors
-    without bfloat16 instructions.
+    timm's Muon always computes in bfloat16, which takes 125 times as long as float32 on
+    processors without bfloat16 instructions.
 
     Args:
         groups: Parameter groups. ``orthogonal`` is true for weights of shape (outputs,
             inputs, ...).
         learning_rate: Learning rate of groups that do not set a learning rate.
         momentum: Weight of earlier gradients in the gradients' moving average.
-        precision: Data type of training. If it is bfloat16, updates are computed in
-            bfloat16, otherwise in float32.
+        precision: Data type of training. Updates are computed in bfloat16 if the
+            training precision is bfloat16, otherwise in float32.
     """
 
     def __init__(

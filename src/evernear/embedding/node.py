@@ -2,11 +2,11 @@
 ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
 
 The train step writes the `NodeTask` of the run to the store, and reads each node's
-`NodeLog` from the store. The result is the last checkpoint. If a node is lost, the
-other nodes end. The JobSet then restarts all nodes, which resume from the last
-checkpoint. A `TrainingError`, such as a loss that is not finite, would recur after a
-restart. Its exit code therefore ends the TrainJob (``podFailurePolicy`` in
-``deploy/components/multi-node-training``).
+`NodeLog` from the store. The result is the last checkpoint. If one node is lost, the
+processes on the other nodes exit. The JobSet then restarts all nodes, which resume from
+the last checkpoint. A `TrainingError`, such as a loss that is not finite, would recur
+after a restart. The exit code of a `TrainingError` therefore ends the TrainJob
+(``podFailurePolicy`` in ``deploy/components/multi-node-training``).
 """
 
 import os
@@ -65,7 +65,7 @@ class _Logger:
         self._log = NodeLog.of(record, rank).model_copy(update={"epochs": ()})
 
     def write(self, text: str, *epochs: Epoch) -> None:
-        """Add the lines of ``text`` and the finished ``epochs``."""
+        """Add the lines of ``text`` and the finished ``epochs`` to the log."""
         print_line(text)
         lines = (*self._log.lines, *(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}" for line in text.splitlines()))
         self._log = NodeLog(lines=lines[-LOG_MAX_LINES:], epochs=(*self._log.epochs, *epochs))
@@ -76,8 +76,8 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     """Train as ``node``, and log progress and errors to ``store``.
 
     Raises:
-        EvernearError: as `evernear.embedding.train.train_network`, or the store has no
-            task for this run.
+        EvernearError: as for `evernear.embedding.train.train_network`, or the store has
+            no task for this run.
     """
     record = RunRecord(store, run)
     logger = _Logger(record, node.rank)

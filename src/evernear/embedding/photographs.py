@@ -1,9 +1,9 @@
 """Random augmentation of photographs.
 
-An image is cropped, and changed in color or shape. The image may also be mirrored or
-partly erased. Large crops and one random operation with a random strength are the
-"wide" variant of TrivialAugment (Müller and Hutter 2021, arXiv:2103.10158), which needs
-no tuning. Rectangles are erased as in Zhong et al. 2017, "Random Erasing Data
+Each image is cropped and changed in color or shape. The image may also be mirrored or
+partly erased. After the crop, the "wide" variant of TrivialAugment (Müller and Hutter
+2021, arXiv:2103.10158), which needs no tuning, applies one random operation with a
+random strength. Rectangles are erased as in Zhong et al. 2017, "Random Erasing Data
 Augmentation", arXiv:1708.04896. An image and a seed determine the result.
 """
 
@@ -21,15 +21,16 @@ from evernear.embedding.data_loader import to_tensor
 AREAS = (0.35, 1.0)
 """Smallest and largest area of a crop, as fractions of the image's area."""
 ERASED_SHARE = 0.25
-"""Share of the images in which a rectangle of 2% to 33% of the area is erased."""
+"""Share of the images in which a rectangle of 2% to 33% of the image's area is
+erased."""
 ERASED_VALUE = 120
-"""The value of erased pixels, which is about the mean of photographs."""
+"""Value of erased pixels, which is about the mean pixel value of photographs."""
 LIBRARIES = ("torch", "torchvision")
 """Libraries whose versions affect the images."""
 
 
 def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: bool = False) -> Tensor:
-    """Augment images (N, C, H, W) of uint8, each with its seed.
+    """Augment uint8 ``images`` of shape (N, C, H, W), each with a separate seed.
 
     With ``mirror``, about half of the images are mirrored. With ``erase``, a rectangle
     is erased in about a quarter of the images.
@@ -47,9 +48,10 @@ def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: b
 
 
 def augment_block(block: Block, view: int, mirror: bool) -> NDArray[np.uint8]:
-    """The augmented ``view`` (N, H, W, C) of the images of ``block``.
+    """Augment the images of ``block`` for the view number ``view``, and return an array
+    of shape (N, H, W, C).
 
-    An image always gets the same view for the same number.
+    For a given view number, an image is always augmented in the same way.
     """
     seeds = [int.from_bytes(digest[:8].tobytes(), "little", signed=True) ^ view for digest in block.digests]
     return augment_photographs(to_tensor(block.images), seeds, mirror).permute(0, 2, 3, 1).numpy()
@@ -58,7 +60,7 @@ def augment_block(block: Block, view: int, mirror: bool) -> NDArray[np.uint8]:
 def view_name(view: int, mirror: bool) -> str:
     """The name under which the features of the augmented ``view`` are cached.
 
-    A different augmentation has a different name.
+    If the augmentation code changes, the name changes too.
     """
     return f"{code_digest(__name__, LIBRARIES)[:12]}-{'mirrored-' if mirror else ''}{view}"
 

@@ -1,12 +1,12 @@
 """Plan training within a time limit.
 
-The plan chooses the layers to train, the number of epochs and the image size from the
-speed of this machine. The speed is measured once for a dataset and its settings. The
-plan is stored beside the checkpoints, so a retry, a resumed run and the open-set probe
-follow the same plan even if the machine's speed changes. A schedule that ends at the
-time limit is better than a schedule that is cut off (Li et al. 2020, "Budgeted
-Training", arXiv:1905.04753). If the machine becomes slower, `Deadline` shortens each
-epoch, and the schedule still reaches its end.
+The plan chooses the layers to train, the number of epochs and the image size based on
+the speed of this machine. The speed is measured once for each combination of dataset
+and settings. The plan is stored beside the checkpoints, so a retry, a resumed run and
+the open-set probe follow the same plan even if the machine's speed changes. A schedule
+that ends at the time limit is better than a schedule that is cut off (Li et al. 2020,
+"Budgeted Training", arXiv:1905.04753). If the machine becomes slower, `Deadline`
+shortens each epoch, so that the schedule still reaches its end.
 """
 
 import math
@@ -30,7 +30,7 @@ from evernear.settings.train import Layers
 USED_SHARE = 0.9
 """Share of the time limit that the plan uses, because the speed of a machine varies."""
 START_S = 15.0
-"""Time to start the processes of training and the probe, and to write their results."""
+"""Seconds to start the training and probe processes and to write the results."""
 HEAD_STEP_S = 0.01
 MOST_EPOCHS = 30
 """Largest number of epochs. More epochs do not help."""
@@ -38,36 +38,37 @@ FEWEST_EPOCHS = 4
 FEWEST_STEPS = 200
 """Smallest number of fine-tuning steps."""
 MOST_REPETITIONS = 4
-"""Largest number of steps on few images, as a multiple of ``train.min_steps``."""
+"""Maximum number of steps on a small dataset, as a multiple of ``train.min_steps``."""
 PROBE_DRAWS = 5
 """Number of probe draws if the backbone is frozen. Each draw holds out a fifth of the
 classes, so every class is held out once."""
 PROBE_SHARE = 0.25
-"""Epochs of the probe as a share of the training's epochs."""
+"""Number of probe epochs as a share of the number of training epochs."""
 PROBE_SHARE_WITH_MUON = 0.6
-"""The same share with Muon, whose training is short. After three of ten epochs on
-CIFAR-10, unseen classes are not yet as well separated as after all ten."""
+"""Number of probe epochs with Muon as a share of the number of training epochs.
+Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are
+not yet as well separated as after all ten epochs."""
 
 
 class Plan(Frozen):
-    """The use of ``train.minutes``, saved as ``checkpoints/<key>/plan.json`` in the
+    """The plan for ``train.minutes``, saved as ``checkpoints/<key>/plan.json`` in the
     store.
     """
 
     train: TrainSettings
     probe: TrainSettings
     sentence: str
-    """The plan and its estimated time, in words."""
+    """One sentence about the plan and its estimated time."""
     probe_s: float | None = None
-    """Time after which the probe begins no further draw, or None if the probe has a
-    single draw, which the number of steps limits.
+    """Time in seconds after which the probe starts no more draws. The value is None if
+    the probe has a single draw, which is limited by the number of steps.
     """
 
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A way to train a pretrained network that is chosen if at least ``fewest_epochs``
-    fit in the time.
+    """A way to train a pretrained network. This way is chosen if at least
+    ``fewest_epochs`` epochs fit in the time limit.
     """
 
     layers: Layers
@@ -80,8 +81,8 @@ LADDER = (
     FineTuning("last", 6 / 7, FEWEST_EPOCHS),
     FineTuning("last", 4 / 7, FEWEST_EPOCHS),
 )
-"""Ways to train a pretrained network, best first. If none fits in the time,
-only a head is trained.
+"""Ways to train a pretrained network, best first. If none of these ways fits in the
+time limit, only a head is trained.
 """
 
 
@@ -89,11 +90,11 @@ class Speed(NamedTuple):
     """The speed of a machine, in seconds per image."""
 
     train_s: float
-    """Seconds per image of a training step at the network's input size."""
+    """Seconds per image for a training step at the network's input size."""
     validate_s: float
-    """Seconds per image of the validation on the training device."""
+    """Seconds per image for validation on the training device."""
     embed_s: float
-    """Seconds per image of embedding on the CPU, as in the steps that do not train."""
+    """Seconds per image for embedding on the CPU, as in steps other than training."""
 
 
 Measure = Callable[[TrainSettings], Speed]
@@ -102,7 +103,8 @@ Measure = Callable[[TrainSettings], Speed]
 def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, measure: Measure) -> Plan:
     """The plan for ``settings.minutes``.
 
-    If an earlier run with the same images, settings and code stored a plan, return it.
+    If an earlier run with the same images, settings and code stored a plan, return that
+    plan.
 
     Raises:
         SettingsError: the time is too short.
@@ -134,9 +136,9 @@ def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Pl
 
 
 def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, measure: Measure) -> Plan:
-    """The plan for the first way in `LADDER` that fits, otherwise for a head.
+    """The plan for the first way in `LADDER` that fits or, if none fits, for a head.
 
-    ``train.layers`` may require one of the ways.
+    ``train.layers`` may require a specific way.
     """
     of_head = settings.model_copy(update={"layers": "head"})
     recipe, images = with_defaults(of_head, dataset), dataset.count("train")
@@ -200,7 +202,7 @@ def _plan_head(
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of a training run and its probe, with the time of each part."""
+    """The work of a training run and the run's probe, with the time for each part."""
 
     settings: TrainSettings
     """The settings of the user."""
@@ -212,7 +214,7 @@ class _Work:
     step_s: float
     validation_s: float
     pass_steps: int
-    """Number of steps of one pass over the images."""
+    """Number of steps in one pass over the images."""
 
     @property
     def probe_share(self) -> float:
@@ -222,19 +224,20 @@ class _Work:
     def fewest_steps(self) -> int:
         """The smallest number of steps.
 
-        With fewer steps, a pretrained network forgets more than it learns,
-        and a head is better.
+        With fewer steps, a pretrained network forgets more than it learns, so a head is
+        better.
         """
         return FEWEST_STEPS if self.recipe.weights else FEWEST_EPOCHS
 
     @property
     def shortest_s(self) -> float:
-        """The time of the shortest training that is worthwhile."""
+        """The duration of the shortest training that is worthwhile."""
         loop_s = FEWEST_EPOCHS * self.validation_s + self.fewest_steps * self.step_s
         return self.fixed_s + (1 + self.probe_share) * loop_s
 
     def plan(self, time_s: float, fewest_epochs: int = 0) -> Plan | None:
-        """The plan that takes ``time_s``, or less if more time would not help.
+        """The plan that takes ``time_s`` seconds, or less time if more time would not
+        help.
 
         Return None if the time is too short.
         """
@@ -257,8 +260,8 @@ class _Work:
         return Plan(train=train, probe=probe, sentence=sentence)
 
     def _of(self, epochs: int, steps: int) -> TrainSettings:
-        """The settings of a training run,
-        whose ``minutes`` limit the loop over epochs.
+        """Settings for a training run. The setting ``minutes`` limits the loop over
+        epochs.
         """
         loop_s = steps * self.step_s + epochs * self.validation_s
         changes = {"epochs": epochs, "min_steps": steps, "max_steps": steps, "minutes": loop_s / USED_SHARE / 60}
@@ -271,8 +274,8 @@ def _work(dataset: Dataset, settings: TrainSettings, chosen: TrainSettings, spee
     images, gallery = dataset.count("train"), dataset.count("gallery")
     batch_size = min(recipe.batch_size, images)
     sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
-    # The probe embeds all other splits, plain and mirrored. Training and the probe each
-    # measure flips once.
+    # The probe embeds all splits except the train split, plain and mirrored. Training
+    # and the probe each measure flips once.
     others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
     return _Work(
         settings=settings,
@@ -291,7 +294,8 @@ def _sentence(settings: TrainSettings, what: str, expected_s: float, is_enough: 
 
 
 def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
-    """Raise an error, because ``time_s`` remains and training needs ``shortest_s``."""
+    """Raise an error, because only ``time_s`` remains but training needs
+    ``shortest_s``."""
     needed = math.ceil(settings.minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
     raise SettingsError(
         f"train.minutes is {settings.minutes:g}, but training on these images and the probe take at least about "
@@ -303,7 +307,7 @@ class Deadline:
     """The time limit of the next epoch,
     a share of the time that remains for all epochs.
 
-    No epoch takes the time of a later epoch.
+    No epoch uses time that is reserved for a later epoch.
     """
 
     def __init__(self, settings: TrainSettings, history: Sequence[Epoch]) -> None:

@@ -1,5 +1,5 @@
-"""The stages of a pretrained network,
-with their learning rates and the choice of frozen stages.
+"""Choose the learning rates for the stages of a pretrained network, and the stages to
+freeze.
 """
 
 import math
@@ -11,25 +11,25 @@ from torch import nn
 from evernear.embedding.timm_member import Resize, TimmMember
 
 RATE_DECAY = 0.8
-"""Learning rate of a stage, relative to the next stage's. Early stages change the least
-(Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text Classification",
-section 3.2, arXiv:1801.06146)."""
+"""Learning rate of a stage, relative to the next stage's learning rate. Early stages
+change the least (Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text
+Classification", section 3.2, arXiv:1801.06146)."""
 FROZEN_SHARE = 1 / 3
 """Share of the stages that ``train.layers = last`` freezes, counted from the first
-stage. The first stages process the most pixels, which takes most of the time, and they
-differ least between data sets.
+stage. The first stages take most of the time, because they process the most pixels. The
+first stages also differ least between data sets.
 """
 
 
 def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool) -> None:
-    """Prepare ``module``, in train mode,
-    for an epoch with images of ``size_factor`` times the input's side.
+    """Prepare ``module``, which is in train mode, for an epoch with images whose side
+    is ``size_factor`` times the input's side.
 
     With ``fixed_statistics``, batch normalization uses the pretraining statistics, to
-    which the head was fitted. The statistics of small batches at other image sizes are
-    so different that most images would be misclassified before the first step
-    (docs/decisions/0076-training-within-a-time.md). Frozen stages always use the
-    pretraining statistics.
+    which the head was fitted. The statistics of small batches at other image sizes
+    differ so much from the pretraining statistics that most images would be
+    misclassified before the first step (docs/decisions/0076-training-within-a-time.md).
+    Frozen stages always use the pretraining statistics.
     """
     for part in module.modules():
         if isinstance(part, Resize):
@@ -40,8 +40,8 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
 
 
 def rate_factors(backbone: nn.Module) -> dict[str, float]:
-    """The learning rate of each parameter of a timm model,
-    relative to the last stage's.
+    """The learning rate of each parameter of a timm model, relative to the last stage's
+    learning rate.
     """
     stages = _stages(backbone)
     last = max(stages.values(), default=0)
@@ -65,8 +65,8 @@ def _freeze(backbone: nn.Module) -> None:
 
 
 def fix_frozen_statistics(network: nn.Module) -> None:
-    """Put layers without trained parameters in eval mode,
-    so that their batch statistics do not change.
+    """Put layers whose parameters are all frozen in eval mode, so that their batch
+    statistics do not change.
     """
     for module in network.modules():
         parameters = list(module.parameters(recurse=False))

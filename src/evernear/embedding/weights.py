@@ -1,8 +1,8 @@
 """Pretrained weights from a file, a store object, a weight package, or the hub.
 
-The file has the safetensors format, or the format of `torch.save` without pickled code.
-Only tensors are read. Nothing is downloaded from the hub unless ``train.weights`` is
-`HUB`. A package's file is copied to the store, so pods without the package can use it.
+The file is a safetensors file, or a `torch.save` file without pickled code. Only
+tensors are read. Nothing is downloaded from the hub unless ``train.weights`` is `HUB`.
+A package's file is copied to the store, so pods without the package can use it.
 """
 
 import tempfile
@@ -50,14 +50,14 @@ class Weights:
 
 
 def store_package(weights: str, store: Store) -> None:
-    """Copy the file of the weight package that ``weights`` (``train.weights``) names to
-    ``store``.
+    """Copy to ``store`` the file of the weight package named by ``weights``
+    (``train.weights``).
 
     If ``weights`` does not name a package, nothing is copied.
 
     Raises:
-        TrainingError: the package is neither installed here nor in the store,
-            or it has a different file.
+        TrainingError: the package is neither installed here nor in the store, or the
+            installed package contains a different file.
         StoreError: the store cannot be written.
     """
     package = weight_package(weights)
@@ -66,10 +66,11 @@ def store_package(weights: str, store: Store) -> None:
 
 
 def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
-    """Read the weights that ``weights`` (``train.weights``) names.
+    """Read the weights named by ``weights`` (``train.weights``).
 
-    ``backbone`` is the timm model whose weights are downloaded from the hub. A package
-    is read from ``store`` if the store has it, otherwise from this environment.
+    ``backbone`` is the timm model whose weights are downloaded from the hub. A
+    package's file is read from ``store`` if the store contains the file, otherwise from
+    this environment.
 
     Raises:
         TrainingError: the file cannot be read or does not contain weights,
@@ -106,7 +107,7 @@ def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
 def efficientnet_lite_key(key: str) -> str:
     """timm's name for a parameter of EfficientNet-Lite0.
 
-    ``key`` is the name in the original implementation.
+    ``key`` is the parameter's name in the original implementation.
     """
     module, _, rest = key.removeprefix("_").partition(".")
     if module != "blocks":
