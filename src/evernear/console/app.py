@@ -1,4 +1,4 @@
-"""Assemble the ASGI application from its pages, access control and request limits."""
+"""Assemble the ASGI application from pages, access control and request limits."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -19,7 +19,8 @@ _MORE_IMAGES_HELP = ("class_recall_floor", "class_recall_drop", "false_rejects",
 
 
 class Hold(NamedTuple):
-    """The last run that ended, if it was held or failed, and its failed gate rules."""
+    """The last run that ended, if it was held or failed, and the run's failed gate
+    rules."""
 
     outcome: RunOutcome
     begun: datetime
@@ -41,8 +42,8 @@ class NamedClass(NamedTuple):
 
 
 class Named(NamedTuple):
-    """The classes with newly labeled images that are not in a release yet. ``hold`` is
-    None if no class is held. ``rules`` are the failed rules that mention none of the
+    """The classes whose newly labeled images are not in a release yet. ``hold`` is None
+    if no class is held. ``rules`` are the failed rules that mention none of the
     ``classes``."""
 
     classes: tuple[NamedClass, ...]

@@ -22,12 +22,12 @@ from evernear.errors import IntegrityError
 from evernear.reporting.notify import RunOutcome
 
 LISTING_S = 2.0
-"""Seconds before the runs are listed again."""
+"""Time in seconds for which a listing of the runs is reused."""
 SETTLED_AFTER = timedelta(minutes=10)
 """Time without changes after which an ended run's record is considered final."""
 _LISTED_ALONE = 20
-"""Maximum number of runs whose records are listed individually. For more runs than
-this, listing all runs at once needs fewer requests."""
+"""Maximum number of runs whose records are listed individually. For more runs, listing
+all runs at once needs fewer requests than listing each run."""
 
 
 class RunEntry(NamedTuple):
@@ -35,8 +35,8 @@ class RunEntry(NamedTuple):
 
     run: str
     begun: datetime
-    """Time when the run's first object was written, according to the store's clock.
-    This time is later than the run's start."""
+    """Time when the run's first object was written, according to the store's clock. The
+    first object is written after the run starts."""
     changed: datetime
     """Time when the run's last object was written, according to the store's clock."""
     heard: datetime | None
@@ -80,7 +80,7 @@ class RunRecords:
             return self._entries()
 
     def outcome(self, run: str) -> RunOutcome | None:
-        """The outcome of a run, or None if the run has not ended or its outcome is
+        """The outcome of a run, or None if the run has not ended or the outcome is
         damaged."""
         if run not in self._outcomes:
             try:

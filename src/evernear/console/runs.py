@@ -42,7 +42,7 @@ class Runner(Protocol):
         """Start a run that continues after the console exits.
 
         Raises:
-            BusyError: a different run is in progress.
+            BusyError: another run is in progress.
         """
         ...
 
@@ -65,8 +65,8 @@ class Runner(Protocol):
 
 
 class LocalRuns:
-    """Starts runs on this machine with the commands ``evernear run`` and
-    ``evernear reindex``, and passes them the options ``words``."""
+    """Starts runs on this machine with the command ``evernear run`` or
+    ``evernear reindex`` and the options ``words``."""
 
     def __init__(self, settings: Settings, words: Sequence[str]) -> None:
         self._settings = settings

@@ -56,10 +56,10 @@ def serve_console(app: Starlette, settings: ConsoleSettings, on_bound: Callable[
     """Serve until SIGTERM or Ctrl-C. ``on_bound`` receives the URL.
 
     Raises:
-        PortInUseError, ServingError: the server cannot bind ``console.host`` and
+        PortInUseError, ServingError: the server cannot bind to ``console.host`` and
             ``console.port``.
-        SettingsError: the address is refused by `require_private`, or the certificate
-            is unusable.
+        SettingsError: `require_private` rejects the address, or the certificate is
+            unusable.
     """
     require_private(settings)
     _require_usable(settings.certificate, settings.private_key)

@@ -42,7 +42,7 @@ class Services:
     target: LabelTarget | None
     fault: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Serializes the answers that change the source."""
+    """A lock that serializes changes to the source."""
 
     def __post_init__(self) -> None:
         self.releases = Releases(self.store)
@@ -55,7 +55,7 @@ class Services:
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Services":
         """Open the services for a store and a source. If the source is not writable,
-        answers are disabled.
+        users cannot submit answers.
 
         Raises:
             StoreError: the store is unavailable.

@@ -10,7 +10,7 @@ from evernear.errors import EvernearError
 from evernear.review.groups import group_items
 
 PATIENCE_S = 0.1
-"""Seconds that a page waits for the warm-up before showing progress instead."""
+"""Seconds that a page waits for the warm-up before the page shows progress instead."""
 _log = logging.getLogger(__name__)
 
 

@@ -100,8 +100,8 @@ async def error_response(request: Request, error: Exception) -> Response:
 
 
 _printable = lru_cache(10_000)(printable)
-"""A cache, because most of a page's thousands of values were also on the previous
-page."""
+"""Caches printable values, because most of a page's thousands of values were also on
+the previous page."""
 
 
 @cache

@@ -64,8 +64,8 @@ class TryPage:
 
 
 async def _image(request: Request) -> bytes:
-    """Read the request body, which is an image file. `Request.body` would cache the
-    file in memory until the response is sent."""
+    """Read the request body, which is an image file. `Request.body` is not used,
+    because it would keep the file in memory until the response is sent."""
     return b"".join([part async for part in request.stream()])
 
 

@@ -33,7 +33,7 @@ ASKED_AGAIN = 100
 
 class ReviewPage:
     """The Review page. The application's state contains the `Predictor` that recognizes
-    images again."""
+    named images again."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -74,7 +74,7 @@ class ReviewPage:
         )
 
     def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
-        """Template values for the classes with newly labeled images that are not in a
+        """Template values for the classes whose newly labeled images are not in a
         release yet."""
         champion = self._services.releases.champion()
         record = self._services.releases.find(champion.version) if champion else None
@@ -177,7 +177,8 @@ def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
 
 
 def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
-    """Up to `ASKED_AGAIN` named images whose files still exist, newest answer first."""
+    """Up to `ASKED_AGAIN` named images whose files still exist, most recently named
+    first."""
     named: list[tuple[Answer, bytes]] = []
     latest = services.answers.latest() if services.answers else {}
     for answer in reversed(latest.values()):
