@@ -73,7 +73,7 @@ def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report 
     """Repair damaged objects where possible, and return all damage, repaired or not. If
     the process is killed, call the function again.
 
-    Images are read from their original source or, if ``moved`` is true, from
+    Images are read from the original sources or, if ``moved`` is true, from
     ``settings.source``.
 
     Raises:
@@ -90,7 +90,7 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
     repairing = _Repair(store, settings, moved, report)
     intact: set[str] = set()
     handled: dict[str, Damage] = {}
-    # A repaired document may name objects that have not been checked yet.
+    # A repaired document may reference objects that have not been checked yet.
     while found := [damage for damage in _damages(store, intact, report) if damage.key not in handled]:
         for damage in found:
             handled[damage.key] = repairing.repair(damage)
@@ -141,8 +141,8 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 
 def _order(key: str) -> tuple[int, str]:
-    """A sort key. Documents precede the objects that they name. Ledgers precede shards,
-    because rebuilding a shard requires the ledger."""
+    """A sort key. Documents precede the objects that they reference. Ledgers precede
+    shards, because rebuilding a shard requires the ledger."""
     folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 

@@ -348,8 +348,8 @@ def _state(store: Store, name: str) -> _DatasetState:
 
 
 def _removed(dataset: Dataset, shard: Shard, current: Digests) -> dict[bytes, str]:
-    """Map each image of a shard that ``current`` does not contain to its class. The
-    keys are image digests."""
+    """Return the classes of the shard's images that are missing from ``current``, keyed
+    by image digest."""
     removed: dict[bytes, str] = {}
     for block in dataset.shard_blocks(shard):
         for row in np.flatnonzero(~_contains(current, np.ascontiguousarray(block.digests).view("S32").ravel())):

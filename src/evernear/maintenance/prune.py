@@ -11,12 +11,13 @@ deletes, in this order:
   release has the network or the shard begins with a removed image
 - pretrained weights that no remaining release uses, by the same rule as checkpoints
 - unfinished ingests that cannot be resumed, and snapshots, ledgers and shards that no
-  document names (see `references`)
+  document references (see `references`)
 - archives without a release
 
-A document is deleted before the objects that it names, so that a kill never leaves a
-document that names a missing object. The next prune deletes the leftover objects. A
-prune and a pipeline never run at the same time (see `evernear.common.store.lease`).
+A document is deleted before the objects that it references, so that a kill never leaves
+a document that references a missing object. The next prune deletes the leftover
+objects. A prune and a pipeline never run at the same time (see
+`evernear.common.store.lease`).
 
 All other objects remain: the champion's history, the records of pruned releases, the
 audit log, answers, requests, and the labels of live queries. `watch.query_retention_s`
@@ -85,7 +86,7 @@ class _Needs:
 
     keys: frozenset[str]
     folders: tuple[str, ...]
-    """Folders that may contain objects named by a damaged document. All objects in
+    """Folders that may contain objects referenced by a damaged document. All objects in
     these folders remain."""
     reasons: tuple[str, ...]
 
@@ -200,15 +201,15 @@ def _needs(store: Store, retired: Iterable[str]) -> _Needs:
         if isinstance(reference, Unreadable):
             affected = _affected_folders(reference.key)
             folders |= dict.fromkeys(affected, f"All of {' and '.join(affected)} stays: {reference.reason}")
-    # The first release with a network names the network's training snapshot, and this
-    # release may be pruned.
+    # The first release with a network names the network's training snapshot, even if
+    # the release is pruned.
     for fault in Registry(store).records(include_pruned=True)[1].values():
         folders.setdefault(DATASETS, f"All of {DATASETS} stays: {fault}")
     return _Needs(frozenset(keys), tuple(folders), tuple(dict.fromkeys(folders.values())))
 
 
 def _affected_folders(key: str) -> tuple[str, ...]:
-    """The folders that may contain objects named by a damaged document."""
+    """The folders that may contain objects referenced by a damaged document."""
     if key.startswith(DATASETS):
         return (f"{DATASETS}{key.split('/')[1]}/",)
     return (DATASETS, ARCHIVES) if key.startswith(MANIFESTS) else ()
