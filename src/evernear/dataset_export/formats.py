@@ -121,7 +121,7 @@ def _key(samples: Samples, row: int) -> str:
 
 def _written(out: Store, part: ExportPart) -> Iterator[str]:
     """Yield the existing files of a part. All files of the split are listed, but only
-    the part's files are kept."""
+    the part's files are yielded."""
     for info in out.list(f"{part.split}/"):
         position = exported_position(info.key)
         if position is not None and part.first <= position < part.first + part.units:

@@ -2,7 +2,7 @@
 
 A part (`evernear.common.parts`) is one Parquet file, one tar archive, or the image
 files of several shards. Each part consists of whole shards. The division into parts
-therefore depends only on the snapshot, and each shard's cached embeddings are used by
+therefore depends only on the snapshot. Each shard's cached embeddings are used by only
 one part::
 
     <out>/data/train-00000-of-00012.parquet     (Hugging Face's name for a split's file)
