@@ -222,8 +222,8 @@ class KfpRuns:
         )
 
     def _names_of(self, run: Any) -> tuple[str, str]:
-        """Names of the run's pipeline and version, with an ID in place of the name of a
-        deleted pipeline or version."""
+        """Names of the run's pipeline and version. A deleted pipeline or version is
+        represented by its ID."""
         reference = run.pipeline_version_reference
         if reference is None:  # started from a file
             spec = run.pipeline_spec or {}

@@ -73,8 +73,8 @@ class Connection:
         return (self.settings.ui_url or ("" if internal else self.url)).rstrip("/")
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Call the operation that KFP's Swagger file names ``operation``. Empty
-        arguments are omitted.
+        """Call the operation named ``operation`` in KFP's Swagger file. Empty arguments
+        are omitted.
 
         Failed requests are retried. A request to create a resource is retried only if
         the request was never sent.
@@ -252,8 +252,8 @@ def _never_sent(error: urllib3.exceptions.HTTPError) -> bool:
 
 
 def _message(error: ApiException) -> str:
-    """The error message in the API's JSON response. Uploads use a different error
-    format than other operations."""
+    """The error message in the API's JSON response. Uploads and other operations use
+    different error formats."""
     try:
         body = json.loads(error.body or "")
         message = body.get("message") or body["error_message"]

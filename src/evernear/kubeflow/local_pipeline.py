@@ -110,8 +110,8 @@ def _for_this_machine(compiled: str) -> str:
     message on this machine."""
     documents = list(yaml.load_all(compiled, yaml.CSafeLoader))
     spec = documents[0]
-    # Without the suffix, kfp would mistake a component with the pipeline's name, as in
-    # rollback, for the pipeline.
+    # Without the suffix ``-local``, kfp would mistake a component with the pipeline's
+    # name, as in rollback, for the pipeline.
     spec["pipelineInfo"]["name"] += "-local"
     for component in (spec["root"], *spec["components"].values()):
         for task in component.get("dag", {}).get("tasks", {}).values():

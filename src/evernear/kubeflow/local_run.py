@@ -38,8 +38,8 @@ PAGE_FILE = "run.html"
 """File name of the run page in a run's directory."""
 LAST_OUTPUT_BYTES = 8192
 LOG_TIMEOUT_S = 10.0
-"""Seconds to wait for the complete log after all steps have ended, because a leftover
-process may keep the log open."""
+"""Maximum number of seconds to wait for the complete log after all steps have ended. A
+leftover process may keep the log open."""
 CLEAN_UP_S = 10.0
 """Seconds that interrupted steps have to clean up before they are killed."""
 EVENTS_MIN_FREE_BYTES = 64 * 1024

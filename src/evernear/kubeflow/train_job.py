@@ -82,7 +82,7 @@ def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
     """The TrainJob manifest for the run ``run``.
 
     The name is an RFC 1035 label of at most 63 characters, as the
-    CustomResourceDefinition requires. The name leaves some of these characters for the
+    CustomResourceDefinition requires. The name is short enough to leave room for the
     suffixes of the pod names.
 
     Raises:
