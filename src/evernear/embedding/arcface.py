@@ -37,8 +37,8 @@ class ArcFace(nn.Module):
     Let :math:`\theta_j` be the angle between an embedding and the center of class j.
     The logit of the true class is :math:`s \cos(\theta_y + m)`, and every other logit
     is :math:`s \cos \theta_j`. Where :math:`\theta_y + m > \pi`, the cosine would rise
-    again. For these angles, the logit is :math:`s (\cos \theta_y - m \sin m)`, as in
-    the authors' code, and therefore still decreases as the angle grows.
+    again. For such large angles, the logit is :math:`s (\cos \theta_y - m \sin m)`, as
+    in the authors' code, and therefore still decreases as the angle grows.
 
     The sum formula :math:`\cos\theta \cos m - \sin\theta \sin m` avoids computing the
     arccosine. The sine is clamped to `MIN_SINE` because the gradient of a square root
@@ -92,8 +92,8 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
     """Sample the classes for a training step.
 
     Return the sampled classes and the positions of ``labels`` (N,) in the sample.
-    ``batch_labels`` are the labels of the whole batch. ``labels`` may be the part of
-    the batch that one process trains on.
+    ``batch_labels`` are the labels of the whole batch. ``labels`` may be only the
+    labels of the images that one process trains on.
 
     With at least `MIN_CLASSES_TO_SAMPLE` classes, the sample consists of the batch's
     classes and a random fraction `SAMPLE_RATE` of all classes (An et al. 2022, "Killing

@@ -30,8 +30,8 @@ DEFAULT_PRETRAINED = "resnet18"
 widely available, and fast on a CPU.
 """
 PRIOR_IMAGES = 0.1
-"""How strongly the covariance of frozen features is shrunk toward equal variances, in
-images per dimension."""
+"""Strength with which the covariance of frozen features is shrunk toward equal
+variances, in images per dimension."""
 MIN_GAIN = 0.4
 """Weight of directions in which the classes do not differ. Classes that are added later
 may differ in these directions."""
@@ -76,7 +76,7 @@ def choose_backbone(settings: TrainSettings) -> str:
 
 
 def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
-    """How images of shape ``shape`` are cropped and resized for a timm model.
+    """Choose how images of shape ``shape`` are cropped and resized for a timm model.
 
     Return None if the model takes the images unchanged. A pretrained model gets the
     size, crop and interpolation used in pretraining. A model with a fixed input size,

@@ -3,8 +3,8 @@
 A checkpoint is the object ``checkpoints/<key>/state.pt``. The key is a hash of
 everything that determines the weights, so training resumes only from a checkpoint with
 the same inputs and code. The last checkpoint has no optimizer state. The last
-checkpoint remains in the store, so a pipeline that fails in a later step does not train
-again. ``checkpoints/`` may be deleted at any time.
+checkpoint remains in the store, so a pipeline that failed in a later step does not
+train again on a retry. ``checkpoints/`` may be deleted at any time.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ BLOCK_SIZE_BYTES = 4 * 2**20
 
 
 def to_tensor(images: NDArray[np.uint8]) -> Tensor:
-    """Copy uint8 images of shape (N, H, W, C) into a tensor of shape (N, C, H, W),
+    """Copy uint8 images of shape (N, H, W, C) into a tensor of shape (N, C, H, W), with
     channels last in memory.
     """
     return torch.from_numpy(np.array(images, order="C")).permute(0, 3, 1, 2)
@@ -64,8 +64,8 @@ class TrainingImages:
         """Indefinitely yield batches of exactly ``batch_size`` images (N, C, H, W) and
         classes (N,).
 
-        The train split is repeated, and shuffled again on each pass. A small dataset
-        can therefore fill an epoch of any length. Every process gets the same number of
+        The train split is repeated and reshuffled on each pass. A small dataset can
+        therefore fill an epoch of any length. Every process gets the same number of
         batches. Unless labels are excluded, concatenating the batches of all ranks in
         order gives the batch that a single process would get.
         """
@@ -100,7 +100,8 @@ class TrainingImages:
                 yield to_tensor(images), torch.from_numpy(classes)
 
     def classes_of(self, block: Block) -> NDArray[np.int64]:
-        """The class (N,) of each image, or -1 if the image's label is excluded."""
+        """The class numbers (N,) of the images, with -1 for each image whose label is
+        excluded."""
         return self._class_of_label[block.labels]
 
     def _included(self, block: Block) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""Cache of embeddings in the store, so that a network embeds each image once.
+"""Cache embeddings in the store, so that a network embeds each image only once.
 
 ::
 

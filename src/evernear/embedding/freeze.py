@@ -153,8 +153,8 @@ def fit_last_layer(
     """Fit the last layer to the train split.
 
     The last layer is a trained head if `evernear.embedding.head.compare` accepts the
-    head. Otherwise, or if ``settings.frozen`` is set, the last layer is a whitening.
-    Return the trained head, even if the head is not used, or None if no head was
+    head. Otherwise, or if ``settings.frozen`` is set, the last layer is a whitening
+    map. Return the trained head, even if the head is not used, or None if no head was
     trained.
     """
     from evernear.embedding.head import train_head, whitening_for

@@ -63,9 +63,10 @@ class FrozenHead(nn.Module):
 
 
 class FrozenNetwork(nn.Module):
-    """A backbone and a head, as exported.
+    """The exported form of a backbone and a head.
 
-    `evernear.embedding.export.load_parts` reads the two modules from the file.
+    `evernear.embedding.export.load_parts` reads the backbone and the head from the
+    exported file.
     """
 
     def __init__(self, backbone: FrozenBackbone, head: FrozenHead) -> None:

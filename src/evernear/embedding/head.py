@@ -121,8 +121,8 @@ def train_head(
     settings: TrainSettings,
     on_step: OnHeadStep | None = None,
 ) -> Head:
-    """Train a head on the train split,
-    and compare it with whitened features on the gallery split.
+    """Train a head on the train split, and compare the head with whitened features on
+    the gallery split.
 
     If ``settings.minutes`` is set, views that cannot be computed within this time are
     left out.

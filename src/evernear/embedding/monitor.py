@@ -70,8 +70,8 @@ def measure_gallery(
 def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
     """The flips that augment the next epoch.
 
-    The flips are set by ``train.flip`` or, with ``auto``, were found harmless by
-    `measure_flips`.
+    ``train.flip`` sets the flips directly or, if it is ``auto``, selects the flips that
+    `measure_flips` found harmless.
     """
     if settings.flip == "both":
         return "horizontal", "vertical"
@@ -89,8 +89,8 @@ def measure_flips(
     The network was trained without flips. If the mirror image is as likely as the image
     itself, as for a photographed dog, the network recognizes both equally well. A
     mirrored digit is a different symbol, which the network fails to recognize. A flip
-    is harmless if the accuracy above chance falls by no more than `FLIP_TOLERANCE` plus
-    two standard errors.
+    is harmless if the accuracy above chance falls by no more than the fraction
+    `FLIP_TOLERANCE` plus two standard errors.
 
     Returns:
         The tests for both directions. The result is empty while the accuracy is less

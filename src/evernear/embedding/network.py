@@ -13,15 +13,16 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import inference_batch_size
 
 MAX_LAST_GRID = 3
-"""Maximum side length of the last feature map. Stages are added until no side exceeds
-this length. The map preserves the positions of features.
+"""Maximum side length of the last feature map. Stages are added until no side of the
+feature map exceeds this length. The last feature map preserves the positions of
+features.
 """
 MAX_FIRST_GRID = 96
 """Maximum side length of the patch grid. Larger images are split into patches to limit
 the cost."""
 MAX_WIDTH_FACTOR = 8
 """Maximum number of channels, as a multiple of the first stage's number of channels.
-The channels double from stage to stage up to this multiple."""
+The number of channels doubles from stage to stage up to this multiple."""
 
 
 class EmbeddingNetwork(nn.Module):
@@ -38,7 +39,7 @@ class EmbeddingNetwork(nn.Module):
 
     With ``Architecture.test_time_flip``, the trained network embeds each image together
     with its mirror image, as in the evaluation of ArcFace (Deng et al. 2019,
-    arXiv:1801.07698). The mirror image doubles the embedding time.
+    arXiv:1801.07698). Embedding the mirror image doubles the embedding time.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -86,8 +87,9 @@ class _Member(nn.Module):
 
     For color images, convolutions are initialized to the identity as far as their
     channels allow, and the activation is GELU (both as in airbench94, Jordan 2024,
-    arXiv:2404.00498). These choices raise the accuracy on CIFAR-10 after five epochs of
-    20,000 images from 74.1% to 77.4%. On digits, the accuracy does not improve.
+    arXiv:2404.00498). The identity initialization and GELU raise the accuracy on
+    CIFAR-10 after five epochs of 20,000 images from 74.1% to 77.4%. On digits, the
+    accuracy does not improve.
     """
 
     def __init__(self, architecture: Architecture) -> None:

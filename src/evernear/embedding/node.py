@@ -2,11 +2,11 @@
 ``python -m evernear.embedding.node STORE RUN``, the command of a TrainJob.
 
 The train step writes the `NodeTask` of the run to the store, and reads each node's
-`NodeLog` from the store. The result is the last checkpoint. If one node is lost, the
-processes on the other nodes exit. The JobSet then restarts all nodes, which resume from
-the last checkpoint. A `TrainingError`, such as a loss that is not finite, would recur
-after a restart. The exit code of a `TrainingError` therefore ends the TrainJob
-(``podFailurePolicy`` in ``deploy/components/multi-node-training``).
+`NodeLog` from the store. The result of training is the last checkpoint. If one node is
+lost, the processes on the other nodes exit. The JobSet then restarts all nodes, which
+resume from the last checkpoint. A `TrainingError`, such as a loss that is not finite,
+would recur after a restart. The exit code of a `TrainingError` therefore ends the
+TrainJob (``podFailurePolicy`` in ``deploy/components/multi-node-training``).
 """
 
 import os

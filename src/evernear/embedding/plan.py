@@ -207,7 +207,7 @@ class _Work:
     settings: TrainSettings
     """The settings of the user."""
     chosen: TrainSettings
-    """The settings with the layers and the image size under consideration."""
+    """The user's settings with the layers and the image size under consideration."""
     recipe: TrainSettings
     """``chosen`` with the defaults filled in."""
     fixed_s: float

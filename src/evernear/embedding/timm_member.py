@@ -85,7 +85,7 @@ class Resize(nn.Module):
     def set_training_size(self, factor: float) -> None:
         """Set the size of training images, relative to the input size.
 
-        A network with a fixed input size ignores the factor.
+        A network with a fixed input size ignores ``factor``.
         """
         if not self.fixed:
             self.training_size = [min(side, max(32, round(side * factor))) for side in self.size]

@@ -1,4 +1,5 @@
-"""TorchScript, the format in which a network is exported, served and run in batches."""
+"""Helpers for TorchScript, the format in which a network is exported, served and run in
+batches."""
 
 import io
 import warnings

@@ -50,10 +50,8 @@ class Weights:
 
 
 def store_package(weights: str, store: Store) -> None:
-    """Copy to ``store`` the file of the weight package named by ``weights``
-    (``train.weights``).
-
-    If ``weights`` does not name a package, nothing is copied.
+    """If ``weights`` (``train.weights``) names a weight package, copy the package's
+    file to ``store``.
 
     Raises:
         TrainingError: the package is neither installed here nor in the store, or the
