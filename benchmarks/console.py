@@ -249,11 +249,11 @@ def write_queries(store: FileStore, number: int, version: str) -> None:
 
 def serve(directory: Path) -> None:
     """The console on the slow store, as `evernear console` runs it."""
-    from evernear.console.access import Access
-    from evernear.console.app import create_console_app
-    from evernear.console.runs import LocalRuns
-    from evernear.console.server import serve_console
-    from evernear.console.services import Services
+    from evernear.triggers.console.access import Access
+    from evernear.triggers.console.app import create_console_app
+    from evernear.triggers.console.runs import LocalRuns
+    from evernear.triggers.console.server import serve_console
+    from evernear.triggers.console.services import Services
 
     settings = settings_of(directory)
     store = SlowStore(directory / "store")

@@ -3,11 +3,11 @@
 from starlette.testclient import TestClient
 
 from evernear.common.store import Store
-from evernear.console.access import Access
-from evernear.console.app import create_console_app
-from evernear.console.runs import Runner
-from evernear.console.services import Services
 from evernear.settings import Settings
+from evernear.triggers.console.access import Access
+from evernear.triggers.console.app import create_console_app
+from evernear.triggers.console.runs import Runner
+from evernear.triggers.console.services import Services
 
 TOKEN = "secret"
 

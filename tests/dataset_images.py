@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from evernear.data.export.plan import Export
 from evernear.data.manifest import Manifest
-from evernear.dataset_export.plan import Export
 
 
 def write_images(folder: Path, count: int, first: int = 0, size: tuple[int, int] = (30, 26), mode: str = "L") -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from evernear.common.disk import write_atomically
 from evernear.common.output import printable, warned
+from evernear.common.plugins import FAISS, run_ended
 from evernear.common.progress import Step, step
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
-from evernear.plugins import FAISS, run_ended
 from evernear.reporting import countdowns
 from evernear.settings import RunSettings, of_run, parse
 

@@ -8,8 +8,8 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
-from evernear.dataset_export.select import select_snapshot
 from evernear.errors import MissingObjectError
+from evernear.release.export_dataset import select_snapshot
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
 from tests.command_line import evernear

@@ -17,10 +17,10 @@ from PIL import Image
 
 from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import FileStore
+from evernear.data.export import Format
+from evernear.data.export.plan import plan_export
 from evernear.data.manifest import SPLITS
-from evernear.dataset_export import Format
-from evernear.dataset_export.plan import plan_export
-from evernear.dataset_export.worker import open_worker
+from evernear.release.export_dataset import open_worker
 from evernear.release.registry import Registry
 from tests.dataset_images import described
 from tests.releases import MakeRelease, System

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from evernear import plugins
+from evernear.common import plugins
+from evernear.common.plugins import Plugin
 from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.errors import SettingsError
-from evernear.plugins import Plugin
 from evernear.release.registry import Registry
 from evernear.settings import IndexSettings
 
 HEAVY = ("pymilvus", "optuna", "mlflow", "torch", "faiss", "numpy", "httpx", "opentelemetry.sdk", "typer")
 OFFER = '''
 import sys
-from evernear.plugins import Command, Plugin
+from evernear.common.plugins import Command, Plugin
 def greet() -> None:
     """Say hello."""
     import a_missing_library
@@ -49,7 +49,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def test_finding_integrations_imports_no_heavy_library() -> None:
-    program = f"import sys; from evernear.plugins import plugins; plugins(); print({HEAVY} & sys.modules.keys())"
+    program = f"import sys; from evernear.common.plugins import plugins; plugins(); print({HEAVY} & sys.modules.keys())"
     program = program.replace(f"{HEAVY}", f"set({HEAVY})")
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert completed.stdout == "set()\n"
@@ -108,6 +108,6 @@ def test_every_move_of_the_champion_reaches_every_integration(
 
 
 def test_commands_of_integrations_are_importable_without_the_command_line() -> None:
-    script = "from evernear import plugins; print(*sorted(command.name for command in plugins.commands()))"
+    script = "from evernear.common import plugins; print(*sorted(command.name for command in plugins.commands()))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout.split(), done.stderr) == (["alias", "export", "import", "trial", "tune"], "")

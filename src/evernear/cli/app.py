@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from evernear import __version__, plugins
+from evernear import __version__
 from evernear.cli import (
     batch_predict,
     cluster,
@@ -31,6 +31,7 @@ from evernear.cli import (
     store,
     watch,
 )
+from evernear.common import plugins
 from evernear.common.masking import mask_streams
 from evernear.common.output import print_line, printable
 from evernear.errors import EvernearError, StoreError, UserInterruptError, disk_full_message

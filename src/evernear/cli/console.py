@@ -71,11 +71,11 @@ def _serve(path: str, layers: Layers[Settings]) -> None:
     from evernear.release.promotions import whoami
 
     try:
-        from evernear.console.access import Access
-        from evernear.console.app import create_console_app
-        from evernear.console.runs import LocalRuns, PipelineRuns
-        from evernear.console.server import require_private, serve_console
-        from evernear.console.services import Services
+        from evernear.triggers.console.access import Access
+        from evernear.triggers.console.app import create_console_app
+        from evernear.triggers.console.runs import LocalRuns, PipelineRuns
+        from evernear.triggers.console.server import require_private, serve_console
+        from evernear.triggers.console.services import Services
     except ModuleNotFoundError as error:
         raise ServingError(f"{error.name} is not installed; run `pip install 'evernear[console]'`.") from None
 

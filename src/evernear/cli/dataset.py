@@ -11,7 +11,7 @@ from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOpt
 from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
-from evernear.dataset_export import Format
+from evernear.data.export import Format
 from evernear.errors import SettingsError
 
 app = typer.Typer(
@@ -54,9 +54,8 @@ def export(
     from evernear.common.run_parts import Processes, run_parts
     from evernear.common.store import open_store
     from evernear.common.threads import available_cpus
-    from evernear.dataset_export.plan import Export, plan_export
-    from evernear.dataset_export.select import select_snapshot
-    from evernear.dataset_export.worker import open_worker
+    from evernear.data.export.plan import Export, plan_export
+    from evernear.release.export_dataset import open_worker, select_snapshot
 
     settings = registry_settings(store, config, overrides, workdir)
     opened, output = open_store(settings.store_uri), open_store(output_uri(out))

@@ -1,3 +1,3 @@
-"""Convert images from any source to a dataset that is validated, hashed and divided
-into shards.
+"""Convert images from any source to a validated, hashed and sharded dataset, and export
+its snapshots (`export`).
 """

@@ -10,12 +10,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from evernear.common.plugins import champion_moved
 from evernear.common.store import open_store
 from evernear.deployment.local import LocalTarget, at_running_server, serve_local
 from evernear.deployment.promotion_policy import check_candidate, check_promotable
 from evernear.deployment.target import Deployment, DeploymentTarget, RegistryTarget
 from evernear.errors import ConflictError, SettingsError, StoreError
-from evernear.plugins import champion_moved
 from evernear.release.archive_reader import ReleaseParts, open_release
 from evernear.release.bake import Breaches
 from evernear.release.promotions import Cause

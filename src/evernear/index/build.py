@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from evernear.common.disk import disk_errors, sha256_file, write_atomically
 from evernear.common.output import quantity
+from evernear.common.plugins import FAISS, index_backend
 from evernear.data.groups import GroupNumbers
 from evernear.embedding.embeddings import EmbeddingBlock, Embeddings
 from evernear.errors import DataError, IntegrityError, SettingsError
@@ -31,7 +32,6 @@ from evernear.index.exact import ExactNeighbors, exact_neighbors, sample_queries
 from evernear.index.faiss_compat import FaissIndex, faiss
 from evernear.index.search import Gallery
 from evernear.index.vectors import GalleryVectors
-from evernear.plugins import FAISS, index_backend
 from evernear.settings import IndexSettings
 
 

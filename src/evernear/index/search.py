@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from evernear.common.plugins import index_backend
 from evernear.errors import IntegrityError
 from evernear.index.description import (
     CENTROIDS_FILE,
@@ -20,7 +21,6 @@ from evernear.index.description import (
     describe_index,
 )
 from evernear.index.vectors import VectorIndex
-from evernear.plugins import index_backend
 
 NO_LABEL = -1
 """Label number that replaces a neighbor that an approximate index did not find."""

@@ -42,7 +42,7 @@ def worker_of(kind: str) -> OpenWorker:
 
         return open_worker
     if kind == "dataset-export":
-        from evernear.dataset_export.worker import open_worker
+        from evernear.release.export_dataset import open_worker
 
         return open_worker
     raise SettingsError(f"This version of evernear runs no parts of the kind {kind!r}; use the version that planned.")

@@ -2,11 +2,11 @@
 hours of training.
 """
 
+from evernear.common.plugins import FAISS, index_backend
 from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.deployment import open_target
 from evernear.kubeflow.nodes import require_nodes
-from evernear.plugins import FAISS, index_backend
 from evernear.settings import RunSettings
 from evernear.settings.weight_packages import PREFIX
 

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Collection
 from contextlib import suppress
 
+from evernear.common.plugins import index_backend
 from evernear.common.store import Store
 from evernear.errors import ConflictError, IntegrityError, StoreError
 from evernear.index.description import Collection as VectorCollection
-from evernear.plugins import index_backend
 from evernear.release.promotions import Cause, Champion
 from evernear.release.records import ARCHIVES, MANIFESTS, PRUNED, Record, record_key
 from evernear.release.registry import Registry

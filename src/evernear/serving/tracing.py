@@ -25,7 +25,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from evernear import __version__
-from evernear.plugins import tracer_provider
+from evernear.common.plugins import tracer_provider
 
 TRACE_FIELD = "traceparent"
 """Name of the HTTP header, or of the input in a TorchServe gRPC request, that carries

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from evernear import plugins
+from evernear.common import plugins
 from evernear.settings.parts_job import Nodes
 from evernear.settings.section import Fraction, Section, absolute
 

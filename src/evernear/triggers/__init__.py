@@ -1,3 +1,5 @@
-"""Triggers: decide to train again, ask for confirmation, start a pipeline run, and
-follow the run.
+"""Triggers: decide to train again, ask for confirmation, start a run and follow it.
+
+The watcher (`watch`) decides, and people decide in Slack (`slack`) and on a web page
+(`console`).
 """

@@ -1,7 +1,7 @@
 """The Label Studio plugin: two commands that exchange tasks and annotations with Label
 Studio."""
 
-from evernear.plugins import Command, Plugin
+from evernear.common.plugins import Command, Plugin
 
 
 def _commands() -> list[Command]:

@@ -61,7 +61,7 @@ BEAMS = tuple(f"ef={ef}" for ef in (16, 32, 64, 128, 256, 512, 1024))
 
 class MilvusBackend:
     """The index backend for ``index.backend = milvus``. It implements
-    `evernear.plugins.IndexBackend`.
+    `evernear.common.plugins.IndexBackend`.
     """
 
     def check(self, settings: IndexSettings) -> None:

@@ -3,7 +3,7 @@ command that sets the alias again."""
 
 from typing import TYPE_CHECKING
 
-from evernear.plugins import Command, IndexBackend, Plugin
+from evernear.common.plugins import Command, IndexBackend, Plugin
 
 if TYPE_CHECKING:
     from evernear.release.promotions import Champion

@@ -5,7 +5,7 @@ address.
 import os
 from typing import TYPE_CHECKING
 
-from evernear.plugins import Plugin
+from evernear.common.plugins import Plugin
 
 if TYPE_CHECKING:
     from evernear.common.run_record import RunRecord

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from evernear.common.plugins import rejection
 from evernear.common.run_record import RunRecord
 from evernear.integrations.mlflow.plugin import ADDRESS
-from evernear.plugins import rejection
 from evernear.reporting.run_report import RunReport
 
 TIMEOUT_S = 10

@@ -14,11 +14,11 @@ from urllib.parse import quote
 
 import httpx
 
+from evernear.common.plugins import rejection
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
 from evernear.errors import EvernearError, StoreError
 from evernear.integrations.model_registry.plugin import ADDRESS
-from evernear.plugins import rejection
 from evernear.release.records import Record
 from evernear.release.registry import Registry
 from evernear.reporting.run_report import RunReport

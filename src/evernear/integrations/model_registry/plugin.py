@@ -8,7 +8,7 @@ for the model registry uses the same variable.
 import os
 from typing import TYPE_CHECKING
 
-from evernear.plugins import Plugin
+from evernear.common.plugins import Plugin
 
 if TYPE_CHECKING:
     from evernear.common.run_record import RunRecord

@@ -1,6 +1,6 @@
 """The tuning plugin: two commands."""
 
-from evernear.plugins import Command, Plugin
+from evernear.common.plugins import Command, Plugin
 
 
 def _commands() -> list[Command]:

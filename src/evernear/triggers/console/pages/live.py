@@ -1,0 +1,115 @@
+"""Collect labels for live queries to measure live accuracy. Users label random queries.
+Other systems send labels by query ID."""
+
+import json
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from evernear.errors import DataError
+from evernear.review.live_labels import Labels, import_labels
+from evernear.review.random_queries import WEEKLY, Week
+from evernear.triggers.console.access import require
+from evernear.triggers.console.services import Services
+from evernear.triggers.console.web import MAX_FORM_BYTES, Form, action, field, page, png
+
+_LABELS = TypeAdapter(Labels)
+
+
+class LivePart:
+    """The part of the Review page for random live queries, and the endpoint to which
+    other systems send labels."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def routes(self) -> list[Route]:
+        """The routes."""
+        return [
+            Route("/review/live", self._show),
+            Route("/review/live", action(self._answer), methods=["POST"]),
+            Route("/review/live/image", self._image),
+            Route("/labels", self._store_labels, methods=["POST"]),
+        ]
+
+    def _week(self) -> tuple[Week, tuple[str, ...]] | None:
+        """This week's random queries and the live release's classes, or None before the
+        first release."""
+        champion = self._services.releases.champion()
+        if champion is None:
+            return None
+        labels = self._services.releases.record(champion.version).manifest.labels
+        return self._services.random_queries.this_week(champion.version, self._services.now()), labels
+
+    def _content(self, request: Request, notice: str = "") -> Response:
+        found = self._week()
+        if found is None:
+            return Response()
+        return page(request, "live.html.j2", week=found[0], classes=found[1], weekly=WEEKLY, notice=notice)
+
+    def _show(self, request: Request) -> Response:
+        return self._content(request)
+
+    def _image(self, request: Request) -> Response:
+        found = self._week()
+        query = request.query_params.get("id", "")
+        for each in found[0].pending if found else ():
+            if each.id == query:
+                return png(each.image)
+        raise DataError("The query is no longer among those to label.")
+
+    def _answer(self, request: Request, form: Form) -> Response:
+        require(request, "label")
+        query, label = field(form, "query"), field(form, "label")
+        if not label:
+            raise DataError("Type the name of the class first.")
+        result = import_labels(self._services.store, _valid({query: label}), self._services.now())
+        if result.missing:
+            raise DataError("The query is no longer in the log.")
+        note = f"Labeled {label}."
+        if result.unknown_classes:
+            note += " The release has no class of this name, so its answer counts as wrong."
+        return self._content(request, note)
+
+    async def _store_labels(self, request: Request) -> Response:
+        """Store labels from a JSON object that maps query IDs to labels. The response
+        lists the unknown query IDs and classes.
+        """
+        require(request, "label")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_FORM_BYTES:
+                raise HTTPException(413, f"More than {MAX_FORM_BYTES:,} bytes of labels; send them in parts.")
+        services = self._services
+        result = await run_in_threadpool(import_labels, services.store, _parsed(bytes(body)), services.now())
+        return JSONResponse(result.model_dump(mode="json"))
+
+
+def _parsed(body: bytes) -> Labels:
+    try:
+        return _valid(json.loads(body, object_pairs_hook=_unique))
+    except (ValueError, RecursionError):
+        return _valid(None)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    labels: dict[str, Any] = {}
+    for query, label in pairs:
+        if labels.setdefault(query, label) != label:
+            raise DataError(f"The id {query} has a second label.")
+    return labels
+
+
+def _valid(labels: Any) -> Labels:
+    try:
+        return _LABELS.validate_python(labels)
+    except ValidationError:
+        raise DataError(
+            'The labels must be a JSON object with the label of each id, such as {"7f7c4f0e": "cat"}, neither empty.'
+        ) from None

@@ -1,0 +1,147 @@
+"""The services behind the pages."""
+
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from uuid import uuid4
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from evernear.common.store import Store
+from evernear.errors import EvernearError, ServingError, SettingsError, StoreError
+from evernear.review.answers import Answers
+from evernear.review.label_target import LabelTarget, open_label_target
+from evernear.review.queue import Item, Queue
+from evernear.review.random_queries import RandomQueries
+from evernear.review.submissions import Submissions
+from evernear.review.suspects import Suspect, load_suspects
+from evernear.serving.gallery_images import GalleryImages
+from evernear.settings import Settings
+from evernear.triggers import audit
+from evernear.triggers.audit import AuditEvent
+from evernear.triggers.console.access import Person, Right, require
+from evernear.triggers.console.releases import Releases
+from evernear.triggers.console.run_records import RunRecords
+from evernear.triggers.console.runs import Done, Runner
+
+QUEUE_ITEMS = 240
+
+
+@dataclass
+class Services:
+    """The objects that the pages read and change. If the source is not writable,
+    ``answers`` is None and ``fault`` is the reason."""
+
+    settings: Settings
+    store: Store
+    runner: Runner
+    answers: Answers | None
+    target: LabelTarget | None
+    fault: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A lock that serializes changes to the source."""
+
+    def __post_init__(self) -> None:
+        self.releases = Releases(self.store)
+        self.records = RunRecords(self.store)
+        self.queue = Queue(self.store)
+        self.random_queries = RandomQueries(self.store)
+        self.submissions = Submissions(self.store)
+        self.gallery = GalleryImages(self.store)
+
+    @staticmethod
+    def open(settings: Settings, store: Store, runner: Runner) -> "Services":
+        """Open the services for a store and a source. If the source is not writable,
+        users cannot submit answers.
+
+        Raises:
+            StoreError: the store is unavailable.
+        """
+        try:
+            target = open_label_target(settings.data.source, settings.data)
+        except EvernearError as error:
+            return Services(settings, store, runner, None, None, str(error))
+        answers = Answers(store, target)
+        answers.recover()
+        return Services(settings, store, runner, answers, target)
+
+    def require_answers(self) -> tuple[Answers, LabelTarget]:
+        """The answers, and the source to which the answers are written.
+
+        Raises:
+            SettingsError: the source is not writable.
+        """
+        if self.answers is None or self.target is None:
+            raise SettingsError(self.fault)
+        return self.answers, self.target
+
+    def pending(self, answered: Collection[str]) -> list[Item]:
+        """Images to review: user submissions, followed by logged queries. Each kind is
+        sorted newest first."""
+        sent = self.submissions.pending(answered, QUEUE_ITEMS)
+        known = {*answered, *(item.id for item in sent)}
+        return [*sent, *self.queue.pending(known, QUEUE_ITEMS - len(sent))]
+
+    def find(self, image: str) -> Item | None:
+        """A pending or reviewed image, or None if the image no longer exists."""
+        return self.submissions.find(image) or self.queue.find(image)
+
+    def original(self, image: str) -> bytes:
+        """The image file under review: the submitted file or, for a logged query, the
+        network's input.
+
+        Raises:
+            ServingError: the file no longer exists.
+        """
+        sent = self.submissions.original(image)
+        item = None if sent else self.queue.find(image)
+        if sent is None and item is None:
+            raise ServingError("The image is no longer in the queue: it was too old, or deleted.")
+        return sent or (item.image if item else b"")
+
+    def perform(
+        self, request: Request, right: Right, what: str, act: Callable[[Person], Done], release: str = ""
+    ) -> Done:
+        """Call ``act`` if the user who made ``request`` has the permission ``right``,
+        and record the result in the audit log.
+
+        Raises:
+            HTTPException: the user does not have the permission.
+        """
+        person: Person = request.state.person
+        event = AuditEvent(
+            request=f"console-{uuid4().hex[:16]}",
+            at=self.now(),
+            who=person.name,
+            what=what,
+            result="done",
+            where="console",
+            release=release,
+        )
+        try:
+            require(request, right)
+            done = act(person)
+        except HTTPException as error:
+            self._audit_failure(event.model_copy(update={"result": "refused", "detail": str(error.detail)}))
+            raise
+        except EvernearError as error:
+            self._audit_failure(event.model_copy(update={"result": "failed", "detail": str(error)}))
+            raise
+        audit.write(self.store, event.model_copy(update={"run": done.run}))
+        return done
+
+    def _audit_failure(self, event: AuditEvent) -> None:
+        with suppress(StoreError):  # the failure itself is displayed
+            audit.write(self.store, event)
+
+    def suspects(self) -> tuple[Suspect, ...]:
+        """The source images with suspect labels."""
+        return load_suspects(self.store, self.settings.data.source)
+
+    @staticmethod
+    def now() -> datetime:
+        """The current time in UTC."""
+        return datetime.now(UTC)

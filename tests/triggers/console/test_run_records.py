@@ -1,0 +1,92 @@
+"""The console's listing of runs: which are in progress,
+and what it reads of the store.
+"""
+
+import os
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.store import FileStore, Store
+from evernear.reporting.notify import RunOutcome
+from evernear.triggers.console import run_records
+from evernear.triggers.console.run_records import RunRecords
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture
+def listed(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is listed below ``runs/``, listing after listing. Nothing is reused."""
+    monkeypatch.setattr(run_records, "LISTING_S", 0.0)
+    prefixes: list[str] = []
+    for name in ("list", "children"):
+        method = getattr(store, name)
+        monkeypatch.setattr(store, name, lambda prefix, method=method: prefixes.append(prefix) or method(prefix))
+    return prefixes
+
+
+def end(store: Store, run: str, age: timedelta) -> None:
+    """A run that ended ``age`` ago."""
+    record = RunRecord(store, run)
+    record.save_step(StepRecord.of_this_process("train", NOW - age))
+    record.save(outcome=RunOutcome(run=run, state="held").model_dump(mode="json"))
+    assert isinstance(store, FileStore)
+    for info in list(store.list(f"runs/{run}/")):
+        at_s = (NOW - age).timestamp()
+        os.utime(store.path(info.key), (at_s, at_s))
+
+
+def test_runs_that_ended_long_ago_are_not_listed_again(store: Store, listed: list[str]) -> None:
+    for number in range(30):
+        end(store, f"run-{number:02}", timedelta(hours=number + 1))
+    listed.clear()
+    records = RunRecords(store)
+    assert [entry.run for entry in records.entries()] == [f"run-{number:02}" for number in range(30)]
+    assert listed == ["runs", "runs/"], "one listing of all is the cheapest way to read many"
+    RunRecord(store, "new").save_step(StepRecord.of_this_process("train", NOW))
+    listed.clear()
+    assert [entry.run for entry in records.entries()][:2] == ["new", "run-00"]
+    assert listed == ["runs", "runs/new/"]
+    end(store, "new", timedelta(0))
+    assert records.entries()[0].ended
+
+
+def test_a_run_that_was_pruned_is_gone(store: Store, listed: list[str]) -> None:
+    end(store, "run", timedelta(hours=1))
+    records = RunRecords(store)
+    assert len(records.entries()) == 1
+    for info in list(store.list("runs/run/")):
+        store.delete(info.key)
+    assert records.entries() == []
+
+
+def test_runs_in_progress_are_those_that_may_still_go_on(store: Store) -> None:
+    assert isinstance(store, FileStore)
+    now = datetime.now(UTC)
+    ended_process = subprocess.Popen(["true"])
+    ended_process.wait()
+    here = StepRecord.of_this_process("train", now)
+    elsewhere = here.model_copy(update={"host": "another-pod"})
+    for run, record in {
+        "here": here,
+        "killed": here.model_copy(update={"process": ended_process.pid}),
+        "in-a-pod": elsewhere,
+        "abandoned": elsewhere,
+        "ended": elsewhere,
+        "damaged": elsewhere,
+    }.items():
+        RunRecord(store, run).save_step(record)
+    RunRecord(store, "ended").save(outcome={})
+    store.put("runs/damaged/steps/train.json", b"{")
+    store.put("runs/starting/0123", b"")
+    long_ago_s = (now - timedelta(days=8)).timestamp()
+    os.utime(store.path("runs/abandoned/steps/train.json"), (long_ago_s, long_ago_s))
+    an_hour_ago_s = (now - timedelta(hours=1)).timestamp()
+    os.utime(store.path("runs/in-a-pod/steps/train.json"), (an_hour_ago_s, an_hour_ago_s))
+    found = RunRecords(store).in_progress()
+    assert [run.run for run in found] == ["here", "in-a-pod"], "the one that was heard of last comes first"
+    assert found[0].steps == (here,)
+    assert {entry.run for entry in RunRecords(store).entries() if entry.ended} == {"ended"}
