@@ -74,8 +74,8 @@ def _source(module: str) -> Path | None:
     """The file of a module, or None if the name is not a module, such as
     ``evernear.data.shards.Dataset``.
 
-    `importlib.util.find_spec` would import the parent packages of the module. Their
-    imports include timm, and importing timm takes seconds.
+    `importlib.util.find_spec` would import the parent packages of the module. The
+    parent packages also import timm, and importing timm takes seconds.
     """
     path = ROOT.joinpath(*module.split(".")[1:])
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)

@@ -4,8 +4,8 @@ recorded text.
 A secret is the value of a variable such as ``AWS_SESSION_TOKEN`` or ``KFP_COOKIES``,
 the password of a URL in any variable, or a value that was read from a file and passed
 to `remember`. Text may also contain secrets that no variable contains, such as the
-signature of a presigned URL or an Authorization header. Such secrets are recognized by
-their form.
+signature of a presigned URL or an Authorization header. Secrets that no variable
+contains are recognized by their form.
 
 `evernear.common.output` masks printed, logged and recorded text. `mask_streams` also
 masks tracebacks and the output of other libraries. `copy_masked` masks the output of a
@@ -67,8 +67,8 @@ _STRIPPED = re.compile(
     r"|(.*_)?(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE",
     re.IGNORECASE,
 )
-"""Variables that contain an address, a name or a path. Such a value never ends in a
-space.
+"""Variables that contain an address, a name or a path. An address, a name or a path
+never ends in a space.
 """
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s,]+", re.IGNORECASE)
 _QUERY_NAMES = (

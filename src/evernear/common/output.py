@@ -74,7 +74,7 @@ def print_json(value: object) -> None:
     """Print ``value``, which may contain pydantic models, as one line of ASCII JSON.
 
     JSON cannot represent bytes that are not UTF-8, but file names may contain such
-    bytes. Such bytes are escaped as in `printable`.
+    bytes. Bytes that are not UTF-8 are escaped as in `printable`.
     """
     try:
         text = to_json(value, ensure_ascii=True, inf_nan_mode="null")

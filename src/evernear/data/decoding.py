@@ -55,7 +55,7 @@ class DecodedImage:
 @dataclass(frozen=True)
 class DecodeFailure:
     """A file that cannot be decoded, and the reason. The reason is None if neither the
-    name nor the content of the file is that of an image.
+    name nor the content of the file indicates an image.
     """
 
     entry: FileEntry

@@ -113,9 +113,9 @@ class GroupNumbers:
         """Digests of the query images whose group also has images in the train or
         gallery split.
 
-        Such images resemble the gallery more than images from a new group do. Such
-        images occur only if the dataset was ingested before ``data.group`` was set, or
-        if the source specifies the splits.
+        Query images of such a group resemble the gallery more than images from a new
+        group do. Query images of such a group occur only if the dataset was ingested
+        before ``data.group`` was set, or if the source specifies the splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
 

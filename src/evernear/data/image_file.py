@@ -93,10 +93,11 @@ def suffix_of(data: bytes) -> Literal[".png", ".jpg", ".webp"]:
 def inspect(data: bytes, max_pixels: int, name: str = "The image", setting: str = "") -> EncodedImage:
     """Inspect a PNG, JPEG or WebP file. The format is detected from the content.
 
-    Raises: DataError: the file is empty, broken or animated, or it has an unsupported
-    format, more than ``max_pixels`` pixels, or an encoding of unbounded cost. The
-    message begins with ``name``, and states the ``setting`` that limits the number of
-    pixels.
+    Raises:
+        DataError: the file is empty, broken or animated, or it has an unsupported
+            format, more than ``max_pixels`` pixels, or an encoding of unbounded cost.
+            The message begins with ``name``, and states the ``setting`` that limits the
+            number of pixels.
     """
     if data.startswith(_PNG_SIGNATURE):
         image = _inspect_png(data, name)

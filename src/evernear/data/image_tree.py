@@ -65,8 +65,8 @@ def open_tree(source: str) -> ImageTree:
 
 
 def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the files below ``folder``, and for each file whether it is an image by the
-    rule for sources.
+    """Yield each file below ``folder``, and whether the file is an image according to
+    the rule for sources.
 
     Skipped folders, such as hidden folders, are yielded as files that are not images.
     Links are followed unless they form a loop. If a folder or a file cannot be read, it
@@ -159,7 +159,7 @@ class BucketTree(ImageTree):
 
 
 class LabeledTree(ImageTree):
-    """The images of a source of labeled files. The labels are not used."""
+    """The images in a source of labeled files. The labels are not used."""
 
     def __init__(self, source: FileSource) -> None:
         self.skipped = NameSample()

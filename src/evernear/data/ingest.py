@@ -9,10 +9,11 @@ combine -> publish.
   (`evernear.data.combine`);
 - **publish** the snapshot (`evernear.data.snapshots`).
 
-A dataset mirrors its sources. New files are added, and deleted files are removed. A
-file that was moved to a different class folder gets the new label. Images are
-identified by a hash of their content. The split of an image never changes, even if the
-image is removed and restored, because a model may have been trained on the image.
+A dataset mirrors its sources. Images of new files are added, and images of deleted
+files are removed. A file that was moved to a different class folder gets the new
+label. Images are identified by a hash of their content. The split of an image never
+changes, even if the image is removed and restored, because a model may have been
+trained on the image.
 """
 
 import tempfile

@@ -160,7 +160,8 @@ def decode(data: bytes, max_pixels: int, name: str = "The image", bit_depth: Bit
     """Decode a PNG, JPEG or WebP file to an 8-bit image with mode ``L`` (gray) or
     ``RGB``.
 
-    Raises: DataError: as in `inspect` and `decode_inspected`.
+    Raises:
+        DataError: as in `inspect` and `decode_inspected`.
     """
     return decode_inspected(inspect(data, max_pixels, name), bit_depth).image
 

@@ -45,8 +45,9 @@ class Snapshots:
     def head(self) -> Manifest | None:
         """The newest snapshot, or None if no snapshot has been published.
 
-        Raises: IntegrityError: the newest snapshot is damaged, or the pointer to the
-        newest snapshot is lost.
+        Raises:
+            IntegrityError: the newest snapshot is damaged, or the pointer to the newest
+                snapshot is lost.
         """
         stored = self.store.find(self._head_key)
         if stored is None:

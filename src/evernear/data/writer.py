@@ -44,7 +44,8 @@ def shard_key(dataset: str, sha256: str) -> str:
 def check_header(file: BinaryIO, dtype: np.dtype[np.void], shard: Shard) -> int:
     """Read the header of a shard, and return the offset of the first row.
 
-    Raises: IntegrityError: the shard does not match the manifest.
+    Raises:
+        IntegrityError: the shard does not match the manifest.
     """
     try:
         version = np.lib.format.read_magic(file)

@@ -3,8 +3,8 @@
 The probe holds out some classes. The figures of the probe are meant to describe classes
 that nobody has seen yet. Classes differ from each other more than images of one class
 do. The sample therefore consists of classes rather than images. Two classes of a
-thousand images each are two observations. Images of one group (``data.group``) also
-count as one observation.
+thousand images each are two observations. The images of one group (``data.group``) also
+count as a single observation.
 
 Each function imports SciPy itself. Importing SciPy takes half a second, and is not
 necessary to read an earlier measurement.

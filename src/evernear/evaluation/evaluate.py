@@ -267,13 +267,13 @@ def evaluate_systems(
     anchor or an earlier snapshot that cannot be read is not an error. The gate then
     holds the candidate.
 
-    If the champion was trained on test images, its accuracy is overstated. The gate
-    reports this fact. Images of a class that was renamed count under the new name.
-    Images of a retired class are left out. ``trained_on`` is the snapshot on which the
-    candidate's network was trained, which is ``dataset`` by default. ``answered``
-    returns the answers of each of `SYSTEMS` if the answers are already computed.
-    ``observe`` receives the candidate's results, and ``observe_champion`` receives the
-    champion's results. See `measure`.
+    If the champion was trained on test images, the champion's accuracy is overstated.
+    The gate reports this fact. Images of a class that was renamed count under the new
+    name. Images of a retired class are left out. ``trained_on`` is the snapshot on
+    which the candidate's network was trained. By default, the snapshot is ``dataset``.
+    ``answered`` returns the answers of each of `SYSTEMS` if the answers are already
+    computed. ``observe`` receives the candidate's results, and ``observe_champion``
+    receives the champion's results. See `measure`.
 
     Raises:
         DataError: the test split is empty,

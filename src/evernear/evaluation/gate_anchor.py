@@ -9,15 +9,15 @@ The anchor and the candidate are measured in the same run on the same images.
 The first release that is promoted in a store becomes the anchor. The anchor remains the
 same until a user chooses a different anchor (`evernear registry anchor`), or until the
 anchor can no longer be compared with the candidate. An anchor can no longer be compared
-if its images have a different shape, if fewer than ``gate.test_overlap_floor`` of its
-test images are left, or if none of its classes are left. The champion then becomes the
-anchor, and the reason of the rule states the change. If the anchor is damaged or lost,
-the rule fails instead, because a fault must not weaken the gate.
+if it takes images of a different shape, if fewer than ``gate.test_overlap_floor`` of
+its test images are left, or if none of its classes are left. The champion then becomes
+the anchor, and the reason of the rule states the change. If the anchor is damaged or
+lost, the rule fails instead, because a fault must not weaken the gate.
 
 Paired test (`no_worse_than_anchor`)
     The same test as in `no_worse`, on the classes that both the anchor and the
-    candidate know. Both tests use the same share of ``gate.significance``. If the
-    champion is the anchor, `no_worse` uses both shares.
+    candidate know. This test and `no_worse` use the same share of
+    ``gate.significance``. If the champion is the anchor, `no_worse` uses both shares.
 
 Budget (`anchor_budget`)
     On a small test split, no test can detect a loss of several percentage points. The

@@ -3,7 +3,7 @@ of embeddings.
 
 The class shares among an image's nearest neighbors serve as the image's class
 probabilities. A network has fitted the labels, right or wrong, of the images that it
-was trained on. Such a network embeds each of these images among other images of the
+was trained on. A network embeds each of its training images among other images of the
 labeled class. For this reason, the images are divided into folds. Each fold is embedded
 by a network that is trained briefly on the other folds. Neighbors are searched within
 the fold. As a result, no embedding and no vote depends on the label that is checked.

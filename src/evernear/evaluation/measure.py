@@ -172,11 +172,11 @@ def measure(
     """Measure ``recognizer`` on all images in ``split``.
 
     ``classes`` translates the labels of an earlier release. ``observe`` is called with
-    each block, the embeddings of the block, their neighbors, and the predictions. The
-    intervals are based on ``groups``, or on images if ``groups`` is None. ``answered``
-    contains the answers to the split in order, if the answers are already computed
-    (`evernear.evaluation.in_parts`). Only the outcomes need memory in proportion to the
-    size of the split, 12 bytes per image.
+    each block, the embeddings of the block, the neighbors of the embeddings, and the
+    predictions. The intervals are based on ``groups``, or on images if ``groups`` is
+    None. ``answered`` contains the answers to the split in order, if the answers are
+    already computed (`evernear.evaluation.in_parts`). Only the outcomes need memory in
+    proportion to the size of the split, 12 bytes per image.
 
     Raises:
         DataError: the split is empty, or its images do not have the recognizer's input

@@ -1,4 +1,5 @@
-"""Replay compares how many answers change on stored live queries and on the test split.
+"""Replay compares the share of changed answers to stored live queries with the share of
+changed answers on the test split.
 
 A live query has no label, so it cannot show which of two different answers is right.
 However, two good releases agree on most queries, and the test split shows how often
@@ -32,7 +33,7 @@ Classes
     The number of changes must also exceed a minimum, because live queries are never an
     exact sample of the test images.
 
-Exchanged labels
+Swapped labels
     If labels in the dataset are swapped, candidate and champion differ as much on the
     test split as on live queries. The champion may then have more errors on images that
     it was already tested on than it had at its release. Therefore, the additional

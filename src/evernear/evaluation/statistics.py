@@ -93,8 +93,8 @@ class Roc(Frozen):
     (FAR).
     """
     true_accepts: tuple[float, ...]
-    """Proportion of known images within the threshold, the y-coordinate of the curve (1
-    - FRR).
+    """Proportion of known images within the threshold, the y-coordinate of the
+    curve (1 - FRR).
     """
     thresholds: tuple[float, ...]
 

@@ -1,5 +1,5 @@
-"""An identifier for a store. It marks objects outside the store that belong to the
-store, such as Milvus collections.
+"""An identifier for a store. Objects outside the store that belong to the store, such
+as Milvus collections, are marked with the identifier.
 """
 
 import secrets

@@ -52,8 +52,8 @@ def without_change_time(etag: str) -> str:
 
 @dataclass
 class NameSample:
-    """The number of names, and the first names in sort order. Memory use does not grow
-    with the listing.
+    """The number of names, and the names that come first in sort order. Memory use does
+    not grow with the size of the listing.
     """
 
     count: int = 0

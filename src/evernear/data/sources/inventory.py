@@ -1,9 +1,9 @@
-"""A bucket whose objects are listed in a report from S3 Inventory, instead of by list
+"""A bucket whose object listing comes from an S3 Inventory report instead of list
 requests.
 
 Every day or every week, S3 writes a report as CSV or Parquet files. The manifest
 ``<prefix>/<source bucket>/<configuration>/<time>/manifest.json`` contains the names of
-these files. See "Locating your inventory list" in the Amazon S3 user guide.
+the report's files. See "Locating your inventory list" in the Amazon S3 user guide.
 """
 
 import csv

@@ -91,8 +91,8 @@ class Layout:
 
     @property
     def chosen_splits(self) -> tuple[Split, ...]:
-        """The splits to which ingest assigns images, which are train and all splits
-        that have no folder.
+        """The splits to which ingest assigns images: train, and all splits that have no
+        folder.
         """
         return ("train", *(split for split in SPLITS[1:] if split not in self.splits.values()))
 

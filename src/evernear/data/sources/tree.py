@@ -40,7 +40,7 @@ class Tree:
         return _shown(os.path.relpath(path, self._root))
 
     def folders(self, path: str) -> list[str]:
-        """The sorted paths of the folders in a folder."""
+        """The sorted paths of a folder's subfolders."""
         above = self._containing(path)
         entries = (entry for entry, kind in self.scan(path) if kind == "folder")
         return sorted(entry.path for entry in entries if self._enters(entry, above))
@@ -81,8 +81,9 @@ class Tree:
         """Check that no link that was found so far is broken, because images must not
         leave the dataset when a disk is not mounted.
 
-        Raises: StoreError: a link is broken. The message contains the names of some
-        broken links.
+        Raises:
+            StoreError: a link is broken. The message contains the names of some broken
+                links.
         """
         if self._broken:
             shown = [f"{name} -> {target}" for name, target in sorted(self._broken.items())[:_MAX_NAMES]]
