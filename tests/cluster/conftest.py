@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.pods import Pods
 from tests.cluster.sandbox import (
+    DEPLOYER,
     MISSING_IMAGE,
     Sandbox,
     Timeouts,
@@ -18,7 +19,7 @@ from tests.cluster.sandbox import (
     install_deployer,
     install_store,
     install_store_secret,
-    kubeconfig_of_deployer,
+    kubeconfig_of,
     temporary_namespace,
 )
 from tests.environment import of_the_shell
@@ -50,7 +51,7 @@ def loopback_sandbox(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
         with temporary_namespace(admin) as namespace:
             install_deployer(admin, namespace)
             install_store_secret(admin, namespace, environment)
-            monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
+            monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of(DEPLOYER, admin, namespace, tmp_path)))
             timeouts = Timeouts(rollout_timeout_s=60, failure_grace_s=1, convergence_timeout_s=5)
             yield Sandbox(namespace, LOOPBACK_IMAGE, store, (443,), admin, timeouts)
     pods.stop()
@@ -71,7 +72,7 @@ def real_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sa
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
-        monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of_deployer(admin, namespace, tmp_path)))
+        monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of(DEPLOYER, admin, namespace, tmp_path)))
         timeouts = Timeouts(rollout_timeout_s=300, failure_grace_s=30, convergence_timeout_s=60)
         # SeaweedFS listens on 8333; the node forwards the other port to it.
         ports = (8333, endpoint.port or 443)

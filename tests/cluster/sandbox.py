@@ -25,6 +25,8 @@ from evernear.settings import Settings, parse
 Object = dict[str, Any]
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DEPLOYER = "evernear-deployer"
+PARTS = DEPLOY / "components" / "many-machines"
+RUNNER = "pipeline-runner"
 MISSING_IMAGE = "registry.invalid/evernear-serve@sha256:" + "0" * 64  # .invalid never resolves, RFC 6761
 _TOKEN_LIFETIME_S = 3600
 _LEVELS = ("enforce", "audit", "warn")
@@ -144,16 +146,29 @@ def install_store(admin: ApiClient, namespace: str) -> dict[str, str]:
     }
 
 
-def kubeconfig_of_deployer(admin: ApiClient, namespace: str, directory: Path) -> Path:
-    """Write a kubeconfig for the deployer that is valid for an hour."""
+def install_parts(admin: ApiClient, namespace: str, environment: dict[str, str]) -> None:
+    """Create the objects of `deploy/components/many-machines`, and the account of the
+    pipeline's steps. The pods request little, so that three of them fit on a small
+    node.
+    """
+    (template,) = _manifests(PARTS / "template.yaml")
+    (container,) = template["template"]["spec"]["containers"]
+    container["resources"]["requests"] = {"cpu": "100m", "memory": "256Mi"}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": RUNNER}}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "evernear-s3"}, "stringData": environment}
+    create(admin, namespace, account, secret, template, *_manifests(PARTS / "may-run-parts.yaml"))
+
+
+def kubeconfig_of(account: str, admin: ApiClient, namespace: str, directory: Path) -> Path:
+    """Write a kubeconfig for a ServiceAccount that is valid for an hour."""
     token_request = AuthenticationV1TokenRequest(
         spec=V1TokenRequestSpec(audiences=[], expiration_seconds=_TOKEN_LIFETIME_S)
     )
-    issued = CoreV1Api(admin).create_namespaced_service_account_token(DEPLOYER, namespace, token_request)
+    issued = CoreV1Api(admin).create_namespaced_service_account_token(account, namespace, token_request)
     cluster = {"server": admin.configuration.host, "insecure-skip-tls-verify": not admin.configuration.verify_ssl}
     if admin.configuration.ssl_ca_cert:
         cluster["certificate-authority"] = str(Path(admin.configuration.ssl_ca_cert).resolve())
-    path = directory / "deployer.kubeconfig"
+    path = directory / f"{account}.kubeconfig"
     path.touch(mode=0o600)
     path.write_text(
         yaml.safe_dump(
@@ -161,8 +176,8 @@ def kubeconfig_of_deployer(admin: ApiClient, namespace: str, directory: Path) ->
                 "apiVersion": "v1",
                 "kind": "Config",
                 "clusters": [{"name": "it", "cluster": cluster}],
-                "users": [{"name": DEPLOYER, "user": {"token": issued.status.token}}],
-                "contexts": [{"name": "it", "context": {"cluster": "it", "user": DEPLOYER, "namespace": namespace}}],
+                "users": [{"name": account, "user": {"token": issued.status.token}}],
+                "contexts": [{"name": "it", "context": {"cluster": "it", "user": account, "namespace": namespace}}],
                 "current-context": "it",
             }
         )

@@ -18,21 +18,17 @@ import yaml
 from kubernetes import client, config, utils
 from PIL import Image
 
-from evernear import steps
 from evernear.common.parts import Part, Parts
 from evernear.common.run_parts import FINAL_EXIT_CODE, PartsRecord, run_parts
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
-from evernear.data.manifest import load_manifest, save_manifest
-from evernear.data.shards import Dataset
-from evernear.embedding.embeddings import Embeddings
 from evernear.errors import ClusterError, PartError, SettingsError
-from evernear.evaluation.open_set import OpenSet
 from evernear.kubeflow import indexed_job
 from evernear.kubeflow.indexed_job import IndexedJob, indexes
 from evernear.release.registry import Registry
 from evernear.settings import KubernetesSettings, PartsJobSettings
 from tests.command_line import evernear
+from tests.kubeflow import small_steps
 from tests.loopback.kubernetes import LoopbackCluster
 from tests.loopback.kubernetes.kinds import JOB
 from tests.loopback.kubernetes.pod_security import violations
@@ -40,6 +36,7 @@ from tests.releases import MakeRelease, System
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "many-machines"
 SETTINGS = PartsJobSettings(namespace="kubeflow", image="registry.example/evernear-train@sha256:" + "a" * 64)
+JOB_SETTINGS = SETTINGS.model_dump(include={"namespace", "image"})
 # The command of a pod: it writes the result of its part as `evernear.kubeflow.part`
 # does, without loading a release.
 FINISH = """
@@ -96,12 +93,6 @@ def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(indexed_job, "indexed_job", changed)
 
 
-def copy_dataset(dataset: Dataset, store: Store) -> None:
-    original = open_store(dataset.manifest.store_uri)
-    for info in original.list("datasets/"):
-        store.put(info.key, original.get(info.key))
-
-
 def run(parts: Parts, settings: PartsJobSettings = SETTINGS, report: Any = lambda _: None, nodes: int = 2) -> list[int]:
     seen: list[int] = []
     executor = IndexedJob(nodes, settings, KubernetesSettings(), report)
@@ -126,7 +117,7 @@ def test_pods_predict_what_one_process_predicts(
     Registry(store).publish(release.archive)
     common = ["batch-predict", "--source", source.uri, "--store", store.uri, "--release", release.version]
     common += ["--part-images", "3", "--out"]
-    job = [f"parts_job.{name}={value}" for name, value in SETTINGS.model_dump(include={"namespace", "image"}).items()]
+    job = [f"parts_job.{name}={value}" for name, value in JOB_SETTINGS.items()]
     options = [item for setting in job for item in ("--set", setting)]
     done = evernear(*common, f"s3://{bucket}/out", "--nodes", "2", *options)
     assert done.returncode == 0, done.stderr
@@ -310,18 +301,10 @@ def test_indexes_of_a_status() -> None:
 @pytest.mark.slow
 def test_step_ingests_on_nodes_what_it_ingests_alone(loopback: LoopbackCluster, bucket: str, tmp_path: Path) -> None:
     source, store = open_store(f"s3://{bucket}/photos"), open_store(f"s3://{bucket}/store")
-    random = np.random.default_rng(0)
-    for number in range(60):
-        Image.fromarray(random.integers(0, 255, (8, 8), np.uint8)).save(tmp_path / "image.png")
-        source.put(f"{number % 2}/{number}.png", tmp_path / "image.png")
-    source.put("1/broken.png", b"\x89PNG\r\n\x1a\n broken")
-    job = SETTINGS.model_dump(include={"namespace", "image"})
+    small_steps.put_photos(source, tmp_path)
     snapshots: list[Any] = []
     for run, nodes in (("on-nodes", 3), ("alone", 1)):
-        data = {"source": source.uri, "dataset": run, "nodes": nodes, "part_names": 10}
-        out = str(tmp_path / run)
-        steps.ingest(run, store.uri, {}, {"data": data, "parts_job": job}, out)
-        manifest = load_manifest(Path(out))
+        manifest = small_steps.ingest(run, nodes, source.uri, store.uri, JOB_SETTINGS, tmp_path)
         snapshots.append((manifest.digest, manifest.problems, manifest.problem_counts))
     assert snapshots[0] == snapshots[1]
     assert snapshots[0][2] == {"undecodable": 1}
@@ -340,17 +323,11 @@ def test_step_embeds_on_nodes_what_it_embeds_alone(
     loopback: LoopbackCluster, bucket: str, system: System, tmp_path: Path
 ) -> None:
     store = open_store(f"s3://{bucket}/store")
-    copy_dataset(system.dataset, store)
-    save_manifest(system.dataset.manifest.model_copy(update={"store_uri": store.uri}), tmp_path / "dataset")
-    job = SETTINGS.model_dump(include={"namespace", "image"}) | {"part_size_bytes": 1}
-    described: list[Any] = []
+    dataset = small_steps.put_system(system, store, tmp_path)
     for run, nodes in (("on-nodes", 2), ("alone", 1)):
-        settings = {"store": store.uri, "index": {"nodes": nodes}, "parts_job": job}
-        paths = [str(tmp_path / "dataset"), str(system.network_dir), str(tmp_path / run)]
-        made = steps.embed(run, settings, *paths)
+        made = small_steps.embed(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
         assert made["computed"] + made["reused"] == system.dataset.count("gallery") + system.dataset.count("query")
-        described.append([(shard.sha256, shard.split) for shard in Embeddings.open(tmp_path / run).description.shards])
-    assert described[0] == described[1]
+    assert small_steps.embedded(tmp_path / "on-nodes") == small_steps.embedded(tmp_path / "alone")
     assert jobs(loopback) == []
     ran = RunRecord(store, "on-nodes").find("parts_embed", PartsRecord)
     assert ran is not None
@@ -364,18 +341,14 @@ def test_step_evaluates_on_nodes_what_it_evaluates_alone(
     loopback: LoopbackCluster, bucket: str, system: System, make_release: MakeRelease, tmp_path: Path
 ) -> None:
     store, release = open_store(f"s3://{bucket}/store"), make_release()
-    copy_dataset(system.dataset, store)
-    save_manifest(system.dataset.manifest.model_copy(update={"store_uri": store.uri}), tmp_path / "dataset")
+    dataset = small_steps.put_system(system, store, tmp_path)
     Registry(store).publish(release.archive)
     Registry(store).set_champion(release.version, None)
-    OpenSet(held_out=()).save(tmp_path / "open-set.json")
-    job = SETTINGS.model_dump(include={"namespace", "image"})
-    measured: list[Any] = []
-    for run, nodes in (("on-nodes", 2), ("alone", 1)):
-        settings = {"store": store.uri, "evaluation": {"nodes": nodes}, "parts_job": job}
-        candidate = [str(path) for path in (tmp_path / "dataset", system.network_dir, system.index_dir)]
-        measured.append(steps.evaluate(run, settings, *candidate, str(tmp_path / "open-set.json"), str(tmp_path / run)))
-    assert measured[0].champion.name == release.version
-    assert measured[0].model_dump() == measured[1].model_dump()
+    measured = [
+        small_steps.evaluate(run, nodes, system, dataset, store, JOB_SETTINGS, tmp_path)
+        for run, nodes in (("on-nodes", 2), ("alone", 1))
+    ]
+    assert measured[0]["champion"]["name"] == release.version
+    assert measured[0] == measured[1]
     assert jobs(loopback) == []
     assert RunRecord(store, "on-nodes").find("parts_evaluate", PartsRecord) is not None

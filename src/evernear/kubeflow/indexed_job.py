@@ -25,6 +25,7 @@ from evernear.kubeflow.job import (
     condition,
     image_of,
     namespace_of,
+    newest_warnings,
     owned,
     reasons_for_no_pods,
 )
@@ -88,6 +89,7 @@ class IndexedJob:
         """Wait until the Job is complete, and return its status."""
         deadline_s = time.monotonic() + self.settings.timeout_s + START_GRACE_S
         done, state, has_started, waiting_since_s = 0, "", False, time.monotonic()
+        ready_s = time.monotonic()
         while True:
             try:
                 resource = cluster.get("Job", name)
@@ -102,13 +104,18 @@ class IndexedJob:
                 if completed > done:
                     on_done(completed - done)
                     done = completed
-                if (current := _state(status)) != state:
-                    self.report(current)
-                    state = current
                 if condition(resource, "Complete"):
                     return status
                 if failed := condition(resource, "FailureTarget") or condition(resource, "Failed"):
-                    raise PartError(_cause(name, failed, parts, self.settings.template))
+                    raise PartError(_cause(cluster, resource, failed, parts, self.settings.template))
+                current = _state(status)
+                if status.get("ready") or not status.get("active"):
+                    ready_s = time.monotonic()
+                elif time.monotonic() - ready_s > CREATION_TIMEOUT_S:
+                    current = "; ".join([current, *newest_warnings(cluster, resource)])
+                if current != state:
+                    self.report(current)
+                    state = current
                 has_started = has_started or _has_pods(resource)
                 if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
                     raise PartError(
@@ -206,7 +213,11 @@ def _usage(manifest: Tree, status: Tree) -> PodUsage:
 
 
 def _has_ended(resource: Tree) -> bool:
-    return condition(resource, "Complete") is not None or condition(resource, "Failed") is not None
+    """Whether the Job starts no more pods. A Job that failed or was deleted exists until
+    its pods have terminated.
+    """
+    ended = any(condition(resource, kind) for kind in ("Complete", "FailureTarget", "Failed"))
+    return ended or "deletionTimestamp" in resource["metadata"]
 
 
 def _has_pods(resource: Tree) -> bool:
@@ -222,11 +233,15 @@ def _state(status: Tree) -> str:
     return f"{state}, {status['failed']} pods failed" if status.get("failed") else state
 
 
-def _cause(name: str, failed: Tree, parts: Parts, template: str) -> str:
+def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts, template: str) -> str:
     """A sentence about the part that failed permanently, or Kubernetes' reason."""
     if failure := parts.failure():
         return failure.message
+    name = resource["metadata"]["name"]
     reason = f"The Job {name} failed: {failed['reason']}: {failed.get('message', '').rstrip('.')}."
     if failed["reason"] in ("MaxFailedIndexesExceeded", "FailedIndexes"):
         return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {template}."
+    if failed["reason"] == "DeadlineExceeded":
+        warnings = "".join(f" {warning}." for warning in newest_warnings(cluster, resource))
+        return f"{reason}{warnings} Raise parts_job.timeout_s, or correct the PodTemplate {template}; finished parts stay."
     return reason

@@ -75,19 +75,23 @@ def reasons_for_no_pods(cluster: Cluster, resource: Tree) -> str:
     """Explain in one line why a job has no pods, from the job's conditions and the
     newest warnings about the job's objects.
     """
-    name, created = resource["metadata"]["name"], resource["metadata"]["creationTimestamp"]
     conditions: list[Tree] = resource.get("status", {}).get("conditions") or []
     reasons = [f"condition {item['type']}: {_text(item)}" for item in conditions if item["status"] == "True"]
+    reasons += newest_warnings(cluster, resource)
+    return "; ".join(reasons) or "it has neither a condition nor an event"
+
+
+def newest_warnings(cluster: Cluster, resource: Tree) -> list[str]:
+    """The newest warnings about a job, its Jobs and its pods, one line each."""
+    name, created = resource["metadata"]["name"], resource["metadata"]["creationTimestamp"]
     try:
         events = cluster.list("Event", fieldSelector="type=Warning")
     except ClusterError as error:
-        reasons.append(f"its events cannot be read: {str(error).rstrip('.')}")
-    else:
-        events = [item for item in events if _is_about(item["involvedObject"].get("name", ""), name)]
-        events = [item for item in events if item["metadata"]["creationTimestamp"] >= created]  # no earlier attempt
-        texts = dict.fromkeys(map(_text, sorted(events, key=event_time)))  # a warning may repeat
-        reasons += [f"event {text}" for text in [*texts][-MAX_EVENTS:]]
-    return "; ".join(reasons) or "it has neither a condition nor an event"
+        return [f"its events cannot be read: {str(error).rstrip('.')}"]
+    events = [item for item in events if _is_about(item["involvedObject"].get("name", ""), name)]
+    events = [item for item in events if item["metadata"]["creationTimestamp"] >= created]  # no earlier attempt
+    texts = dict.fromkeys(map(_text, sorted(events, key=event_time)))  # a warning may repeat
+    return [f"event {text}" for text in [*texts][-MAX_EVENTS:]]
 
 
 def _is_about(subject: str, name: str) -> bool:

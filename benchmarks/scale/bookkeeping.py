@@ -1,0 +1,212 @@
+"""The stages of an ingest in the step's own process: list, plan, combine and publish.
+``python -m benchmarks.scale.bookkeeping``.
+
+The parts are not decoded: their results are written directly, as if other nodes had
+decoded them, and this time is left out. The images are 28 x 28 gray and random. Names
+and results look like those of a bucket. The store is a directory whose requests take 20
+ms, and the listing takes 20 ms per 1,000 names. The rows are measured one after the
+other, each in its own process:
+
+- ``first``: an ingest of all names;
+- ``unchanged``: the same names again;
+- ``+1%``: the same names, and 1% more.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import machine
+from benchmarks.scale.bucket import LATENCY_S
+from evernear.common.disk import sha256_bytes
+from evernear.common.parts import OpenWorker, Parts
+from evernear.common.store import FileStore
+from evernear.data import ingest
+from evernear.data.decode_part import DecodedPart, IngestPart, Outcome
+from evernear.data.snapshots import Snapshots
+from evernear.data.sources import FileEntry, FileSource
+from evernear.settings import DataSettings
+
+CLASSES = 100
+SIZE_PX = 28
+PAGE_NAMES = 1000
+STAGES = ("list", "plan", "combine", "publish")
+
+
+class Took(NamedTuple):
+    """How long something took."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def __add__(self, other: "Took") -> "Took":  # type: ignore[override]
+        return Took(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=1_000_000)
+    parser.add_argument("--parts", type=int, default=100)
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    part_names = -(-arguments.images // arguments.parts)
+    if arguments.row:
+        store, count = arguments.row
+        print(json.dumps(measure(Path(store), int(count), part_names)), flush=True)
+        return
+    machine_info, rows = machine.describe(), []
+    more = arguments.images + arguments.images // 100
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, count in (("first", arguments.images), ("unchanged", arguments.images), ("+1%", more)):
+            command = [sys.executable, "-m", "benchmarks.scale.bookkeeping", "--images", str(arguments.images)]
+            command += ["--parts", str(arguments.parts), "--row", scratch, str(count)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            rows.append({"ingest": name, "names": count} | json.loads(done.stdout))
+            print(rows[-1], flush=True)
+    table = [["ingest", *(f"{stage}, s" for stage in STAGES), "all, s", "CPU seconds", "MB written", "peak memory"]]
+    for row in rows:
+        table.append(
+            [
+                f"{row['ingest']}: {row['names']:,} names",
+                *(f"{row[stage][0]:.1f}" for stage in STAGES),
+                f"{row['all'][0]:.1f}",
+                f"{row['all'][1]:.1f}",
+                f"{row['written_bytes'] / 1e6:.1f}",
+                f"{row['peak_bytes'] / 2**20:.0f} MiB",
+            ]
+        )
+    new_bytes = arguments.images // 100 * (SIZE_PX**2 + 36)
+    result = {
+        "images": arguments.images,
+        "parts": arguments.parts,
+        "new_bytes": new_bytes,
+        "written_of_new": round(rows[-1]["written_bytes"] / new_bytes, 2),
+        "rows": rows,
+    }
+    title = f"Bookkeeping of an ingest of {arguments.images:,} names in {arguments.parts:,} parts"
+    machine.write("scale_bookkeeping", title, machine_info, result, table)
+
+
+def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
+    """Ingest ``count`` names, without decoding them."""
+    took: defaultdict[str, Took] = defaultdict(Took)
+
+    def timed(owner: Any, name: str, stage: str) -> None:
+        setattr(owner, name, _timed(getattr(owner, name), took, stage))
+
+    store = SlowStore(directory)
+    decode = _timed(_save_results, took, "decode")
+    ingest.open_source = lambda *_: Listed(count)  # type: ignore[assignment]
+    ingest.open_store = lambda _: store  # type: ignore[assignment]
+    timed(ingest, "list_source", "list")
+    timed(ingest, "decode_in_parts", "plan")
+    timed(ingest, "combine", "combine")
+    timed(Snapshots, "publish", "publish")
+    settings = DataSettings(
+        source="s3://listed/names", size_px=SIZE_PX, channels="gray", bit_depth=8, part_names=part_names
+    )
+    before = Took(time.monotonic(), time.process_time())
+    ingest.ingest_source(settings, store.uri, run=decode)
+    all_stages = Took(time.monotonic() - before.wall_s, time.process_time() - before.cpu_s)
+    decoding = took.pop("decode", Took())
+    without = Took(-decoding.wall_s, -decoding.cpu_s)
+    took["plan"] = took["plan"] + without
+    status = Path("/proc/self/status").read_text()
+    peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return {
+        **{stage: tuple(took[stage]) for stage in STAGES},
+        "all": tuple(all_stages + without),
+        "written_bytes": store.written_bytes - store.decoded_bytes,
+        "decoded_bytes": store.decoded_bytes,
+        "peak_bytes": int(peak_kib) * 1024,
+    }
+
+
+def _timed(function: Callable[..., Any], took: dict[str, Took], stage: str) -> Callable[..., Any]:
+    @wraps(function)
+    def timed(*arguments: Any, **named: Any) -> Any:
+        wall_s, cpu_s = time.monotonic(), time.process_time()
+        try:
+            return function(*arguments, **named)
+        finally:
+            took[stage] += Took(time.monotonic() - wall_s, time.process_time() - cpu_s)
+
+    return timed
+
+
+class Listed(FileSource):
+    """A source of names, in pages that take as long as those of a bucket."""
+
+    name = "listed"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def entries(self) -> Iterator[FileEntry]:
+        per_class = -(-self._count // CLASSES)
+        for number in range(self._count):
+            if number % PAGE_NAMES == 0:
+                time.sleep(LATENCY_S)
+            label, position = divmod(number, per_class)
+            name = f"class-{label:03}/{position:08}.png"
+            yield FileEntry(name, hashlib.md5(name.encode()).hexdigest(), f"class-{label:03}", None, 900)  # noqa: S324
+
+    def read(self, name: str) -> bytes:
+        raise NotImplementedError(name)
+
+
+class SlowStore(FileStore):
+    """A directory whose requests take as long as those of a bucket."""
+
+    written_bytes = 0
+    decoded_bytes = 0
+    """Bytes of the parts' results, which other nodes write."""
+
+    def find(self, key: str) -> tuple[bytes, str] | None:
+        time.sleep(LATENCY_S)
+        return super().find(key)
+
+    def fetch(self, key: str, path: Path, sha256: str | None = None) -> Path:
+        time.sleep(LATENCY_S)
+        return super().fetch(key, path, sha256)
+
+    def delete(self, key: str) -> None:
+        time.sleep(LATENCY_S)
+        super().delete(key)
+
+    def _write(self, key: str, data: bytes | Path, check: Callable[[Path], None]) -> str:
+        time.sleep(LATENCY_S)
+        self.written_bytes += data.stat().st_size if isinstance(data, Path) else len(data)
+        return super()._write(key, data, check)
+
+
+def _save_results(parts: Parts, _: OpenWorker) -> None:
+    """Write the results of all parts."""
+    assert isinstance(parts.store, SlowStore)
+    before = parts.store.written_bytes
+    for number in parts.missing():
+        entries = IngestPart.from_json(parts.part(number), "").entries
+        digests = [hashlib.sha256(entry.name.encode()).digest() for entry in entries]
+        rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
+        pixels = np.tile(rows, (1, SIZE_PX**2 // 32 + 1))[:, : SIZE_PX**2].tobytes()
+        sha256 = sha256_bytes(pixels)
+        key = f"{parts.folder}/{sha256}.raw"
+        parts.store.put(key, pixels)
+        outcomes = tuple(Outcome(position, digest.hex(), SIZE_PX, SIZE_PX) for position, digest in enumerate(digests))
+        parts.save_result(number, DecodedPart(outcomes=outcomes, pixels=key, sha256=sha256).to_json())
+    parts.store.decoded_bytes += parts.store.written_bytes - before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Steps in Indexed Jobs of a real cluster, with the rights of the pipeline's account.
+
+``tests/kubeflow/test_indexed_job.py`` has the same on loopback. These tests also need
+this checkout's training image by digest, in ``EVERNEAR_TEST_TRAIN_IMAGE``.
+"""
+
+import multiprocessing
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes.client import ApiClient, ApiException, BatchV1Api, CoreV1Api, V1Pod
+
+from evernear.common.run_parts import PartsRecord
+from evernear.common.run_record import RunRecord
+from evernear.common.store import Store, open_store
+from evernear.errors import EvernearError, PartError
+from evernear.release.registry import Registry
+from tests.cluster.sandbox import (
+    RUNNER,
+    administrator,
+    install_parts,
+    install_store,
+    kubeconfig_of,
+    temporary_namespace,
+    until,
+)
+from tests.environment import of_the_shell
+from tests.kubeflow import small_steps
+from tests.releases import MakeRelease, System
+
+pytestmark = pytest.mark.cluster
+KUBECONFIG, IMAGE = "KUBECONFIG", "EVERNEAR_TEST_TRAIN_IMAGE"
+INDEX = "batch.kubernetes.io/job-completion-index"
+POD_START_S = 300
+
+
+@dataclass(frozen=True)
+class Site:
+    """A namespace with the objects of `deploy/components/many-machines`."""
+
+    namespace: str
+    admin: ApiClient
+    source: Store
+    store: Store
+    job: dict[str, Any]
+    out: Path
+
+    def ingest(self, run: str, nodes: int, **job: Any) -> tuple[str, dict[str, int]]:
+        """Ingest the source into a dataset with the name of the run."""
+        made = small_steps.ingest(run, nodes, self.source.uri, self.store.uri, self.job | job, self.out)
+        return made.digest, made.problem_counts
+
+    def record(self, run: str, step: str) -> PartsRecord:
+        """How the parts of a step ran."""
+        ran = RunRecord(self.store, run).find(f"parts_{step}", PartsRecord)
+        assert ran is not None
+        return ran
+
+    def pods(self) -> list[V1Pod]:
+        """The pods of all Jobs."""
+        return CoreV1Api(self.admin).list_namespaced_pod(self.namespace, label_selector="job-name").items
+
+    def jobs(self) -> set[str]:
+        """The UIDs of all Jobs."""
+        return {job.metadata.uid for job in BatchV1Api(self.admin).list_namespaced_job(self.namespace).items}
+
+    def running_pod(self) -> V1Pod:
+        """Wait for a running pod of a Job."""
+        return until(lambda: next((pod for pod in self.pods() if pod.status.phase == "Running"), None), POD_START_S)
+
+
+class Watch:
+    """Observes which pods and Jobs exist, in a thread."""
+
+    def __init__(self, site: Site) -> None:
+        self._site, self._stop = site, threading.Event()
+        self._pods, self.jobs = dict[str, int](), set[str]()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def pods_by_index(self) -> dict[int, int]:
+        """The number of pods of each index."""
+        return dict(Counter(self._pods.values()))
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.2):
+            self.jobs |= self._site.jobs()
+            self._pods |= {pod.metadata.uid: int(pod.metadata.annotations[INDEX]) for pod in self._site.pods()}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    image, kubeconfig = os.environ.get(IMAGE), of_the_shell(KUBECONFIG).get(KUBECONFIG)
+    if not image or not kubeconfig:
+        pytest.skip(f"needs {KUBECONFIG} and {IMAGE}")
+    with administrator(Path(kubeconfig)) as admin, temporary_namespace(admin) as namespace:
+        environment = install_store(admin, namespace)
+        install_parts(admin, namespace, environment)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of(RUNNER, admin, namespace, tmp_path)))
+        source, store = open_store("s3://evernear-images/photos"), open_store("s3://evernear/store")
+        small_steps.put_photos(source, tmp_path)
+        yield Site(namespace, admin, source, store, {"namespace": namespace, "image": image}, tmp_path)
+
+
+def test_steps_on_nodes_give_the_results_of_one_process(site: Site, system: System, make_release: MakeRelease) -> None:
+    assert site.ingest("on-nodes", 3) == site.ingest("alone", 1)
+    ran = site.record("on-nodes", "ingest")
+    assert (ran.nodes, ran.parts, ran.retries) == (3, 7, 0)
+
+    release = make_release()
+    Registry(site.store).publish(release.archive)
+    Registry(site.store).set_champion(release.version, None)
+    dataset = small_steps.put_system(system, site.store, site.out)
+    inputs = (system, dataset, site.store, site.job, site.out)
+    for run, nodes in (("on-nodes", 3), ("alone", 1)):
+        small_steps.embed(run, nodes, *inputs)
+    assert small_steps.embedded(site.out / "on-nodes") == small_steps.embedded(site.out / "alone")
+    assert small_steps.evaluate("on-nodes", 3, *inputs) == small_steps.evaluate("alone", 1, *inputs)
+    assert site.record("on-nodes", "embed").retries == site.record("on-nodes", "evaluate").retries == 0
+    assert site.jobs() == set()
+
+
+def test_lost_pod_costs_its_part(site: Site) -> None:
+    lost = list[int]()
+
+    def lose() -> None:
+        pod = site.running_pod()
+        lost.append(int(pod.metadata.annotations[INDEX]))
+        CoreV1Api(site.admin).delete_namespaced_pod(pod.metadata.name, site.namespace, grace_period_seconds=0)
+
+    losing = threading.Thread(target=lose)
+    losing.start()
+    with Watch(site) as seen:
+        on_nodes = site.ingest("on-nodes", 3)
+    losing.join()
+    assert seen.pods_by_index() == {index: 2 if index in lost else 1 for index in range(7)}
+    assert on_nodes == site.ingest("alone", 1)
+
+
+def test_part_that_fails_for_good_ends_the_step_with_its_sentence(site: Site, system: System) -> None:
+    dataset = small_steps.put_system(system, site.store, site.out)
+    damaged = next(shard for shard in system.dataset.manifest.shards if shard.split == "query")
+    key = next(info.key for info in site.store.list("datasets/") if damaged.sha256 in info.key)
+    site.store.put(key, b"damaged")
+    sentences = list[str]()
+    with Watch(site) as seen:
+        for nodes in (3, 1):
+            with pytest.raises(EvernearError) as raised:
+                small_steps.embed(f"on-{nodes}", nodes, system, dataset, site.store, site.job, site.out)
+            sentences.append(str(raised.value))
+    assert sentences[0] == sentences[1]
+    assert damaged.sha256 in sentences[0]
+    assert set(seen.pods_by_index().values()) == {1}, "it is not retried"
+    until(lambda: not site.pods(), POD_START_S)
+
+
+def test_killed_step_continues_with_its_job(site: Site) -> None:
+    arguments = ("on-nodes", 2, site.source.uri, site.store.uri, site.job, site.out)
+    step = multiprocessing.get_context("spawn").Process(target=small_steps.ingest, args=arguments)
+    with Watch(site) as seen:
+        step.start()
+        site.running_pod()
+        step.kill()
+        step.join()
+        on_nodes = site.ingest("on-nodes", 2)
+    assert len(seen.jobs) == 1
+    assert seen.pods_by_index() == dict.fromkeys(range(7), 1)
+    assert site.jobs() == set()
+    assert on_nodes == site.ingest("alone", 1)
+
+
+def test_job_past_its_deadline_names_the_reason(site: Site) -> None:
+    template = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
+    core = CoreV1Api(site.admin)
+    core.patch_namespaced_pod_template("evernear-parts", site.namespace, template)
+    with pytest.raises(PartError, match=r"DeadlineExceeded.*FailedScheduling.*node affinity/selector"):
+        site.ingest("on-nodes", 3, timeout_s=60)
+    until(lambda: not site.pods(), POD_START_S)
+    core.patch_namespaced_pod_template(
+        "evernear-parts", site.namespace, {"template": {"spec": {"nodeSelector": {"example.org/gpu": None}}}}
+    )
+    assert site.ingest("on-nodes", 3) == site.ingest("alone", 1)
+
+
+def test_account_of_the_steps_has_minimal_rights(site: Site) -> None:
+    with administrator(Path(os.environ[KUBECONFIG])) as runner:
+        core = CoreV1Api(runner)
+        for forbidden in (
+            lambda: core.list_namespaced_pod(site.namespace),
+            lambda: core.list_namespaced_secret(site.namespace),
+            lambda: BatchV1Api(runner).list_namespaced_job(site.namespace),
+            lambda: core.list_namespaced_pod_template("default"),
+        ):
+            with pytest.raises(ApiException) as raised:
+                forbidden()
+            assert raised.value.status == 403
