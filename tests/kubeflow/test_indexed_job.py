@@ -100,6 +100,12 @@ def run(parts: Parts, settings: PartsJobSettings = SETTINGS, report: Any = lambd
     return seen
 
 
+def left_behind(cluster: LoopbackCluster, parts: Parts, manifests: Objects) -> str:
+    """Create the Job of an earlier attempt that was killed, and return its UID."""
+    manifest = indexed_job.indexed_job(parts, 2, SETTINGS, manifests["PodTemplate"])
+    return cluster.api.create(JOB, manifest, "kubeflow")["metadata"]["uid"]
+
+
 def jobs(cluster: LoopbackCluster) -> list[dict[str, Any]]:
     return [*cluster.api.store.all(JOB)]
 
@@ -211,11 +217,7 @@ def test_running_job_is_adopted_and_an_ended_one_is_replaced(
     parts = plan(store, parts=2)
     run_command(monkeypatch, f"if os.path.exists({str(tmp_path / 'works')!r}): parts.save_result(number, b'done')")
 
-    def left_behind() -> str:
-        manifest = indexed_job.indexed_job(parts, 2, SETTINGS, manifests["PodTemplate"])
-        return loopback.api.create(JOB, manifest, "kubeflow")["metadata"]["uid"]
-
-    ended, seen = left_behind(), set[str]()
+    ended, seen = left_behind(loopback, parts, manifests), set[str]()
     while not jobs(loopback)[0].get("status", {}).get("conditions"):
         time.sleep(0.05)
     (tmp_path / "works").touch()
@@ -226,9 +228,56 @@ def test_running_job_is_adopted_and_an_ended_one_is_replaced(
 
     parts.store.delete(f"{parts.folder}/plan.json")
     parts, seen = plan(store, parts=2), set[str]()
-    running = left_behind()
+    running = left_behind(loopback, parts, manifests)
     run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
     assert seen == {running}
+
+
+def test_failed_job_whose_pods_still_terminate_is_replaced(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+import signal, time
+waits, works = {str(tmp_path / "waits")!r}, {str(tmp_path / "works")!r}
+if number == 1 and not os.path.exists(works):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(waits, "w").close()
+    time.sleep(600)
+while number == 0 and not os.path.exists(waits):
+    time.sleep(0.01)
+if not os.path.exists(works):
+    sys.exit({FINAL_EXIT_CODE})
+parts.save_result(number, b"done")
+"""
+    run_command(monkeypatch, code)
+    parts, seen = plan(store, parts=2), set[str]()
+    failed = left_behind(loopback, parts, manifests)
+    while not jobs(loopback)[0].get("status", {}).get("conditions"):
+        time.sleep(0.05)
+    assert [item["type"] for item in jobs(loopback)[0]["status"]["conditions"]] == ["FailureTarget"]
+    (tmp_path / "works").touch()
+    run(parts, report=lambda _: seen.update(job["metadata"]["uid"] for job in jobs(loopback)))
+    assert parts.missing() == []
+    assert seen
+    assert failed not in seen
+
+
+def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
+    core.patch_namespaced_pod_template("evernear-parts", "kubeflow", patch)
+    monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    states: list[str] = []
+    with pytest.raises(
+        PartError,
+        match=r"DeadlineExceeded: .*event FailedScheduling: .*affinity/selector.* Raise parts_job\.timeout_s, or "
+        r"correct the PodTemplate evernear-parts",
+    ):
+        run(plan(store), SETTINGS.model_copy(update={"timeout_s": 2}), states.append)
+    assert any(state.startswith("0 nodes run; event FailedScheduling: 0/1 nodes are available") for state in states)
+    assert jobs(loopback) == []
 
 
 def test_steps_of_one_run_have_different_jobs(manifests: Objects, store: Store) -> None:

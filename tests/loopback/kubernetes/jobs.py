@@ -4,28 +4,41 @@ each pod is a process of this machine.
 A pod gets the command and ``JOB_COMPLETION_INDEX``. As in ``pkg/controller/job``, a
 failed index is retried up to ``backoffLimitPerIndex`` times unless the
 ``podFailurePolicy`` says otherwise, and more failed indexes than ``maxFailedIndexes``
-end the Job and its other pods.
+end the Job and its other pods. A Job that fails has the condition FailureTarget until
+its pods have terminated, then Failed. The node has no labels, so a pod with a
+``nodeSelector`` stays pending.
 """
 
+import math
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.loopback.kubernetes.api import Api, now
 from tests.loopback.kubernetes.controller_base import Controller
-from tests.loopback.kubernetes.kinds import JOB
+from tests.loopback.kubernetes.kinds import JOB, POD
 
 Object = dict[str, Any]
 POLL_S = 0.05
+UNSCHEDULABLE = (
+    "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector. preemption: 0/1 nodes are available:"
+    " 1 Preemption is not helpful for scheduling."
+)
 
 
 @dataclass
 class _Pods:
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By index."""
+    pending: set[int] = field(default_factory=set)
+    """Indexes whose pod cannot be scheduled."""
+    started_s: float = field(default_factory=time.monotonic)
+    failure: tuple[str, str] | None = None
+    """Why the Job fails, while its pods terminate."""
     evicted: set[int] = field(default_factory=set)
     """Indexes whose running pod has the condition DisruptionTarget."""
     failures: dict[int, int] = field(default_factory=dict)
@@ -54,11 +67,11 @@ class Jobs(Controller):
         jobs = self.api.store.all(JOB)
         for uid in self._pods.keys() - {job["metadata"]["uid"] for job in jobs}:
             self._pods.pop(uid).kill()
-        return sum([self._advance(job) for job in jobs if not job.get("status", {}).get("conditions")]) > 0
+        return sum([self._advance(job) for job in jobs if not _has_finished(job)]) > 0
 
     def due_in_s(self) -> float | None:
         """Processes may exit at any time."""
-        return POLL_S if any(pods.running for pods in self._pods.values()) else None
+        return POLL_S if any(pods.running or pods.pending for pods in self._pods.values()) else None
 
     def evict(self, name: str, index: int) -> None:
         """Kill the running pod of an index of the Job ``name``,
@@ -81,16 +94,22 @@ class Jobs(Controller):
             if (code := process.poll()) is not None:
                 del pods.running[index]
                 self._end_pod(pods, index, code, spec)
+        if pods.failure:
+            return not pods.running and self._end(job, pods, "Failed", *pods.failure)
+        if time.monotonic() - pods.started_s > spec.get("activeDeadlineSeconds", math.inf):
+            return self._fail(job, pods, "DeadlineExceeded", "Job was active longer than specified deadline")
         if len(pods.failed) > spec.get("maxFailedIndexes", spec["completions"]):
-            pods.kill()
-            reason = "MaxFailedIndexesExceeded"
-            return self._end(
-                job, pods, "Failed", reason, "Job has exceeded the specified maximal number of failed indexes"
-            )
-        waiting = [n for n in range(spec["completions"]) if n not in pods.completed | pods.failed | pods.running.keys()]
-        for index in waiting[: spec["parallelism"] - len(pods.running)]:
-            pods.running[index] = _start(spec["template"]["spec"]["containers"][0], index)
-        if pods.running:
+            message = "Job has exceeded the specified maximal number of failed indexes"
+            return self._fail(job, pods, "MaxFailedIndexesExceeded", message)
+        ended = pods.completed | pods.failed | pods.running.keys() | pods.pending
+        waiting = [index for index in range(spec["completions"]) if index not in ended]
+        for index in waiting[: spec["parallelism"] - len(pods.running) - len(pods.pending)]:
+            if spec["template"]["spec"].get("nodeSelector"):
+                pods.pending.add(index)
+                self.event(POD, _pod(job, index), "FailedScheduling", UNSCHEDULABLE, "Warning")
+            else:
+                pods.running[index] = _start(spec["template"]["spec"]["containers"][0], index)
+        if pods.running or pods.pending:
             return self.set_status(JOB, job, _status(pods))
         if pods.failed:
             return self._end(job, pods, "Failed", "FailedIndexes", "Job has failed indexes")
@@ -108,17 +127,40 @@ class Jobs(Controller):
         if action == "FailIndex" or pods.failures.get(index, 0) > spec["backoffLimitPerIndex"]:
             pods.failed.add(index)
 
+    def _fail(self, job: Object, pods: _Pods, reason: str, message: str) -> bool:
+        pods.failure = reason, message
+        pods.pending.clear()
+        for process in pods.running.values():
+            process.terminate()
+        return self.set_status(JOB, job, _status(pods) | _conditions(reason, message, "FailureTarget"))
+
     def _end(self, job: Object, pods: _Pods, kind: str, reason: str, message: str) -> bool:
         target = {"Failed": "FailureTarget", "Complete": "SuccessCriteriaMet"}[kind]
-        conditions = [
-            {"type": name, "status": "True", "reason": reason, "message": message, "lastTransitionTime": now()}
-            for name in (target, kind)
-        ]
-        return self.set_status(JOB, job, _status(pods) | {"conditions": conditions})
+        return self.set_status(JOB, job, _status(pods) | _conditions(reason, message, target, kind))
+
+
+def _has_finished(job: Object) -> bool:
+    conditions = job.get("status", {}).get("conditions") or ()
+    return any(item["type"] in ("Complete", "Failed") for item in conditions)
+
+
+def _conditions(reason: str, message: str, *kinds: str) -> Object:
+    conditions = [
+        {"type": kind, "status": "True", "reason": reason, "message": message, "lastTransitionTime": now()}
+        for kind in kinds
+    ]
+    return {"conditions": conditions}
+
+
+def _pod(job: Object, index: int) -> Object:
+    """The pod of an index that an event is about."""
+    metadata = job["metadata"]
+    names = {"name": f"{metadata['name']}-{index}-pod", "uid": f"{metadata['uid']}-{index}"}
+    return {"metadata": {**names, "namespace": metadata["namespace"], "resourceVersion": metadata["resourceVersion"]}}
 
 
 def _status(pods: _Pods) -> Object:
-    counts = {"active": len(pods.running), "ready": len(pods.running)}
+    counts = {"active": len(pods.running) + len(pods.pending), "ready": len(pods.running)}
     counts |= {"succeeded": len(pods.completed), "failed": pods.failed_pods}
     return counts | {"completedIndexes": _intervals(pods.completed), "failedIndexes": _intervals(pods.failed)}
 
