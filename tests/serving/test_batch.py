@@ -3,6 +3,7 @@ in parts that are written once.
 """
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -184,6 +185,24 @@ def test_command_names_what_has_no_prediction(shared: Shared, photos: Path, tmp_
     assert "1 image has no prediction; see the column error: a/broken.png." in done.stderr
     assert len(files(tmp_path / "out")) == 3
     assert (tmp_path / "out" / FOLDER / "plan.json").exists()
+
+
+def test_table_at_a_relative_path_is_predicted_from_any_directory(
+    shared: Shared, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = [file.name for file in FolderTree(photos).files()]
+    table = "\n".join(["path,label", *(f"{name},{number % 2}" for number, name in enumerate(images))])
+    copied = shutil.copytree(photos, tmp_path / "photos", symlinks=True)
+    (copied / "photos.csv").write_text(table)
+    command = ["batch-predict", "--store", shared.store_uri, "--release", shared.version, "--out", tmp_path / "out"]
+    monkeypatch.chdir(copied)
+    assert evernear(*command, "--source", "table:photos.csv").returncode == 0
+    written = files(tmp_path / "out")
+    assert pq.read_table(tmp_path / "out").num_rows == len(images)
+    monkeypatch.chdir(tmp_path)
+    done = evernear(*command, "--source", "photos/photos.csv")
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "out") == written
 
 
 def test_step_of_the_pipeline_predicts_with_the_champion_and_its_run_ends_as_predicted(

@@ -3,7 +3,6 @@ a server, and write the answers to Parquet files.
 """
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +13,7 @@ from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import SettingsError
-from evernear.settings import Settings
+from evernear.settings import DataSettings, Settings, parse
 
 if TYPE_CHECKING:
     from evernear.common.run_parts import Executor
@@ -104,12 +103,9 @@ def _executor(settings: Settings, processes: int | None, nodes: int | None, *uri
 
 
 def _absolute(source: str) -> str:
-    """Make a source's path absolute, so that the command can be continued from any
-    directory.
+    """Make a source's path absolute, by the rules of `data.source`, so that the command
+    can be continued from any directory.
     """
-    kind, _, path = source.partition(":")
-    if kind == "folder" and path:
-        return f"folder:{Path(path).expanduser().resolve()}"
     if not source:
         raise SettingsError("--source is empty; name folder:DIRECTORY or s3://bucket/prefix.")
-    return source
+    return parse(DataSettings, {"source": source}).source

@@ -2,6 +2,7 @@
 open."""
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -77,7 +78,8 @@ def export(
         parts = plan_export(chosen, manifest, output)
         described = f"{quantity(parts.plan.units, 'image')} of {manifest.name}, snapshot {manifest.digest[:12]},"
         print_line(f"Exporting {described} to {output.uri}.", sys.stderr)
-        run_parts(parts, Processes(count, open_worker), parts_progress())
+        worker = partial(open_worker, store_uri=settings.store_uri)  # the store may have moved since the plan
+        run_parts(parts, Processes(count, worker), parts_progress())
     if as_json:
         print_json({"out": output.uri, **chosen.model_dump(exclude={"store_uri"}), "images": parts.plan.units})
     else:

@@ -36,11 +36,14 @@ def select_snapshot(store: Store, dataset: str, snapshot: str | None, release: s
     return choose_snapshot(store, dataset, snapshot)
 
 
-def open_worker(parts: Parts) -> Worker:
+def open_worker(parts: Parts, store_uri: str = "") -> Worker:
     """Open the snapshot and the release's network,
-    and return a function that writes the files of a part."""
+    and return a function that writes the files of a part.
+
+    ``store_uri`` is the current location of the store, in case it has moved since the
+    export was planned."""
     export = Export.model_validate(parts.plan.shared)
-    store = open_store(export.store_uri)
+    store = open_store(store_uri or export.store_uri)
     dataset = open_snapshot(store, export.dataset, export.digest)
     read = _with_embeddings(dataset, store, export.release) if export.release else without_embeddings(dataset)
     return export_worker(parts, dataset, read)

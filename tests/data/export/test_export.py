@@ -28,6 +28,7 @@ from evernear.errors import ConflictError, DataError, SettingsError, StoreError
 from evernear.kubeflow.part import worker_of
 from evernear.release.registry import Registry
 from evernear.serving import batch
+from tests.command_line import evernear
 from tests.dataset_images import described, write_images
 from tests.releases import MakeRelease, System
 
@@ -242,6 +243,19 @@ def test_two_processes_write_the_same_files_as_one(snapshot, export_to, tmp_path
     export_to(tmp_path / "one", "parquet", snapshot)
     export_to(tmp_path / "two", "parquet", snapshot, processes=2)
     assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_export_continues_from_a_store_that_has_moved(snapshot, ingest, tmp_path: Path) -> None:
+    command = ("dataset", "export", "--format", "parquet", "--processes", "2", "--set", "data.dataset=photos")
+    at = ("--out", tmp_path / "out", "--store")
+    assert evernear(*command, *at, (tmp_path / "store").as_uri()).returncode == 0
+    written = files(tmp_path / "out")
+    for path in [*(tmp_path / "out" / "data").iterdir(), *(tmp_path / "out").glob("_evernear/*/results/*")]:
+        path.unlink()
+    (tmp_path / "store").rename(tmp_path / "moved")
+    done = evernear(*command, *at, (tmp_path / "moved").as_uri())
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "out").keys() == written.keys()
 
 
 def test_other_contents_in_the_output_are_refused(snapshot, ingest, export_to, tmp_path: Path) -> None:
