@@ -6,4 +6,7 @@ namespaces, and, in ``EVERNEAR_TEST_IMAGE``, this checkout's serving image by di
 which the cluster must be able to pull. Each test creates a namespace with a random name
 and deletes it afterwards. Without the two variables these tests are skipped. The same
 scenarios on loopback are part of every test run.
+
+`test_parts` runs steps on many nodes. It requires the training image, in
+``EVERNEAR_TEST_TRAIN_IMAGE``, instead of the serving image.
 """
