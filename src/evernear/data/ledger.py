@@ -2,25 +2,23 @@
 does not grow with the data.
 
 ``files`` mirrors the sources. It has one row per file, with the digest of the image
-once decoded. ``images`` locates each distinct image. Problems that involve several
-images (duplicates, conflicts) are queries over both tables.
+once decoded. ``images`` locates each distinct image.
 """
 
 import hashlib
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from evernear.common.class_names import class_name
 from evernear.data import ledger_changes
-from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
 from evernear.data.group_table import GroupTable
+from evernear.data.ledger_problems import list_problems
+from evernear.data.ledger_schema import SCHEMA, add_missing_tables, source_uri, without_journal
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.members import members
-from evernear.data.preprocess import Flaw, Resize, choose_resize
-from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
+from evernear.data.preprocess import Flaw, Resize
 from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
 from evernear.data.sources.names import exported_position
@@ -29,64 +27,6 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 # Maximum number of rows of one query, because SQLite limits the parameters of a
 # statement.
 _PAGE = 500
-_CACHE_KIB = 64 * 2**10  # digests are random, so writes are spread over a whole large ledger
-# Maximum number of problems of each kind in a manifest. Problems that stop a run have a
-# higher limit, because each must be fixed.
-_MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
-_MAX_LISTED_OF_OTHERS = 20
-_MAX_NAMES = 5
-_FLAWS = {
-    "constant_image": (Flaw.CONSTANT, "has one value in all its pixels"),
-    "low_contrast": (Flaw.FAINT, "lost its contrast when it was reduced to 8 bits"),
-    "clipped": (Flaw.CLIPPED, "has values beyond the bit depth of the dataset"),
-}
-_RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
-_NOTES = {
-    "not_an_image": "is not an image",
-    "litter": "is hidden, or left behind by a system or program",
-    "no_class": "is in no class folder",
-    "merged_folders": "are one class",
-    "no_label": "has no label",
-    "duplicate_row": "is in several rows",
-    "nested_folder": "is the label of the images in these folders",
-    "outside_link": "leads out of the source",
-}
-
-# Published ledgers have these columns, so renaming a column would need a migration.
-# Only earlier versions read ``state`` and ``seen``.
-_SCHEMA = """
-CREATE TABLE state (run INTEGER NOT NULL);
-INSERT INTO state VALUES (0);
-CREATE TABLE labels (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE sources (id INTEGER PRIMARY KEY, uri TEXT NOT NULL UNIQUE);
-CREATE TABLE shards (slot INTEGER PRIMARY KEY, shard TEXT NOT NULL);
-CREATE TABLE empty_folders (source INTEGER NOT NULL, name TEXT NOT NULL);
-CREATE TABLE files (
-  source INTEGER NOT NULL,
-  name TEXT NOT NULL,
-  etag TEXT NOT NULL,        -- changes when the file's content may have changed
-  label TEXT NOT NULL,
-  given TEXT,                -- the explicit split; NULL: ingest chooses one
-  size_bytes INTEGER NOT NULL,
-  turn INTEGER NOT NULL,     -- the order of decoding
-  seen INTEGER NOT NULL,
-  pending INTEGER NOT NULL,  -- 1: to be decoded
-  digest BLOB,               -- of its image; NULL while pending, if broken, and if it is no image
-  fault TEXT,                -- why it cannot be decoded
-  PRIMARY KEY (source, name)
-) WITHOUT ROWID;
-CREATE INDEX files_by_digest ON files (digest) WHERE digest IS NOT NULL;
-CREATE INDEX files_by_turn ON files (source, turn, name) WHERE pending;
-CREATE TABLE images (
-  digest BLOB PRIMARY KEY,
-  label INTEGER NOT NULL,
-  slot INTEGER NOT NULL,
-  width INTEGER NOT NULL,
-  height INTEGER NOT NULL,
-  constant INTEGER NOT NULL  -- the image's flaws; once there was only one
-) WITHOUT ROWID;
-"""
-
 # Files under names that are unique across sources.
 _NAMED = """
 CREATE TEMP VIEW named AS
@@ -101,22 +41,6 @@ CREATE TEMP VIEW noted AS
 SELECT rule, CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name, count
 FROM notes JOIN sources ON sources.id = notes.source
 UNION ALL SELECT 'not_an_image', name, 1 FROM named WHERE digest IS NULL AND fault IS NULL AND NOT pending
-"""
-
-# Images with more than one file.
-_TWINS = """
-CREATE TEMP TABLE twins AS
-SELECT MIN(name) AS name, digest,
-  COUNT(DISTINCT label) AS labels, COUNT(DISTINCT COALESCE(given, '')) AS splits
-FROM named
-WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY digest HAVING COUNT(*) > 1)
-GROUP BY digest
-"""
-
-# ``resized`` is called once per size, because most images have the same size.
-_SIZES = """
-CREATE TEMP TABLE sizes AS
-SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT width, height FROM images)
 """
 
 
@@ -143,17 +67,17 @@ class Ledger:
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with sqlite_errors():
-            _without_journal(self._db)
+            without_journal(self._db)
             self._db.execute("BEGIN")
             if is_new:
-                for statement in _SCHEMA.split(";\n"):
+                for statement in SCHEMA.split(";\n"):
                     self._db.execute(statement)
-            _add_missing_tables(self._db)
+            add_missing_tables(self._db)
             if not is_new:
                 ledger_changes.track_changes(self._db)
-            self._has_moved = bool(moved_from) and self._move_source(_source_uri(moved_from), _source_uri(source))
-            self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (_source_uri(source),))
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
+            self._has_moved = bool(moved_from) and self._move_source(source_uri(moved_from), source_uri(source))
+            self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (source_uri(source),))
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
             self._db.execute(_NOTED)
@@ -543,69 +467,11 @@ class Ledger:
         """
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
-    # Problems
-
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
         """Return some problems of each kind, and the total counts, for a dataset with
         images of this size.
         """
-
-        def resized(width: int, height: int) -> str | None:
-            return choose_resize((width, height), height_px, width_px, resize)
-
-        with sqlite_errors():
-            self._db.create_function("resized", 2, resized, deterministic=True)
-        self._all(_SIZES)
-        problems: list[Problem] = []
-        counts: dict[str, int] = {}
-        self._all(_TWINS)
-        for kind, query, values in self._problem_queries(height_px, width_px):
-            count = self._int(f"SELECT COUNT(*) FROM ({query})", *values)  # noqa: S608 - our own words
-            if count:
-                counts[kind] = count
-            limit = _MAX_LISTED.get(kind, _MAX_LISTED_OF_OTHERS)
-            for name, digest, text in self._all(f"{query} ORDER BY 1 LIMIT {limit}", *values):
-                names = self._names(name, digest)
-                detail = text if kind == "undecodable" else f"{', '.join(names)} {text}."
-                problems.append(Problem(kind=kind, names=names, detail=detail))
-        for kind, names, count, text in self.groups.problems(_MAX_LISTED_OF_OTHERS):
-            counts[kind] = count
-            problems += [Problem(kind=kind, names=(name,), detail=f"{name} {text}.") for name in names]
-        for rule, count in self._all("SELECT rule, SUM(count) FROM noted GROUP BY rule ORDER BY rule"):
-            counts[rule] = count
-            query = "SELECT name FROM noted WHERE rule = ? AND name IS NOT NULL ORDER BY name LIMIT ?"
-            for (name,) in self._all(query, rule, _MAX_LISTED_OF_OTHERS):
-                problems.append(Problem(kind=rule, names=(name,), detail=f"{name} {_NOTES[rule]}."))
-        return problems, counts
-
-    def _problem_queries(self, height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-        """Yield the kind of problem, a query, and the query's values. The query returns
-        (name, digest if several files share it, description).
-        """
-        yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
-        no_image = "'contains no image'"
-        unusable = f"SELECT label, NULL, {no_image} FROM files GROUP BY label HAVING COUNT(digest) = 0"  # noqa: S608 - our own words
-        yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable}", ()  # noqa: S608
-        hidden = "'begins with a dot, so its images were left out'"
-        yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
-        twins = "SELECT name, digest, {} FROM twins WHERE {}"
-        yield "conflicting_labels", twins.format("'are copies of one image under several labels'", "labels > 1"), ()
-        across = twins.format("'are copies of one image in several splits'", "labels = 1 AND splits > 1")
-        yield "duplicate_across_splits", across, ()
-        yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
-        name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"
-        for kind, (flaw, text) in _FLAWS.items():
-            yield kind, f"SELECT {name}, NULL, '{text}' FROM images WHERE constant & ?", (int(flaw),)  # noqa: S608
-        size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
-        for problem, kind in _RESIZED.items():
-            yield problem, f"{size} JOIN sizes USING (width, height) WHERE resize = ?", (kind,)
-        yield "upscaled", f"{size} WHERE width < ? OR height < ?", (width_px, height_px)
-
-    def _names(self, name: str, digest: bytes | None) -> tuple[str, ...]:
-        if digest is None:
-            return (name,)
-        query = "SELECT name FROM named WHERE digest = ? ORDER BY name LIMIT ?"
-        return tuple(row[0] for row in self._all(query, digest, _MAX_NAMES))
+        return list_problems(self._db, self.groups, height_px, width_px, resize)
 
     # SQLite
 
@@ -623,197 +489,6 @@ class Ledger:
     def _many(self, query: str, rows: Iterable[Sequence[object]]) -> None:
         with sqlite_errors():
             self._db.executemany(query, rows)
-
-
-def apply_changes(ledger: Path, changes: Path) -> None:
-    """Apply a file from `Ledger.save_changes` to a copy of the ledger that the changes
-    belong to.
-
-    Raises:
-        StoreError: a file cannot be read or written.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
-        _without_journal(db)
-        _add_missing_tables(db)
-        ledger_changes.apply_row_changes(db, changes)
-
-
-def stored_digests(ledger: Path) -> list[bytes]:
-    """The digests of all images in the shards that a ledger lists.
-
-    Raises:
-        StoreError: the file cannot be read.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return [row[0] for row in db.execute("SELECT digest FROM images")]
-
-
-def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
-    """Maps the digests of a slot's images, in decoding order, to the label number and
-    the files with their sources.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
-    query = (
-        "SELECT i.digest, i.label, uri, name, etag, f.label, given, size_bytes FROM images i"
-        " JOIN files f ON f.digest = i.digest JOIN sources s ON s.id = f.source WHERE slot = ? ORDER BY turn, name"
-    )
-    images: dict[bytes, tuple[int, list[tuple[str, FileEntry]]]] = {}
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        for digest, label, uri, *entry in db.execute(query, (slot,)):
-            images.setdefault(digest, (label, []))[1].append((uri, FileEntry(*entry)))
-    return images
-
-
-def find_slot(ledger: Path, sha256: str) -> int | None:
-    """The slot of a shard, or None if the ledger does not name the shard.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        query = "SELECT slot FROM shards WHERE json_extract(shard, '$.sha256') = ?"
-        row = db.execute(query, (sha256,)).fetchone()
-    return row[0] if row else None
-
-
-def decoders(ledger: Path) -> list[tuple[str, str]]:
-    """The code that decoded the images of each source,
-    as `Ledger.set_decoder` recorded it.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
-        _add_missing_tables(db)
-        return db.execute("SELECT source, decoder FROM decoders ORDER BY source").fetchall()
-
-
-def save_compact(ledger: Path, path: Path) -> None:
-    """Write a compact ledger to ``path``, without deleted rows and without the splits,
-    groups and reviews of removed images.
-
-    Raises:
-        StoreError: a file cannot be read or written.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
-        _without_journal(db)
-        _add_missing_tables(db)
-        db.execute("DELETE FROM removed")
-        for table in ("groups", "reviewed"):
-            db.execute(f"DELETE FROM {table} WHERE digest NOT IN (SELECT digest FROM images)")  # noqa: S608 - our own words
-        db.execute("VACUUM INTO ?", (str(path),))
-
-
-def _without_journal(db: sqlite3.Connection) -> None:
-    """Turn off the journal, because the file is a scratch copy until it is
-    published.
-    """
-    db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-    db.execute("PRAGMA journal_mode = OFF")
-    db.execute("PRAGMA synchronous = OFF")
-
-
-def _add_missing_tables(db: sqlite3.Connection) -> None:
-    """Add the tables that ledgers from earlier versions lack."""
-    db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
-    db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
-    db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
-    db.execute(GROUPS_SCHEMA)
-    db.execute(REVIEWED_SCHEMA)
-    # A row without a name has the count of the names that are not listed.
-    columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
-    db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
-
-
-class ReadFile(NamedTuple):
-    """A file as it was last read. Without a digest, the file is broken or not an
-    image.
-    """
-
-    etag: str
-    size_bytes: int
-    digest: bytes | None
-
-
-class PublishedLedger:
-    """The files of one source in a published, immutable ledger. Close the object after
-    use.
-    """
-
-    def __init__(self, path: Path, source: str) -> None:
-        with sqlite_errors():
-            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (_source_uri(source),)).fetchone()
-        self._source = row[0] if row else None
-
-    def close(self) -> None:
-        """Close the file."""
-        self._db.close()
-
-    def count(self) -> int:
-        """The number of files, or 0 if the dataset does not have this source."""
-        with sqlite_errors():
-            query = "SELECT COUNT(*) FROM files WHERE source = ?"
-            return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
-
-    def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images in an unchanged packed file, see `evernear.data.members`."""
-        return members(self._db, self._source, file, etag)
-
-    def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Maps the ``names``, at most 500, that the ledger contains to etag and label,
-        including broken files.
-        """
-        query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
-        with sqlite_errors():
-            rows = self._db.execute(query, (self._source, *names)).fetchall()
-        return {name: (etag, class_name(label)) for name, etag, label in rows}
-
-    def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
-        """Maps the ``names``, at most 500, that were read to the file as last read."""
-        query = (
-            f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
-            " AND (digest IS NOT NULL OR NOT pending)"
-        )
-        with sqlite_errors():
-            return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
-
-    def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Maps the ``digests``, at most 500, whose images are in the snapshot to
-        labels.
-        """
-        query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
-        with sqlite_errors():
-            return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
-
-    def own_classes(self) -> dict[str, int]:
-        """The number of the source's files in each class that has images from no other
-        source.
-        """
-        query = (
-            "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
-            " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
-        )
-        with sqlite_errors():
-            return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
-
-    def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """Maps each of ``digests``, at most 500, to the names of its files."""
-        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
-        names: dict[bytes, tuple[str, ...]] = {}
-        with sqlite_errors():
-            for digest, name in self._db.execute(query, (self._source, *digests)):
-                names[digest] = (*names.get(digest, ()), name)
-        return names
-
-
-def _source_uri(source: str) -> str:
-    """Normalize a source URI, because ``s3://bucket/prefix/`` and
-    ``s3://bucket/prefix`` are the same source.
-    """
-    return source.rstrip("/")
 
 
 def decode_order(entry: FileEntry, in_order: bool) -> int:

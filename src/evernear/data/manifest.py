@@ -77,7 +77,7 @@ class Manifest(Frozen):
     ledger_sha256: str
     ledger_changes: tuple[str, ...] = ()
     """The sha256 of each file with later changes to the ledger, in order
-    (`evernear.data.ledger.apply_changes`).
+    (`evernear.data.stored_ledger.apply_changes`).
     """
     groups: int = 0
     """Number of image groups (``data.group``). Images without a group are not

@@ -20,12 +20,13 @@ from evernear.common.output import quantity
 from evernear.common.threads import available_cpus
 from evernear.data.batch import Batch
 from evernear.data.decoding import DecodedImage, Decoder, ImageForm
-from evernear.data.ledger import Ledger, decoders, find_slot, read_slot
+from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest, Shard
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource, open_source
+from evernear.data.stored_ledger import decoders, find_slot, read_slot
 from evernear.data.writer import row_dtype, shard_content, shard_key
 from evernear.errors import IntegrityError
 from evernear.settings import DataSettings

@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 from evernear.common.disk import sha256_file
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.data.ledger import Ledger, apply_changes, save_compact, stored_digests
+from evernear.data.ledger import Ledger
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
+from evernear.data.stored_ledger import apply_changes, save_compact, stored_digests
 from evernear.errors import ConflictError, IntegrityError
 
 # The complete ledger is stored again after this many sets of changes, or when the total

@@ -33,7 +33,6 @@ from evernear.common.disk import disk_errors, sha256_bytes
 from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.data.decoding import read_image
-from evernear.data.ledger import PublishedLedger, ReadFile
 from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import decode_inspected
 from evernear.data.reduction import BitDepth
@@ -42,6 +41,7 @@ from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sources.base import Source, without_change_time
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.splits import split_fractions
+from evernear.data.stored_ledger import PublishedLedger, ReadFile
 from evernear.errors import DataError
 from evernear.settings import DataSettings
 

@@ -213,8 +213,8 @@ def _usage(manifest: Tree, status: Tree) -> PodUsage:
 
 
 def _has_ended(resource: Tree) -> bool:
-    """Whether the Job starts no more pods. A Job that failed or was deleted exists until
-    its pods have terminated.
+    """Whether the Job starts no more pods. A failed or deleted Job still exists
+    until its pods have terminated.
     """
     ended = any(condition(resource, kind) for kind in ("Complete", "FailureTarget", "Failed"))
     return ended or "deletionTimestamp" in resource["metadata"]
@@ -243,5 +243,7 @@ def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts, templat
         return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {template}."
     if failed["reason"] == "DeadlineExceeded":
         warnings = "".join(f" {warning}." for warning in newest_warnings(cluster, resource))
-        return f"{reason}{warnings} Raise parts_job.timeout_s, or correct the PodTemplate {template}; finished parts stay."
+        return (
+            f"{reason}{warnings} Raise parts_job.timeout_s, or correct the PodTemplate {template}; finished parts stay."
+        )
     return reason

@@ -11,12 +11,12 @@ from pydantic import AwareDatetime, Field
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.data.image_file import inspect
-from evernear.data.ledger import PublishedLedger
 from evernear.data.listing import dataset_name
 from evernear.data.preprocess import bit_depth_of, decode_inspected
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import open_source
+from evernear.data.stored_ledger import PublishedLedger
 from evernear.errors import DataError, StoreError
 from evernear.settings import Settings
 from evernear.settings.section import MAX_PIXELS

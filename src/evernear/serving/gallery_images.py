@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from evernear.common.store import Store
 from evernear.data.gallery import gallery_place, image_at
-from evernear.data.ledger import PublishedLedger
 from evernear.data.manifest import find_manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Dataset, remove_cached
 from evernear.data.snapshots import Snapshots
+from evernear.data.stored_ledger import PublishedLedger
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
 from evernear.release.manifest import ReleaseManifest, is_version

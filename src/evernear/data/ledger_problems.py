@@ -1,0 +1,122 @@
+"""The problems of a dataset, as queries over its ledger, because duplicates and
+conflicts involve several images.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+
+from evernear.data.group_table import GroupTable
+from evernear.data.manifest import Problem
+from evernear.data.preprocess import Flaw, Resize, choose_resize
+from evernear.data.sqlite import sqlite_errors
+
+# Maximum number of problems of each kind in a manifest. Problems that stop a run have a
+# higher limit, because each must be fixed.
+_MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
+_MAX_LISTED_OF_OTHERS = 20
+_MAX_NAMES = 5
+_FLAWS = {
+    "constant_image": (Flaw.CONSTANT, "has one value in all its pixels"),
+    "low_contrast": (Flaw.FAINT, "lost its contrast when it was reduced to 8 bits"),
+    "clipped": (Flaw.CLIPPED, "has values beyond the bit depth of the dataset"),
+}
+_RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
+_NOTES = {
+    "not_an_image": "is not an image",
+    "litter": "is hidden, or left behind by a system or program",
+    "no_class": "is in no class folder",
+    "merged_folders": "are one class",
+    "no_label": "has no label",
+    "duplicate_row": "is in several rows",
+    "nested_folder": "is the label of the images in these folders",
+    "outside_link": "leads out of the source",
+}
+
+# Images with more than one file.
+_TWINS = """
+CREATE TEMP TABLE twins AS
+SELECT MIN(name) AS name, digest,
+  COUNT(DISTINCT label) AS labels, COUNT(DISTINCT COALESCE(given, '')) AS splits
+FROM named
+WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY digest HAVING COUNT(*) > 1)
+GROUP BY digest
+"""
+
+# ``resized`` is called once per size, because most images have the same size.
+_SIZES = """
+CREATE TEMP TABLE sizes AS
+SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT width, height FROM images)
+"""
+
+
+def list_problems(
+    db: sqlite3.Connection, groups: GroupTable, height_px: int, width_px: int, resize: Resize
+) -> tuple[list[Problem], dict[str, int]]:
+    """Return some problems of each kind, and the total counts, for a dataset with
+    images of this size.
+    """
+
+    def resized(width: int, height: int) -> str | None:
+        return choose_resize((width, height), height_px, width_px, resize)
+
+    with sqlite_errors():
+        db.create_function("resized", 2, resized, deterministic=True)
+    _all(db, _SIZES)
+    problems: list[Problem] = []
+    counts: dict[str, int] = {}
+    _all(db, _TWINS)
+    for kind, query, values in _queries(height_px, width_px):
+        count = _all(db, f"SELECT COUNT(*) FROM ({query})", *values)[0][0]  # noqa: S608 - our own words
+        if count:
+            counts[kind] = count
+        limit = _MAX_LISTED.get(kind, _MAX_LISTED_OF_OTHERS)
+        for name, digest, text in _all(db, f"{query} ORDER BY 1 LIMIT {limit}", *values):
+            names = _names(db, name, digest)
+            detail = text if kind == "undecodable" else f"{', '.join(names)} {text}."
+            problems.append(Problem(kind=kind, names=names, detail=detail))
+    for kind, names, count, text in groups.problems(_MAX_LISTED_OF_OTHERS):
+        counts[kind] = count
+        problems += [Problem(kind=kind, names=(name,), detail=f"{name} {text}.") for name in names]
+    for rule, count in _all(db, "SELECT rule, SUM(count) FROM noted GROUP BY rule ORDER BY rule"):
+        counts[rule] = count
+        query = "SELECT name FROM noted WHERE rule = ? AND name IS NOT NULL ORDER BY name LIMIT ?"
+        for (name,) in _all(db, query, rule, _MAX_LISTED_OF_OTHERS):
+            problems.append(Problem(kind=rule, names=(name,), detail=f"{name} {_NOTES[rule]}."))
+    return problems, counts
+
+
+def _queries(height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
+    """Yield the kind of problem, a query, and the query's values. The query returns
+    (name, digest if several files share it, description).
+    """
+    yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
+    no_image = "'contains no image'"
+    unusable = f"SELECT label, NULL, {no_image} FROM files GROUP BY label HAVING COUNT(digest) = 0"  # noqa: S608 - our own words
+    yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable}", ()  # noqa: S608
+    hidden = "'begins with a dot, so its images were left out'"
+    yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
+    twins = "SELECT name, digest, {} FROM twins WHERE {}"
+    yield "conflicting_labels", twins.format("'are copies of one image under several labels'", "labels > 1"), ()
+    across = twins.format("'are copies of one image in several splits'", "labels = 1 AND splits > 1")
+    yield "duplicate_across_splits", across, ()
+    yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
+    name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"
+    for kind, (flaw, text) in _FLAWS.items():
+        yield kind, f"SELECT {name}, NULL, '{text}' FROM images WHERE constant & ?", (int(flaw),)  # noqa: S608
+    size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
+    for problem, kind in _RESIZED.items():
+        yield problem, f"{size} JOIN sizes USING (width, height) WHERE resize = ?", (kind,)
+    yield "upscaled", f"{size} WHERE width < ? OR height < ?", (width_px, height_px)
+
+
+def _names(db: sqlite3.Connection, name: str, digest: bytes | None) -> tuple[str, ...]:
+    if digest is None:
+        return (name,)
+    query = "SELECT name FROM named WHERE digest = ? ORDER BY name LIMIT ?"
+    return tuple(row[0] for row in _all(db, query, digest, _MAX_NAMES))
+
+
+def _all(db: sqlite3.Connection, query: str, *values: object) -> list[tuple[Any, ...]]:
+    with sqlite_errors():
+        return db.execute(query, values).fetchall()

@@ -1,0 +1,177 @@
+"""Read and change ledgers in files, outside of an ingest."""
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from evernear.common.class_names import class_name
+from evernear.data import ledger_changes
+from evernear.data.ledger_schema import add_missing_tables, source_uri, without_journal
+from evernear.data.members import members
+from evernear.data.sources import FileEntry
+from evernear.data.sqlite import marks, sqlite_errors
+
+
+def apply_changes(ledger: Path, changes: Path) -> None:
+    """Apply a file from `Ledger.save_changes` to a copy of the ledger that the changes
+    belong to.
+
+    Raises:
+        StoreError: a file cannot be read or written.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        without_journal(db)
+        add_missing_tables(db)
+        ledger_changes.apply_row_changes(db, changes)
+
+
+def stored_digests(ledger: Path) -> list[bytes]:
+    """The digests of all images in the shards that a ledger lists.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        return [row[0] for row in db.execute("SELECT digest FROM images")]
+
+
+def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
+    """Maps the digests of a slot's images, in decoding order, to the label number and
+    the files with their sources.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    query = (
+        "SELECT i.digest, i.label, uri, name, etag, f.label, given, size_bytes FROM images i"
+        " JOIN files f ON f.digest = i.digest JOIN sources s ON s.id = f.source WHERE slot = ? ORDER BY turn, name"
+    )
+    images: dict[bytes, tuple[int, list[tuple[str, FileEntry]]]] = {}
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        for digest, label, uri, *entry in db.execute(query, (slot,)):
+            images.setdefault(digest, (label, []))[1].append((uri, FileEntry(*entry)))
+    return images
+
+
+def find_slot(ledger: Path, sha256: str) -> int | None:
+    """The slot of a shard, or None if the ledger does not name the shard.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        query = "SELECT slot FROM shards WHERE json_extract(shard, '$.sha256') = ?"
+        row = db.execute(query, (sha256,)).fetchone()
+    return row[0] if row else None
+
+
+def decoders(ledger: Path) -> list[tuple[str, str]]:
+    """The code that decoded the images of each source,
+    as `Ledger.set_decoder` recorded it.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        add_missing_tables(db)
+        return db.execute("SELECT source, decoder FROM decoders ORDER BY source").fetchall()
+
+
+def save_compact(ledger: Path, path: Path) -> None:
+    """Write a compact ledger to ``path``, without deleted rows and without the splits,
+    groups and reviews of removed images.
+
+    Raises:
+        StoreError: a file cannot be read or written.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        without_journal(db)
+        add_missing_tables(db)
+        db.execute("DELETE FROM removed")
+        for table in ("groups", "reviewed"):
+            db.execute(f"DELETE FROM {table} WHERE digest NOT IN (SELECT digest FROM images)")  # noqa: S608 - our own words
+        db.execute("VACUUM INTO ?", (str(path),))
+
+
+class ReadFile(NamedTuple):
+    """A file as it was last read. Without a digest, the file is broken or not an
+    image.
+    """
+
+    etag: str
+    size_bytes: int
+    digest: bytes | None
+
+
+class PublishedLedger:
+    """The files of one source in a published, immutable ledger. Close the object after
+    use.
+    """
+
+    def __init__(self, path: Path, source: str) -> None:
+        with sqlite_errors():
+            self._db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+            row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()
+        self._source = row[0] if row else None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    def count(self) -> int:
+        """The number of files, or 0 if the dataset does not have this source."""
+        with sqlite_errors():
+            query = "SELECT COUNT(*) FROM files WHERE source = ?"
+            return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
+
+    def members(self, file: str, etag: str) -> Iterator[FileEntry]:
+        """The images in an unchanged packed file, see `evernear.data.members`."""
+        return members(self._db, self._source, file, etag)
+
+    def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Maps the ``names``, at most 500, that the ledger contains to etag and label,
+        including broken files.
+        """
+        query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
+        with sqlite_errors():
+            rows = self._db.execute(query, (self._source, *names)).fetchall()
+        return {name: (etag, class_name(label)) for name, etag, label in rows}
+
+    def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
+        """Maps the ``names``, at most 500, that were read to the file as last read."""
+        query = (
+            f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
+            " AND (digest IS NOT NULL OR NOT pending)"
+        )
+        with sqlite_errors():
+            return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
+
+    def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
+        """Maps the ``digests``, at most 500, whose images are in the snapshot to
+        labels.
+        """
+        query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
+        with sqlite_errors():
+            return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
+
+    def own_classes(self) -> dict[str, int]:
+        """The number of the source's files in each class that has images from no other
+        source.
+        """
+        query = (
+            "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
+            " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
+        )
+        with sqlite_errors():
+            return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
+
+    def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
+        """Maps each of ``digests``, at most 500, to the names of its files."""
+        query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
+        names: dict[bytes, tuple[str, ...]] = {}
+        with sqlite_errors():
+            for digest, name in self._db.execute(query, (self._source, *digests)):
+                names[digest] = (*names.get(digest, ()), name)
+        return names
