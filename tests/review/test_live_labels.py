@@ -64,6 +64,24 @@ def test_later_label_replaces_an_earlier_one_and_labels_outlive_the_log(store: S
     assert import_labels(store, {"id-1": "a"}, NOW).missing == ("id-1",)
 
 
+def test_a_growing_file_is_imported_again_and_again(store: Store) -> None:
+    """Only what is new is stored, so that old labels do not count as labels of this
+    month, and a correction reaches queries that the log no longer has.
+    """
+    import_labels(store, {"id-0": "b", "id-2": "a"}, NOW)
+    before = labeled_queries(store).queries
+    assert import_labels(store, {"id-0": "b", "id-2": "a"}, NOW + timedelta(days=40)).stored == 2
+    assert labeled_queries(store).queries == before
+    assert len(list(store.list(LIVE_LABELS))) == 1
+    for info in list(store.list("queries/")):
+        store.delete(info.key)
+    later = NOW + timedelta(days=50)
+    result = import_labels(store, {"id-0": "a", "id-1": "a", "id-2": "a"}, later)
+    assert (result.stored, result.missing) == (2, ("id-1",))
+    labeled = {query.id: (query.label, query.correct, query.labeled_at) for query in labeled_queries(store).queries}
+    assert labeled == {"id-0": ("a", True, later), "id-2": ("a", True, NOW)}
+
+
 def test_damaged_labels_are_named_and_hide_no_others(store: Store) -> None:
     import_labels(store, {"id-0": "a"}, NOW)
     key = f"{LIVE_LABELS}20260203T000000000000Z-1.jsonl"
@@ -89,12 +107,15 @@ def test_only_labels_since_the_release_was_made_are_read(store: Store) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "columns id and label"),
-        ("id;label\n1;a\n", "columns id and label"),
+        ("", "no column id and no column label, but no columns; call the columns id and label"),
+        ("name,label\n1,a\n", "no column id, but 'name', 'label'"),
+        ("id,label,label\n1,a,b\n", "two columns called label"),
         ("id,label\n1,\n", "line 2: the id or the label is empty"),
-        ("id,label\n1\n", "line 2: the id or the label is empty"),
+        ("id,label\n1,\u200b\n", "line 2: the id or the label is empty"),
+        ("id,label\n1\n", "Line 2 of .* has 1 of 2 columns"),
+        ("id,label\n1,red, large\n", "Line 2 of .* has 3 of 2 columns"),
         ("id,label\n1,a\n1,b\n", "line 3: the id 1 has a second label"),
-        ('id,label\n1,"a\n', "not a CSV file"),
+        ('id,label\n1,"a\n', "not valid CSV"),
     ],
 )
 def test_unusable_file_is_one_sentence(tmp_path: Path, content: str, message: str) -> None:
@@ -108,6 +129,10 @@ def test_files_of_spreadsheets_are_read(tmp_path: Path) -> None:
     path = tmp_path / "labels.csv"
     path.write_bytes("\ufeffnote,label,id\r\nx,a b,1\r\n,a b,1\r\ny,ü, 2 \r\n".encode())
     assert read_labels(path) == {"1": "a b", "2": "ü"}
+    path.write_text("ID; Label\n1;a, b\n")
+    assert read_labels(path) == {"1": "a, b"}
+    path.write_text("id\tlabel\n1\tü\n", encoding="utf-16")
+    assert read_labels(path) == {"1": "ü"}
     path.write_bytes(b"id,label\n1,\xfc\n")
-    with pytest.raises(DataError, match="not a CSV file in UTF-8"):
+    with pytest.raises(DataError, match="not UTF-8"):
         read_labels(path)

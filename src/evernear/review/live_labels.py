@@ -5,7 +5,6 @@ A label is stored together with the logged answer, because the query log is dele
 after some time. Images are neither read nor stored, and no label enters a dataset.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -16,7 +15,7 @@ from uuid import uuid4
 from pydantic import StringConstraints
 
 from evernear.common.class_names import class_name
-from evernear.common.disk import disk_errors
+from evernear.common.csv_rows import column_positions, csv_rows
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.errors import DataError, IntegrityError, StoreError
@@ -29,7 +28,7 @@ from evernear.serving.live_queries import live_distances
 from evernear.serving.query_log_files import MAX_FILE_BYTES, QUERIES, closed_at, parse_file
 
 LIVE_LABELS = "live-labels/"
-_COLUMNS = ["id", "label"]
+_COLUMNS = ("id", "label")
 _TIME = "%Y%m%dT%H%M%S%fZ"
 _REMEDY = "delete it and import its labels again"
 _CLOCK_TOLERANCE = timedelta(days=1)
@@ -48,9 +47,10 @@ class ImportedLabels(Frozen):
     """The result of `import_labels`."""
 
     stored: int
+    """Number of labels that are in the store, including equal ones from before."""
     missing: tuple[str, ...]
-    """IDs that are not in the query log, because the query was not sampled, was
-    deleted, or has not been shipped yet."""
+    """IDs that are neither in the query log nor labeled before, because the query was
+    not sampled, was deleted, or has not been shipped yet."""
     unknown_classes: tuple[str, ...] = ()
     """Labels that are not a class of the release that answered. The answer to such a
     query counts as wrong.
@@ -64,31 +64,52 @@ def read_labels(path: Path) -> dict[str, str]:
         DataError: the file is unreadable, lacks a column or a value, or has two labels
             for one query. The message contains the line number.
     """
+    rows = csv_rows(path, str(path))
+    at = column_positions(next(rows)[1], str(path), _COLUMNS)
     labels: dict[str, str] = {}
-    with disk_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
-        try:
-            if not set(_COLUMNS) <= set(rows.fieldnames or ()):
-                raise DataError(f"{path} needs a first line with the columns id and label, separated by commas.")
-            for row in rows:
-                query, label = ((row[column] or "").strip() for column in _COLUMNS)
-                if not query or not label:
-                    raise DataError(f"{path}, line {rows.line_num}: the id or the label is empty.")
-                if labels.setdefault(query, label) != label:
-                    raise DataError(f"{path}, line {rows.line_num}: the id {query} has a second label.")
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{path} is not a CSV file in UTF-8: {error}.") from None
+    for line, cells in rows:
+        query, label = cells[at["id"]].strip(), class_name(cells[at["label"]])
+        if not query or not label:
+            raise DataError(f"{path}, line {line:,}: the id or the label is empty.")
+        if labels.setdefault(query, label) != label:
+            raise DataError(f"{path}, line {line:,}: the id {query} has a second label.")
     return labels
 
 
 def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:
-    """Store ``labels`` of logged queries, keyed by query ID. A new label replaces an
-    earlier label of the same query.
+    """Store the labels of logged queries, keyed by query ID.
+
+    A label that differs from an earlier one replaces it, even if the query is no longer
+    in the log. An equal one counts as stored and changes nothing, so a file that grows
+    can be imported again and again.
 
     Raises:
         StoreError: the store fails. Nothing is stored.
     """
-    missing = {query: class_name(label) for query, label in labels.items()}
+    labels = {query: class_name(label) for query, label in labels.items()}
+    logged = _logged(store, labels, now)
+    # A label is imported after its query was answered.
+    since = min((query.at for query in logged), default=now) - _CLOCK_TOLERANCE
+    earlier = labeled_queries(store, since if len(logged) == len(labels) else None).queries
+    labeled = {query.id: query for query in earlier if query.id in labels}
+    relabeled = [
+        query.model_copy(update={"label": labels[query.id], "labeled_at": now}) for query in labeled.values()
+    ]
+    answered = {query.id: query for query in [*relabeled, *logged]}
+    new = [query for query in answered.values() if query.id not in labeled or labeled[query.id].label != query.label]
+    if new:
+        lines = "".join(f"{query.model_dump_json()}\n" for query in new)
+        store.put(f"{LIVE_LABELS}{now.astimezone(UTC):{_TIME}}-{uuid4().hex[:8]}.jsonl", lines.encode())
+    return ImportedLabels(
+        stored=len(answered),
+        missing=tuple(query for query in labels if query not in answered),
+        unknown_classes=tuple(_unknown_classes(store, list(answered.values()))),
+    )
+
+
+def _logged(store: Store, labels: Mapping[str, str], now: datetime) -> list[LabeledQuery]:
+    """The queries in the query log whose ids have a label."""
+    missing = dict(labels)
     found: list[LabeledQuery] = []
     keys = [info.key for info in store.list(QUERIES) if closed_at(info.key) and info.size_bytes <= MAX_FILE_BYTES]
     for key in sorted(keys, reverse=True):
@@ -112,12 +133,7 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
             for query in queries
             if query.id in missing
         ]
-    if found:
-        lines = "".join(f"{query.model_dump_json()}\n" for query in found)
-        store.put(f"{LIVE_LABELS}{now.astimezone(UTC):{_TIME}}-{uuid4().hex[:8]}.jsonl", lines.encode())
-    return ImportedLabels(
-        stored=len(found), missing=tuple(missing), unknown_classes=tuple(_unknown_classes(store, found))
-    )
+    return found
 
 
 def _unknown_classes(store: Store, queries: Sequence[LabeledQuery]) -> list[str]:

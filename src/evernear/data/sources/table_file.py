@@ -2,13 +2,12 @@
 time.
 """
 
-import csv
 import os
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from evernear.common.csv_rows import column_positions, csv_rows
 from evernear.common.disk import disk_errors
 from evernear.errors import DataError
 
@@ -17,7 +16,6 @@ OPTIONAL = ("split", "group")
 CSV_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIXES = (".parquet", ".pq")
 _BATCH_ROWS = 4096
-_MAX_NAMES = 5
 
 
 class Row(NamedTuple):
@@ -46,60 +44,12 @@ def read_rows(file: Path, name: str) -> Iterator[Row]:
         yield from _csv_rows(file, name)
 
 
-def column_positions(columns: Sequence[str], name: str) -> Mapping[str, int]:
-    """The position of each known column in the table. Letter case and spaces around
-    column names are ignored.
-
-    Raises:
-        DataError: a required column is missing, or a known column occurs twice.
-    """
-    plain = [column.strip().casefold() for column in columns]
-    known = [*REQUIRED, *OPTIONAL]
-    if missing := [column for column in REQUIRED if column not in plain]:
-        shown = ", ".join(repr(column) for column in columns[:_MAX_NAMES])
-        more = " and more" if len(columns) > _MAX_NAMES else ""
-        raise DataError(
-            f"{name} has no column {' and no column '.join(missing)}, but {shown or 'no columns'}{more}; call the"
-            " columns path and label (and optionally split and group) in its first row."
-        )
-    if twice := [column for column in known if plain.count(column) > 1]:
-        raise DataError(f"{name} has two columns called {twice[0]}; rename or remove one.")
-    return {column: plain.index(column) for column in known if column in plain}
-
-
 def _csv_rows(file: Path, name: str) -> Iterator[Row]:
-    with disk_errors(file):
-        with file.open("rb") as start:
-            begin = start.read(2)
-        encoding = "utf-16" if begin in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
-        with file.open(encoding=encoding, newline="") as text:
-            lines = 0
-            try:
-                header = text.readline()
-                text.seek(0)
-                # Excel uses semicolons to separate columns in locales whose decimal
-                # separator is a comma.
-                reader = csv.reader(text, delimiter=max(",;\t", key=header.count), strict=True)
-                columns = next(reader, [])
-                at = column_positions(columns, name)
-                lines = reader.line_num
-                for cells in reader:
-                    lines = reader.line_num
-                    if not cells:
-                        continue
-                    if len(cells) != len(columns):
-                        raise DataError(
-                            f"Line {lines:,} of {name} has {len(cells)} of {len(columns)} columns; put a value that"
-                            ' contains the separator in quotes ("), and leave a missing one empty.'
-                        )
-                    values = (cells[at[column]] if column in at else "" for column in (*REQUIRED, *OPTIONAL))
-                    yield Row(f"line {lines:,}", *values)
-            except UnicodeError:
-                raise DataError(
-                    f"{name} is not UTF-8 after line {lines:,}; save it as CSV UTF-8, or convert it with `iconv`."
-                ) from None
-            except csv.Error as error:
-                raise DataError(f"{name} is not valid CSV after line {lines:,} ({error}); correct it.") from None
+    rows = csv_rows(file, name)
+    at = column_positions(next(rows)[1], name, REQUIRED, OPTIONAL)
+    for line, cells in rows:
+        values = (cells[at[column]] if column in at else "" for column in (*REQUIRED, *OPTIONAL))
+        yield Row(f"line {line:,}", *values)
 
 
 def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
@@ -110,7 +60,7 @@ def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
         try:
             with pq.ParquetFile(file) as table:
                 columns = table.schema_arrow.names
-                at = column_positions(columns, name)
+                at = column_positions(columns, name, REQUIRED, OPTIONAL)
                 for column, position in at.items():
                     _require_text(table.schema_arrow.field(position).type, column, name, pa)
                 number = 0

@@ -93,7 +93,7 @@ def import_(
 
     settings = run_settings(source, preset, config, overrides, workdir, retire, rename)
     store = open_store(settings.store_uri)
-    if file.suffix.lower() == ".csv":
+    if file.suffix.lower() in (".csv", ".tsv"):
         import_live_labels(store, file)
         return
     target = open_label_target(settings.data.source, settings.data)
