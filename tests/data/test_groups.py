@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from evernear.common.store import open_store
 from evernear.data.groups import group_numbers, grouping
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.near_duplicates import find_near_duplicates
 from evernear.data.preprocess import decode, image_digest
@@ -155,6 +156,36 @@ def test_names_without_a_group_are_counted_and_a_pattern_without_any_is_refused(
         run_ingest(scenes, group="(nothing)", dataset="other")
 
 
+@pytest.mark.parametrize("setting", [r"^\w+/([a-z]+)", r"(\w)/", r"()"])
+def test_pattern_that_leaves_nothing_to_test_is_refused_before_the_ingest(tmp_path, scenes, run_ingest, setting):
+    """The images would all be in train, and stay there in this store."""
+    with pytest.raises(DataError, match=r"finds a group in none|makes one group of all images of a class, such as "):
+        run_ingest(scenes, group=setting)
+    assert not (tmp_path / "store").exists() or not list((tmp_path / "store").rglob("head.json"))
+
+
+def test_pattern_that_makes_a_group_of_every_image_is_said(tmp_path: Path, scenes: Path):
+    said: list[str] = []
+    settings = DataSettings(source=f"folder:{scenes}", group="(.*)")
+    assert ingest_source(settings, (tmp_path / "store").as_uri(), warn=said.append).groups == 200
+    assert said == ["data.group=(.*) makes a group of every image, so it has no effect"]
+
+
+def test_folders_that_are_groups_are_not_called_unused(tmp_path: Path, run_ingest, make_image):
+    for number in range(40):
+        add(tmp_path / "two" / "ab"[number % 2] / f"scene{number % 8}" / f"{number}.png", make_image(number))
+    assert "names are not used" in messages(run_ingest(tmp_path / "two"))
+    for form in ("folder", "stem"):
+        assert "names are not used" not in messages(run_ingest(tmp_path / "two", group=form, dataset=form))
+
+
+def test_class_as_group_is_accepted_if_the_source_gives_the_splits(tmp_path: Path, run_ingest, make_image):
+    for number in range(48):
+        split, label = ("train", "test")[number % 4 == 0], "ab"[number % 2]
+        add(tmp_path / "split" / split / label / f"{label}-{number}.png", make_image(number))
+    assert run_ingest(tmp_path / "split", group="stem").groups == 2
+
+
 def test_class_of_two_scenes_is_trained_and_tested(tmp_path: Path, run_ingest, make_image):
     for number in range(40):
         add(tmp_path / "two" / "ab"[number % 2] / f"scene{number % 4}" / f"{number}.png", make_image(number))
@@ -234,6 +265,60 @@ def test_advice_does_not_repeat_the_setting(tmp_path: Path, run_ingest):
     manifest = run_ingest(source, group=r"(\d)\.png", dataset="wrong")
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     assert "with --set data.group=stem, which makes 40 groups" in find_near_duplicates(dataset, r"(\d)\.png").advice
+
+
+def burst_advice(source: Path | str, run_ingest, **settings: str) -> str:
+    manifest = run_ingest(source, **settings)
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    return find_near_duplicates(dataset, settings.get("group", "")).advice
+
+
+def test_class_in_the_name_is_not_proposed_as_the_group(tmp_path: Path, run_ingest):
+    source = bursts(tmp_path / "bursts", "scene{scene}-{frame}.png")
+    for path in sorted(source.rglob("*.png")):
+        number = int(sha256(path.name.encode()).hexdigest(), 16) % 10**9
+        path.rename(path.with_name(f"{path.parent.name}{number}.png"))
+    assert "data.group to a pattern" in burst_advice(source, run_ingest)
+
+
+def test_successive_numbers_of_a_camera_are_proposed_as_groups(tmp_path: Path, run_ingest):
+    """No part of IMG_0000 to IMG_0399 names the scene, but ten successive images are
+    of one.
+    """
+    source = bursts(tmp_path / "bursts", "IMG_{scene:03}{frame}.png")
+    advice = burst_advice(source, run_ingest)
+    assert r"--set 'data.group=([^/]*\d)\d\.\w+$', which makes 40 groups" in advice
+
+
+@pytest.mark.parametrize("group", ["", "stem"])
+def test_scenes_that_the_source_divides_are_named(tmp_path: Path, run_ingest, group: str):
+    source = bursts(tmp_path / "bursts", "scene{scene}-{frame}.png")
+    for path in sorted(source.rglob("*.png")):
+        split = "test" if path.stem.endswith("-9") else "train"
+        add(tmp_path / "split" / split / path.parent.name / path.name, path.read_bytes())
+    advice = burst_advice(tmp_path / "split", run_ingest, group=group)
+    assert "The source itself puts them into different splits, such as " in advice
+    assert "test/" in advice and "train/" in advice
+    assert "Give all images of a scene one split there" in advice
+
+
+def test_group_column_of_a_table_is_proposed_and_its_neglect_is_said(tmp_path: Path, run_ingest):
+    source = bursts(tmp_path / "bursts", "scene{scene}-{frame}.png")
+    rows = ["path,label,group"]
+    for path in sorted(source.rglob("*.png")):
+        scene, name = path.stem.partition("-")[0], f"{sha256(path.name.encode()).hexdigest()}.png"
+        rows.append(f"{name},{path.parent.name},{scene}")
+        path.rename(source / name)
+    (source / "labels.csv").write_text("\n".join(rows))
+    table = f"table:{source}/labels.csv"
+    assert "column group of the table, and ingest them with --set data.group=column" in burst_advice(table, run_ingest)
+    said: list[str] = []
+    settings = DataSettings(source=table, dataset="again")
+    ingest_source(settings, (tmp_path / "store").as_uri(), warn=said.append)
+    assert len(said) == 1 and "--set data.group=column" in said[0]
+    grouped = settings.model_copy(update={"group": "column", "dataset": "grouped"})
+    assert ingest_source(grouped, (tmp_path / "store").as_uri(), warn=said.append).groups == 40
+    assert len(said) == 1
 
 
 def test_names_that_do_not_tell_the_scene_get_no_pattern(tmp_path: Path, run_ingest):

@@ -210,6 +210,20 @@ class PublishedGroups:
                 found |= {digest: (name, label) for digest, name, label in self._db.execute(query, tuple(page))}
         return found
 
+    def have_other_explicit_splits(self, pairs: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Whether the source gives the images of most ``pairs`` different splits.
+
+        Without an explicit split, ingest chooses a split that the source gives to no
+        image.
+        """
+        given: defaultdict[bytes, set[str | None]] = defaultdict(set)
+        with sqlite_errors():
+            for page in batched([digest for pair in pairs for digest in pair], _PAGE):
+                query = f"SELECT digest, given FROM files WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
+                for digest, split in self._db.execute(query, tuple(page)):
+                    given[digest].add(split)
+        return 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
+
     def all_files(self) -> Iterator[tuple[str, str]]:
         """The name and the label of every image file."""
         with sqlite_errors():

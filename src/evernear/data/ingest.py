@@ -112,6 +112,11 @@ def _ingest(
             list_source(source, ledger, settings.source)
             group = grouping(settings.group, source.group)
             require_groups(source, settings, group, ledger)
+            if source.names_groups() and not settings.group:
+                warn(
+                    f"the column group of {settings.source} is not used: the images of a group stay in one split only"
+                    " with --set data.group=column, from the first ingest on"
+                )
 
             decoder = code_digest("evernear.data.decoding", DECODING_LIBRARIES)
             folder = parts_folder(snapshots, settings, parent, decoder, adopt)
@@ -138,6 +143,8 @@ def _ingest(
             problems, counts = ledger.problems(*form.shape[:2], form.resize)
             manifest = _manifest(settings, snapshots, form, ledger, parent)
             manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
+            if settings.group and manifest.groups == sum(map(manifest.count, SPLITS)):
+                warn(f"data.group={settings.group} makes a group of every image, so it has no effect")
             manifest = snapshots.publish(manifest, ledger, scratch)
             # The parts of other ingests that started from the newest snapshot may still
             # be useful.

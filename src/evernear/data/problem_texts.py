@@ -84,8 +84,8 @@ PROBLEMS = {
     ),
     "duplicate_row": ("row of the table repeats another", "rows of the table repeat others", ":"),
     "split_group": (
-        "group (data.group) has images in several splits, where they were before it was set or its name changed",
-        "groups (data.group) have images in several splits, where they were before it was set or their names changed",
+        "group (data.group) has images in several splits, which the source or an earlier ingest chose",
+        "groups (data.group) have images in several splits, which the source or an earlier ingest chose",
         ":",
     ),
     "few_groups": (

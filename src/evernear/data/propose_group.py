@@ -2,14 +2,16 @@
 
 import shlex
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from evernear.common.output import quantity
-from evernear.data.group_table import PublishedGroups
+from evernear.data.group_table import FEWEST_GROUPS, PublishedGroups
 from evernear.data.groups import grouping
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
+from evernear.settings.group import COLUMN
 
 CANDIDATES = (
     "stem",
@@ -17,6 +19,8 @@ CANDIDATES = (
     r"([^/]*\d{8}.?\d{4})\d\d",  # the minute in the name of a photograph that is named after its time
     r"([^/]*?)\d+\D+\d+\D*$",  # before the last two numbers
     r"\d+\D+(\d[^/]*)\.\w+$",  # after the first of the last two numbers
+    r"([^/]*\d)\d\.\w+$",  # ten successive numbers, as cameras count
+    r"([^/]*\d)\d\d\.\w+$",  # a hundred successive numbers
 )
 _MIN_SHARE = 0.8
 _ELSEWHERE = "in another --workdir or store, because images of an existing dataset never change their splits"
@@ -30,29 +34,40 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
     Raises:
         IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
     """
+    with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
+        path = Path(scratch, "ledger.sqlite")
+        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
+        ledger = PublishedGroups(path)
+        try:
+            divided_by_source = ledger.have_other_explicit_splits(pairs)
+            proposed = None if divided_by_source else _best(ledger, pairs, current)
+            examples = [ledger.files(pair) for pair in pairs[:1]]
+        finally:
+            ledger.close()
+    names = " and ".join(name for files in examples for name, _ in files.values())
     divided = dataset.manifest.problem_counts.get("split_group", 0)
+    if divided_by_source:
+        return (
+            f"The source itself puts them into different splits, such as {names}, and data.group does not change that."
+            f" Give all images of a scene one split there, and ingest them {_ELSEWHERE}."
+        )
     if current and divided:
         groups = quantity(divided, "group has", "groups have")
         return (
             f"With data.group={current}, {groups} images in several splits, since they were ingested before it was set."
             f" Ingest them again {_ELSEWHERE}."
         )
-    with tempfile.TemporaryDirectory(prefix="evernear-groups-") as scratch:
-        path = Path(scratch, "ledger.sqlite")
-        Snapshots(dataset.store, dataset.manifest.name).fetch_ledger(dataset.manifest, path)
-        ledger = PublishedGroups(path)
-        try:
-            proposed = _best(ledger, pairs, current)
-            examples = [ledger.files(pair) for pair in pairs[:1]]
-        finally:
-            ledger.close()
     if proposed:
         setting, groups = proposed
         return (
             f"Ingest them with --set {shlex.quote(f'data.group={setting}')}, which makes {quantity(groups, 'group')} of"
             f" their names, {_ELSEWHERE}."
         )
-    names = " and ".join(name for files in examples for name, _ in files.values())
+    if dataset.manifest.source.startswith("table:") and current != COLUMN:
+        return (
+            "Name the scene of each image in the column group of the table, and ingest them with --set"
+            f" data.group={COLUMN}, {_ELSEWHERE}."
+        )
     pattern = f"another pattern than data.group={current}" if current else "data.group to a pattern"
     return (
         f"Set {pattern} that finds the scene in names such as {names}, or rename the files, and ingest them"
@@ -64,6 +79,8 @@ def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current
     """The setting that puts the most pairs into one group each and, among such
     settings, makes the most groups. Also return the number of groups. None if no
     setting fits.
+
+    A setting fits only if most classes have enough groups to be trained and tested.
     """
     files = ledger.files([digest for pair in pairs for digest in pair])
     fitting: dict[str, int] = {}
@@ -72,6 +89,10 @@ def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current
         groups = [tuple(group(*files[digest]) for digest in pair if digest in files) for pair in pairs]
         alike = sum(len(pair) == 2 and pair[0] == pair[1] != "" for pair in groups)
         if setting != current and alike >= _MIN_SHARE * len(pairs):
-            fitting[setting] = len({hash(group(name, label)) for name, label in ledger.all_files()})
+            of_class: defaultdict[str, set[int]] = defaultdict(set)
+            for name, label in ledger.all_files():
+                of_class[label].add(hash(group(name, label)))
+            if sum(len(keys) >= FEWEST_GROUPS for keys in of_class.values()) > len(of_class) / 2:
+                fitting[setting] = len(set.union(*of_class.values()))
     best = max(fitting, key=lambda setting: fitting[setting], default=None)
-    return (best, fitting[best]) if best and fitting[best] > 1 else None
+    return (best, fitting[best]) if best else None

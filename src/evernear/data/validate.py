@@ -264,7 +264,11 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
     in_several_splits = [f.message for f in _problems(manifest) if f.rule == "duplicate_across_splits"]
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
-        message = f"No images in the split {_listed(empty)}; add images or raise its share (data.*_fraction)."
+        remedy = "add images or raise its share (data.*_fraction)"
+        if manifest.groups:
+            groups = quantity(manifest.groups, "group")
+            remedy = f"a group is in one split, and data.group makes {groups}: add other scenes, or choose smaller groups"
+        message = f"No images in the split {_listed(empty)}; {remedy}."
         yield _finding("empty_split", message, empty, len(empty))
     present = [label for label, count in totals.items() if count]
     joining = joining_gallery(manifest)

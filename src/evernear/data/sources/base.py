@@ -99,6 +99,10 @@ class Source(Protocol):
         """
         return ""
 
+    def names_groups(self) -> bool:
+        """Whether the source itself names groups. Call this after `entries`."""
+        return False
+
 
 class ArraySource(Source, Protocol):
     """A source of decoded images, for formats in which one file contains many images.

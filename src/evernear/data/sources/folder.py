@@ -72,7 +72,7 @@ class _ClassFolders(FileSource):
             return None
         label = self._label(place.class_folder)
         self._split_folders_used.add(place.split_folder)
-        if self._settings.layout == "auto":
+        if self._settings.layout == "auto" and self._settings.group not in ("folder", "stem"):
             self._nested.add(label, place)
         return FileEntry(path, etag, label, None if place.split in self.chosen_splits else place.split, size_bytes)
 

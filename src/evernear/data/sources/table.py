@@ -110,6 +110,12 @@ class Table(FileSource):
             row = self._db.execute("SELECT grp FROM rows WHERE name = ?", (name,)).fetchone()
         return row[0] if row else ""
 
+    def names_groups(self) -> bool:
+        """Whether the column ``group`` has a value."""
+        assert self._db is not None  # noqa: S101 - `entries` comes first
+        with sqlite_errors():
+            return self._db.execute("SELECT 1 FROM rows WHERE grp != '' LIMIT 1").fetchone() is not None
+
     def _load(self, db: sqlite3.Connection) -> NamedSplits:
         """Load the table into the SQLite table ``rows``."""
         splits = NamedSplits(self._file_name, self._settings)
