@@ -98,8 +98,9 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, gro
         )
     if "test" in source.chosen_splits:
         raise DataError(
-            f"data.group={settings.group} makes one group of all images of a class, such as {grouped}, and a group is in"
-            " one split, so no image would be left to test; set a pattern that distinguishes scenes, or leave it out."
+            f"data.group={settings.group} makes one group of all images of a class, such as {grouped}, and a group is"
+            " in one split, so no image would be left to test; set a pattern that distinguishes scenes, or leave it"
+            " out."
         )
 
 

@@ -267,7 +267,9 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
         remedy = "add images or raise its share (data.*_fraction)"
         if manifest.groups:
             groups = quantity(manifest.groups, "group")
-            remedy = f"a group is in one split, and data.group makes {groups}: add other scenes, or choose smaller groups"
+            remedy = (
+                f"a group is in one split, and data.group makes {groups}: add other scenes, or choose smaller groups"
+            )
         message = f"No images in the split {_listed(empty)}; {remedy}."
         yield _finding("empty_split", message, empty, len(empty))
     present = [label for label, count in totals.items() if count]

@@ -92,9 +92,7 @@ def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> Imp
     since = min((query.at for query in logged), default=now) - _CLOCK_TOLERANCE
     earlier = labeled_queries(store, since if len(logged) == len(labels) else None).queries
     labeled = {query.id: query for query in earlier if query.id in labels}
-    relabeled = [
-        query.model_copy(update={"label": labels[query.id], "labeled_at": now}) for query in labeled.values()
-    ]
+    relabeled = [query.model_copy(update={"label": labels[query.id], "labeled_at": now}) for query in labeled.values()]
     answered = {query.id: query for query in [*relabeled, *logged]}
     new = [query for query in answered.values() if query.id not in labeled or labeled[query.id].label != query.label]
     if new:
