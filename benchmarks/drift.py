@@ -145,11 +145,11 @@ def main() -> None:
             prepare(arguments.mnist, release, directory / release)
         chosen = [scenario for scenario in SCENARIOS if arguments.only in scenario.name]
         jobs = [(scenario, directory, seed) for scenario in chosen for seed in range(arguments.runs)]
+        runs: dict[Scenario, list[Result]] = {}
         with ProcessPoolExecutor(arguments.processes) as pool:
-            results = list(pool.map(simulate, jobs))
-    runs: dict[Scenario, list[Result]] = {}
-    for (scenario, _, _), result in zip(jobs, results, strict=True):
-        runs.setdefault(scenario, []).append(result)
+            for (scenario, _, seed), result in zip(jobs, pool.map(simulate, jobs), strict=True):
+                runs.setdefault(scenario, []).append(result)
+                print(f"{scenario.name}, {scenario.release}, run {seed}: {result}", file=sys.stderr, flush=True)
     values = {
         "runs": [{"scenario": asdict(scenario), "results": [asdict(r) for r in runs[scenario]]} for scenario in runs]
     }
@@ -336,10 +336,8 @@ def simulate(job: tuple[Scenario, Path, int]) -> Result:
             {
                 "workdir": Path(temporary) / "work",
                 "store": copied.as_uri(),
-                "data": {"source": f"mnist:{directory / scenario.release / 'source'}", **SPLITS[scenario.release]},
-                # The large release has images that its network was not trained on.
-                # Only drift is of interest.
-                "watch": {"new_train_images": 1_000_000, "new_gallery_images": 1_000_000},
+                # Only drift is of interest, and listing a source takes as long.
+                "data": {"source": f"mnist:{Path(temporary) / 'none'}", **SPLITS[scenario.release]},
             }
         )
         answers = {

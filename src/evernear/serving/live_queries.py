@@ -137,8 +137,15 @@ def _share(periods: list[tuple[Period, list[LoggedQuery]]]) -> float:
     The result is the share in the busiest file, or the next larger share that leaves at
     least `WANTED` queries.
     """
-    shares = sorted(len(rows) / period.queries for period, rows in periods)
-    for share in shares:
-        if sum(min(len(rows), share * period.queries) for period, rows in periods) >= WANTED:
-            return share
-    return shares[-1] if shares else 0.0
+    if not periods:
+        return 0.0
+    rows = np.array([len(rows) for _, rows in periods], np.float64)
+    queries = np.array([period.queries for period, _ in periods], np.float64)
+    order = np.argsort(rows / queries)
+    rows, queries = rows[order], queries[order]
+    # A share takes all rows of the files that sampled less, and this share of the
+    # other files' queries.
+    left = rows.cumsum() + rows / queries * (queries.sum() - queries.cumsum())
+    enough = np.flatnonzero(left >= WANTED)
+    position = enough[0] if len(enough) else -1
+    return float(rows[position] / queries[position])
