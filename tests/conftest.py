@@ -56,6 +56,14 @@ def settings_without_those_of_the_checkout() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def writes_without_sync() -> Iterator[None]:
+    """Do not wait until the disk has each file: a test cannot cut the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The URL of an S3 server: moto, or the one at ``TEST_S3_URL``.
