@@ -79,8 +79,8 @@ def run_settings(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> Settings:
-    """The settings of a run. Options set the source, the preset, and the classes that
-    were removed or renamed on purpose.
+    """The settings of a run. The options specify the source, the preset, and the
+    classes that were removed or renamed on purpose.
     """
     return run_layers(source, preset, config, overrides, workdir, retire, rename).settings()
 

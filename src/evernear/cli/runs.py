@@ -25,8 +25,8 @@ POLL_S = 2.0
 
 
 def follow(runs: "KfpRuns", run: "Run", as_json: bool) -> None:
-    """Print each step when it ends, until the run ends.
-    kfp's wait function ignores the states CANCELED and FAILED.
+    """Print each step when it ends, until the run ends. This function replaces kfp's
+    wait function, which ignores the states CANCELED and FAILED.
 
     Raises:
         EvernearError: the run failed or was stopped.
@@ -82,7 +82,7 @@ def row(run: "Run") -> tuple[str, ...]:
 
 def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
     """The outcome of a finished run. Returns None if the run did not record an outcome,
-    or if its store is not readable from here.
+    or if the run's store is not readable from here.
     """
     from evernear.reporting.notify import load_outcome
 
@@ -94,7 +94,7 @@ def outcome_of(run: "Run", runs: "KfpRuns") -> "RunOutcome | None":
 
 
 def record_of(run: "Run", runs: "KfpRuns") -> "RunRecord | None":
-    """The run's record, or None if its store is not accessible from here."""
+    """The run's record, or None if the run's store is not accessible from here."""
     from evernear.common.run_record import RunRecord
 
     try:
@@ -123,8 +123,8 @@ def store_of(arguments: dict[str, object], runs: "KfpRuns", pipeline: str) -> "S
 
 
 def _get(runs: "KfpRuns", run_id: str) -> "Run":
-    """Get the current state of the run. Requests are retried, so that the wait
-    continues if the server restarts.
+    """Get the current state of the run. Requests are retried, so waiting continues
+    after a server restart.
     """
     return retry(
         lambda: runs.show(run_id), on=PipelineServerError, pauses_s=(POLL_S * number for number in range(1, 10))

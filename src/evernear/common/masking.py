@@ -9,7 +9,7 @@ contains are recognized by their form.
 
 `evernear.common.output` masks printed, logged and recorded text. `mask_streams` also
 masks tracebacks and the output of other libraries. `copy_masked` masks the output of a
-child process, because a child process may write to its file descriptor without Python.
+child process, because a child process may write directly to a file descriptor.
 """
 
 import base64
@@ -49,9 +49,9 @@ LINE_MAX_BYTES = 2**16
 A longer line is written in parts.
 """
 
-# The pattern also matches variables of programs that evernear does not know. Names that
-# end in _FILE, _PATH and so on are locations. Kubernetes creates variables such as
-# TOKEN_SERVICE_HOST for a Service.
+# The pattern also matches variables of programs that evernear does not know. Variables
+# whose names end in _FILE, _PATH and so on contain locations. Kubernetes creates
+# variables such as TOKEN_SERVICE_HOST for a Service.
 _SECRET_NAME = re.compile(
     r"^(?!.*(_(FILE|PATH|DIR|NAME|SOCK|URL|URI|ENDPOINT|HOST|ADDR|PROTO)$|_SERVICE_|_PORT(_|$)))"
     r".*(TOKEN|SECRET|PASS(WORD|WD|PHRASE)?(_|$)|COOKIE|CREDENTIAL|AUTHORIZATION|CONNECTION_STRING|HEADERS"
@@ -59,16 +59,17 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SETTING = re.compile(r"EVERNEAR_(?!(MILVUS_)?TOKEN$)", re.IGNORECASE)
-"""Settings are not secrets: ``EVERNEAR_KUBERNETES__TOKEN_SECRET`` is the name of a
-Secret.
+"""Matches settings, which are not masked. For example,
+``EVERNEAR_KUBERNETES__TOKEN_SECRET`` contains the name of a Secret, and not a secret
+value.
 """
 _STRIPPED = re.compile(
     r"(AWS|EVERNEAR|KFP|KF_PIPELINES|KUBECONFIG|SLACK|MLFLOW|MODEL_REGISTRY|HF|HUGGING|OTEL|LABEL_STUDIO|MINIO)(_.*|$)"
     r"|(.*_)?(HTTPS?|ALL|NO)_PROXY|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE",
     re.IGNORECASE,
 )
-"""Variables that contain an address, a name or a path. An address, a name or a path
-never ends in a space.
+"""Variables that contain an address, a name or a path. Addresses, names and paths never
+end in a space.
 """
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s,]+", re.IGNORECASE)
 _QUERY_NAMES = (
@@ -80,8 +81,8 @@ _PATTERNS = [
     (needles.split(), re.compile(pattern, re.IGNORECASE))
     for needles, pattern in (
         ("@", r"://(?P<secret>[^/?#\s@\"'<>\\]{1,4000})@"),
-        # A password with a slash, such as a secret key for S3. Digits before the slash
-        # are a port.
+        # A password with a slash, such as an S3 secret key. Digits before the slash are
+        # a port.
         ("@", r"://(?P<secret>[^/?#\s:@\[]{0,200}:(?!\d{1,5}\b)[^\s@\"'<>\\]{1,4000})@"),
         ("token= sig= signature= credential= key= keyid= passwd= password= secret=",
          rf"(?:[?&;]|u0026|\bx-amz-)(?:{_QUERY_NAMES})=(?P<secret>{_VALUE})"),
@@ -100,8 +101,8 @@ _PATTERNS = [
 ]  # fmt: skip
 """Patterns of secrets that are recognized by their form.
 
-Each pattern has lower-case texts. After conversion to lower case, every match of the
-pattern contains at least one of these texts.
+Each pattern has a list of lower-case texts. Every match of the pattern contains at
+least one of these texts, ignoring case.
 """
 
 _remembered: set[str] = set()
@@ -139,9 +140,7 @@ def secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def remember(*secrets: str) -> None:
-    """Mask ``secrets`` from now on,
-    including the forms in which programs quote them.
-    """
+    """Start masking ``secrets``, including their quoted and escaped forms."""
     global _forms
     if not _remembered.issuperset(secrets):
         _remembered.update(secrets)
@@ -170,7 +169,7 @@ def usable(name: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def mask(text: str) -> str:
-    """``text`` with `MASK` in place of each secret. The function is idempotent."""
+    """``text`` with each secret replaced by `MASK`. The function is idempotent."""
     spans = sorted(_spans(text))
     if not spans:
         return text
@@ -218,8 +217,8 @@ class MaskedStream:
 
 
 def mask_streams() -> None:
-    """Mask all text that Python code in this process prints from now on, including
-    tracebacks and libraries' logs.
+    """Start masking all text that Python code in this process prints, including
+    tracebacks and log messages of libraries.
 
     The entry point of every evernear program calls this function. Importing evernear
     does not replace a program's streams.
@@ -236,8 +235,8 @@ def copy_masked(source: IO[bytes], path: Path) -> None:
 
     The function runs until every writer has closed the pipe ``source``, and then closes
     the reading end. Complete lines are written immediately. At most `LINE_MAX_BYTES` of
-    an incomplete line are in memory. If the disk is full, the remaining output is read
-    and discarded, because a full pipe would block the child process forever.
+    an incomplete line are kept in memory. If the disk is full, the remaining output is
+    read and discarded, because a full pipe would block the child process forever.
     """
     with source:
         with path.open("ab", buffering=0) as log:
@@ -309,8 +308,8 @@ def _spans_by_form(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether ``value``, the value of the variable ``name``, is a secret according to
-    ``name``.
+    """Whether the variable ``name`` contains a secret, judging by its name and by its
+    ``value``.
     """
     if name == "AWS_ACCESS_KEY_ID":
         return True

@@ -1,8 +1,8 @@
-"""A context manager for pipeline steps, which reports progress, records the step's
-state and handles errors.
+"""A context manager for pipeline steps. It reports progress, records the step's state
+and handles errors.
 
 If the environment variable `EVENTS_VARIABLE` contains the path of a file, a step
-appends events to that file as JSON lines. A local run reads this file to show progress.
+appends events to this file as JSON lines. A local run reads this file to show progress.
 In a cluster, users see the events as messages in the step's log. The last state of the
 step is stored in the run's record (`evernear.common.run_record`).
 """
@@ -62,8 +62,8 @@ class Event(Frozen):
 
 
 class Step:
-    """A running step. The context's body assigns a short summary of the result to
-    ``summary``.
+    """A running step. The body of the ``with`` statement assigns a short summary of the
+    result to ``summary``.
     """
 
     def __init__(self, name: str, run: str, store_uri: str) -> None:
@@ -183,7 +183,7 @@ def step(name: str, run: str, store_uri: str) -> Generator[Step]:
     """Run the body as the step ``name`` of ``run``, and record the step's state in the
     store.
 
-    An `EvernearError` or a full disk ends the process with an error message and exit
+    An `EvernearError` or a full disk ends the process with an error message and an exit
     code. Any other exception is a bug and propagates with its traceback.
     """
     mask_streams()
@@ -251,13 +251,15 @@ def _write_termination_message(message: str) -> None:
 
 
 class Countdown:
-    """Reports the progress of work in equal units, and estimates the remaining time.
+    """Reports the progress of work that consists of equal units, and estimates the
+    remaining time.
 
     The estimate is the mean duration of the completed units times the number of
     remaining units. The first unit is not timed, because it also warms up libraries and
-    caches. Units that were completed before the first call, as after a resume, are not
-    timed either. ``report`` receives a line for the log. ``record`` receives the same
-    progress as numbers, more often than ``report`` receives a line.
+    caches. Units that were completed before the first call, for example before a step
+    was resumed, are not timed either. ``report`` receives a line for the log.
+    ``record`` receives the same progress as numbers, more often than ``report``
+    receives a line.
     """
 
     def __init__(
@@ -301,8 +303,8 @@ class RunCommand(Frozen):
 
     typed: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
-    """Equivalent arguments for later commands. The working directory remembers the
-    settings of the run, so the arguments omit them.
+    """Equivalent arguments for later commands. The run's settings are stored in the
+    working directory and need not be passed as arguments.
     """
 
     @staticmethod

@@ -10,10 +10,10 @@ combine -> publish.
 - **publish** the snapshot (`evernear.data.snapshots`).
 
 A dataset mirrors its sources. Images of new files are added, and images of deleted
-files are removed. A file that was moved to a different class folder gets the new
-label. Images are identified by a hash of their content. The split of an image never
-changes, even if the image is removed and restored, because a model may have been
-trained on the image.
+files are removed. A file that was moved to a different class folder gets the new label.
+Images are identified by a hash of their content. An image never moves to another split,
+even if the image is removed and restored. A model may already have been trained on the
+image.
 """
 
 import tempfile
@@ -48,7 +48,7 @@ from evernear.settings import DataSettings
 
 _REPORT_INTERVAL_S = 1.0
 DECODING_LIBRARIES = ("numpy", "pillow")
-"""Libraries that may change the decoded pixels if their version changes."""
+"""Libraries whose versions may affect the decoded pixels."""
 
 
 def run_here(parts: Parts, open_worker: OpenWorker) -> None:
@@ -66,16 +66,17 @@ def ingest_source(
     """Update a dataset in the store from ``settings.source``, and return the new
     snapshot.
 
-    If nothing has changed, return the previous snapshot. Readers do not see the changes
-    before the last write, which moves ``head.json``. ``run`` runs the parts. If an
-    ingest of files is killed and run again, the second run skips the finished parts and
-    produces the same digest. Memory use does not grow with the number of images.
-    ``report`` is called with progress messages about once a second. ``warn`` is called
-    with sentences about changes that may be mistakes.
+    If nothing has changed, return the previous snapshot. The last write updates
+    ``head.json``. Readers do not see any changes before this write. ``run`` runs the
+    parts. If an ingest of files is killed and run again, the second run skips the
+    finished parts and produces the same digest as an uninterrupted ingest. Memory use
+    does not grow with the number of images. ``report`` is called with progress messages
+    about once a second. ``warn`` is called with one sentence for each change that may
+    be a mistake.
 
     Raises:
         DataError: the source has no images or only one class, or the images do not
-            match the earlier images.
+            match the dataset's earlier images.
         StoreError: the store or the disk fails.
         ConflictError: a different ingest of this dataset finished in the meantime.
     """
@@ -168,8 +169,8 @@ def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSe
 
 
 def _decode_again(settings: DataSettings, decoder: str, ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Decode all files again on request, or if the files were decoded by different
-    code. A dataset must not mix the results of two decoders.
+    """Decode all files again if the user requests this or if different code decoded the
+    files. A dataset must not mix the results of two decoders.
     """
     if settings.reread:
         ledger.read_all_again()
@@ -184,8 +185,8 @@ class _Progress:
     """Reports the number of processed images at regular intervals."""
 
     def __init__(self, report: Callable[[str], None], total: int, done: str = "") -> None:
-        """Report a number of images out of ``total`` (0 if the total is unknown).
-        ``done`` ends the message.
+        """``total`` is the number of all images, or 0 if this number is unknown. Each
+        message ends with ``done``.
         """
         self._report, self._total, self._ending = report, total, done
         self._done, self._reported_s = 0, time.monotonic()
@@ -202,7 +203,7 @@ class _Progress:
 def _manifest(
     settings: DataSettings, snapshots: Snapshots, form: ImageForm, ledger: Ledger, parent: Manifest | None
 ) -> Manifest:
-    """Return a manifest from which the problems of its images are removed."""
+    """The manifest of the new snapshot. The problems of the images are added later."""
     shards = ledger.shards().values()
     return Manifest(
         name=snapshots.name,

@@ -1,9 +1,9 @@
 """Reduce images to 8 bits without transparency. 16-bit values are scaled according to
-the dataset's bit depth, and transparent images are placed over a background.
+the dataset's bit depth. Transparent images are placed over a background.
 
-Many 16-bit PNG files (from cameras, X-rays, depth maps) use only 8, 10, 12 or 14 of
-their bits. The upper bytes of such files alone would be almost black. White drawings on
-a transparent background would be invisible on white.
+Many 16-bit PNG files, such as camera images, X-ray images and depth maps, use only 8,
+10, 12 or 14 of their bits. An image of only the upper bytes would be almost black.
+White drawings on a transparent background would be invisible on a white background.
 """
 
 import hashlib
@@ -46,7 +46,8 @@ class Reduced(NamedTuple):
 
     ``digest`` is the sha256 of the image's 16-bit content. ``span`` is approximately
     the largest difference between values in a channel. ``span`` is 0 only if every
-    channel is constant. ``clipped`` states whether any values exceed the bit depth.
+    channel is constant. ``clipped`` indicates whether any values exceed the range of
+    the bit depth.
     """
 
     image: Image.Image
@@ -117,9 +118,9 @@ class DeepImage:
         return 1 if self._color_type in (_GRAY, _GRAY_ALPHA) else 3
 
     def _bands(self) -> Iterator[tuple[Box, Image.Image, Image.Image]]:
-        """Yield boxes together with the upper bytes and the lower bytes of their
-        pixels, as images with mode `mode`. Transparent pixels are set to zero, because
-        their color is not visible.
+        """Yield each box with two images of mode `mode`, which contain the upper bytes
+        and the lower bytes of the box's pixels. Transparent pixels are set to zero,
+        because their color is not visible.
         """
         for box in bands(self._parts[0], _BAND_PIXELS):
             upper, lower = self._halves([part.crop(box) for part in self._parts])
@@ -145,14 +146,15 @@ class DeepImage:
 
 
 def _least_alpha(part: Image.Image) -> int:
-    """The smallest byte in the alpha channel of ``part``, which is 255 if the image is
-    opaque.
+    """The smallest byte in the alpha channel of ``part``. If the image is opaque, this
+    byte is 255.
     """
     return int(_extrema(part)[-1, 0])
 
 
 def _drawn(upper: Image.Image, lower: Image.Image, transparent: int | tuple[int, ...]) -> Image.Image:
-    """An alpha channel that is 0 where the color is ``transparent``."""
+    """An alpha channel that is 0 where the color is ``transparent``, and 255
+    elsewhere."""
     values = np.asarray(upper).astype(np.uint16) << 8 | np.asarray(lower)
     drawn = values != np.asarray(transparent)
     return Image.fromarray((drawn if drawn.ndim == 2 else drawn.any(axis=2)).astype(np.uint8) * np.uint8(255))
@@ -183,11 +185,11 @@ def flatten(image: Image.Image, mode: str) -> tuple[Image.Image, bytes]:
     ``mode`` ``L`` or ``RGB``.
 
     The background is the first of white, black and gray that hides at most a tenth of
-    the drawing. If no color does, the background is the color that hides the least. The
-    choice depends only on the image, so ingest and servers choose the same background.
-    The second value identifies the drawn pixels that have the background's color. Two
-    images may become equal although they differ in these pixels. The value is empty if
-    there are no such pixels.
+    the drawing. If each of these colors hides more, the background is the color that
+    hides the least. The choice depends only on the image, so ingest and servers choose
+    the same background. The second returned value identifies the drawn pixels that have
+    the background's color. Two images may become equal although they differ in these
+    pixels. The second value is empty if no drawn pixel has the background's color.
     """
     weights, opaque = np.zeros(256), True
     for box in bands(image, _BAND_PIXELS):

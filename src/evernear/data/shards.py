@@ -22,11 +22,11 @@ from evernear.data.reduction import BitDepth
 from evernear.data.writer import Rows, check_header, row_dtype, shard_key
 from evernear.errors import DataError, IntegrityError
 
-# A shuffle reads chunks of this size from a group of shards and mixes the chunks in a
+# Shuffling reads chunks of this size from a group of shards and mixes their images in a
 # buffer.
 _CHUNK_BYTES = 256 * 2**10
 _BUFFER_BYTES = 32 * 2**20
-# Rows that are smaller than this are not read one by one.
+# Rows that are smaller than this size are not read one by one.
 _PAGE_BYTES = 4096
 _GROUP_SHARDS = 16
 # Maximum size of the cache for remote shards. The least recently used shards are
@@ -38,8 +38,9 @@ _FETCHES_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class Block:
-    """A block of images as uint8 (N, H, W, C), with their label indices (N,) and their
-    sha256 as uint8 (N, 32).
+    """A block of images: the pixels as a uint8 array of shape (N, H, W, C), the label
+    numbers as an array of shape (N,), and the SHA-256 digests as a uint8 array of shape
+    (N, 32).
     """
 
     images: Pixels
@@ -98,7 +99,7 @@ class Dataset:
         accepts images of this dataset's shape.
 
         Raises:
-            DataError: ``recognizer`` takes images of a different ``shape``.
+            DataError: ``recognizer`` accepts only images of a different ``shape``.
         """
         if shape != self.shape:
             raise DataError(
@@ -107,8 +108,8 @@ class Dataset:
             )
 
     def require_bit_depth(self, bit_depth: BitDepth, recognizer: str) -> None:
-        """Check that the release ``recognizer`` reads 16-bit images as this dataset
-        does.
+        """Check that the release ``recognizer`` reads 16-bit images with the same bit
+        depth as this dataset.
 
         Raises:
             DataError: the brightness of the images would differ.
@@ -139,7 +140,7 @@ class Dataset:
                 yield _block(self._read(file, shard, min(block_size, shard.count - start)))
 
     def image(self, shard: Shard, row: int) -> Block:
-        """Read one image of a shard, as a block of one image."""
+        """Read one image from a shard and return it as a block."""
         with self._files.open(shard, row) as file:
             return _block(self._read(file, shard, 1))
 
@@ -153,14 +154,15 @@ class Dataset:
         """Yield one epoch of batches, shuffled by ``seed`` and ``epoch``. Every rank
         gets the same number of batches.
 
-        The shards are shuffled and divided into groups of 16 shards, or fewer if half
-        of the cache is smaller, so that no shard is fetched twice in an epoch. The
-        groups differ from epoch to epoch. Shards of a group are fetched concurrently.
-        Chunks of 256 KiB are shuffled within a group, and images are shuffled in a
-        buffer of 32 MiB or 8 batches, whichever is larger. A batch therefore mixes
-        about 128 chunks from all shards of its group, or fewer chunks if the images are
-        larger. If the cache is smaller than four shards, a group may be one shard, and
-        a batch mixes only the images of that shard.
+        The shards are shuffled and divided into groups. Each group has 16 shards, or
+        fewer if 16 shards do not fit into half of the cache. No shard is therefore
+        fetched twice in an epoch. The groups differ from epoch to epoch. The shards of
+        a group are fetched concurrently. Chunks of 256 KiB are shuffled within a group.
+        Images are shuffled in a buffer of 32 MiB or 8 batches, whichever is larger. A
+        batch therefore mixes about 128 chunks from all shards of its group, or fewer
+        chunks if the images are larger. If the cache is smaller than four shards, a
+        group may consist of a single shard. A batch then mixes only the images of this
+        shard.
 
         An incomplete last batch is dropped. A split that is smaller than one batch
         becomes one batch.
@@ -193,7 +195,7 @@ class Dataset:
                 yield _block(buffer[indices])
 
     def mean_std(self, split: Split = "train") -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel, scaled to 0..1."""
+        """Mean and standard deviation of each channel, with values scaled to 0..1."""
         total = np.zeros(self.shape[2], np.int64)
         squares = np.zeros(self.shape[2], np.int64)
         pixels = self.count(split) * self.shape[0] * self.shape[1]
@@ -201,7 +203,8 @@ class Dataset:
             raise DataError(f"The split {split!r} is empty.")
         for block in self.blocks(split, max(1, 2**20 // self._dtype.itemsize)):
             values = block.images.reshape(-1, self.shape[2])
-            # An integer histogram is exact and needs no wider copy of the images.
+            # An integer histogram is exact, and does not require a copy of the images
+            # with a wider type.
             for channel in range(self.shape[2]):
                 counts = np.bincount(values[:, channel], minlength=256)
                 total[channel] += int(counts @ np.arange(256))
@@ -224,7 +227,8 @@ class Dataset:
             yield from (chunks[index] for index in rng.permutation(len(chunks)))
 
     def _fill(self, buffer: Rows, chunks: "_Window", wanted: NDArray[np.bool_]) -> None:
-        """Read the ``wanted`` rows among the next rows."""
+        """Fill ``buffer`` with the ``wanted`` rows among the next ``len(wanted)``
+        rows."""
         position = filled = 0
         for chunk in chunks.take(len(wanted)):
             indices = np.flatnonzero(wanted[position : position + chunk.count])
@@ -276,7 +280,7 @@ class _Chunk:
 
 
 class _Window:
-    """Splits a stream of chunks at the end of a buffer."""
+    """Splits a stream of chunks at buffer boundaries."""
 
     def __init__(self, chunks: Iterator[_Chunk]) -> None:
         self._chunks = chunks
@@ -374,7 +378,7 @@ class _ShardFiles:
         return None
 
     def _fetch(self, shard: Shard) -> Path:
-        """Copy a shard to the cache. The store verifies its content."""
+        """Copy a shard to the cache. The store verifies the shard's content."""
         key = shard_key(self._dataset, shard.sha256)
         path = fetch_object(self._store, key, self._cached_path(shard), shard.sha256)
         self._intact.add(shard.sha256)
@@ -384,8 +388,8 @@ class _ShardFiles:
         return self._cache / f"{shard.sha256}.npy"
 
     def _evict(self, size_bytes: int) -> None:
-        """Evict the least recently used copies. A process that is reading a copy can
-        continue until it closes the file.
+        """Evict the least recently used copies. A process that is reading an evicted
+        copy can continue until the process closes the file.
         """
         with disk_errors(self._cache):
             self._cache.mkdir(parents=True, exist_ok=True)
@@ -403,8 +407,8 @@ class _ShardFiles:
 
 
 def _touch(path: Path) -> bool:
-    """Mark a copy as used, or return False if it does not exist. Some file systems do
-    not update access times.
+    """Mark a copy as used, or return False if it does not exist. The mark is necessary
+    because some file systems do not update access times.
     """
     try:
         os.utime(path)

@@ -1,12 +1,12 @@
 """Plan training within a time limit.
 
-The plan chooses the layers to train, the number of epochs and the image size based on
-the speed of this machine. The speed is measured once for each combination of dataset
+Based on the speed of this machine, the plan chooses the layers to train, the number of
+epochs and the image size. The speed is measured once for each combination of dataset
 and settings. The plan is stored beside the checkpoints, so a retry, a resumed run and
 the open-set probe follow the same plan even if the machine's speed changes. A schedule
 that ends at the time limit is better than a schedule that is cut off (Li et al. 2020,
 "Budgeted Training", arXiv:1905.04753). If the machine becomes slower, `Deadline`
-shortens each epoch, so that the schedule still reaches its end.
+shortens each epoch, so that the schedule is still completed.
 """
 
 import math
@@ -28,9 +28,11 @@ from evernear.settings import TrainSettings
 from evernear.settings.train import Layers
 
 USED_SHARE = 0.9
-"""Share of the time limit that the plan uses, because the speed of a machine varies."""
+"""Share of the time limit that the plan uses. The rest is a margin, because the speed
+of a machine varies."""
 START_S = 15.0
-"""Seconds to start the training and probe processes and to write the results."""
+"""Time in seconds for starting the training and probe processes and writing the
+results."""
 HEAD_STEP_S = 0.01
 MOST_EPOCHS = 30
 """Largest number of epochs. More epochs do not help."""
@@ -43,11 +45,11 @@ PROBE_DRAWS = 5
 """Number of probe draws if the backbone is frozen. Each draw holds out a fifth of the
 classes, so every class is held out once."""
 PROBE_SHARE = 0.25
-"""Number of probe epochs as a share of the number of training epochs."""
+"""Ratio of probe epochs to training epochs."""
 PROBE_SHARE_WITH_MUON = 0.6
-"""Number of probe epochs with Muon as a share of the number of training epochs.
-Training with Muon is short. After three of ten epochs on CIFAR-10, unseen classes are
-not yet as well separated as after all ten epochs."""
+"""With Muon, the ratio of probe epochs to training epochs. Training with Muon is short.
+After three of ten epochs on CIFAR-10, unseen classes are not yet as well separated as
+after all ten epochs."""
 
 
 class Plan(Frozen):
@@ -60,8 +62,8 @@ class Plan(Frozen):
     sentence: str
     """One sentence about the plan and its estimated time."""
     probe_s: float | None = None
-    """Time in seconds after which the probe starts no more draws. The value is None if
-    the probe has a single draw, which is limited by the number of steps.
+    """Time in seconds after which the probe starts no further draw. The value is None
+    if the probe has a single draw, which is limited by the number of steps.
     """
 
 
@@ -136,7 +138,8 @@ def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Pl
 
 
 def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, measure: Measure) -> Plan:
-    """The plan for the first way in `LADDER` that fits or, if none fits, for a head.
+    """The plan for the first way in `LADDER` that fits. If none fits, the plan is for a
+    head.
 
     ``train.layers`` may require a specific way.
     """
@@ -236,7 +239,7 @@ class _Work:
         return self.fixed_s + (1 + self.probe_share) * loop_s
 
     def plan(self, time_s: float, fewest_epochs: int = 0) -> Plan | None:
-        """The plan that takes ``time_s`` seconds, or less time if more time would not
+        """The plan for ``time_s`` seconds, or a shorter plan if the full time would not
         help.
 
         Return None if the time is too short.
@@ -269,7 +272,7 @@ class _Work:
 
 
 def _work(dataset: Dataset, settings: TrainSettings, chosen: TrainSettings, speed: Speed, start_s: float) -> _Work:
-    """The work of a training run that takes ``start_s`` before the first epoch."""
+    """The work in a training run whose first epoch begins after ``start_s`` seconds."""
     recipe = with_defaults(chosen, dataset)
     images, gallery = dataset.count("train"), dataset.count("gallery")
     batch_size = min(recipe.batch_size, images)

@@ -1,4 +1,4 @@
-"""Choose the learning rates for the stages of a pretrained network, and the stages to
+"""Choose the learning rate of each stage of a pretrained network, and the stages to
 freeze.
 """
 
@@ -11,13 +11,13 @@ from torch import nn
 from evernear.embedding.timm_member import Resize, TimmMember
 
 RATE_DECAY = 0.8
-"""Learning rate of a stage, relative to the next stage's learning rate. Early stages
-change the least (Howard and Ruder 2018, "Universal Language Model Fine-tuning for Text
-Classification", section 3.2, arXiv:1801.06146)."""
+"""Learning rate of a stage, relative to the learning rate of the next stage. Early
+stages change the least (Howard and Ruder 2018, "Universal Language Model Fine-tuning
+for Text Classification", section 3.2, arXiv:1801.06146)."""
 FROZEN_SHARE = 1 / 3
 """Share of the stages that ``train.layers = last`` freezes, counted from the first
-stage. The first stages take most of the time, because they process the most pixels. The
-first stages also differ least between data sets.
+stage. The first stages take most of the training time, because they process the most
+pixels. The first stages also differ least between data sets.
 """
 
 
@@ -25,8 +25,8 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
     """Prepare ``module``, which is in train mode, for an epoch with images whose side
     is ``size_factor`` times the input's side.
 
-    With ``fixed_statistics``, batch normalization uses the pretraining statistics, to
-    which the head was fitted. The statistics of small batches at other image sizes
+    If ``fixed_statistics`` is set, batch normalization uses the pretraining statistics,
+    to which the head was fitted. The statistics of small batches at other image sizes
     differ so much from the pretraining statistics that most images would be
     misclassified before the first step (docs/decisions/0076-training-within-a-time.md).
     Frozen stages always use the pretraining statistics.
@@ -40,7 +40,7 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
 
 
 def rate_factors(backbone: nn.Module) -> dict[str, float]:
-    """The learning rate of each parameter of a timm model, relative to the last stage's
+    """Per-parameter learning rates for a timm model, relative to the last stage's
     learning rate.
     """
     stages = _stages(backbone)
@@ -65,8 +65,8 @@ def _freeze(backbone: nn.Module) -> None:
 
 
 def fix_frozen_statistics(network: nn.Module) -> None:
-    """Put layers whose parameters are all frozen in eval mode, so that their batch
-    statistics do not change.
+    """Switch each layer to eval mode if all its parameters are frozen, so that the
+    layer's batch statistics do not change.
     """
     for module in network.modules():
         parameters = list(module.parameters(recurse=False))

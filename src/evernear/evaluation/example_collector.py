@@ -112,8 +112,8 @@ class ExampleCollector:
     def finish(self, champion_dataset: Dataset | None = None) -> Examples:
         """The examples, with sample images.
 
-        If the champion's dataset is available, the examples include images added since
-        that dataset.
+        If the champion's dataset is available, the examples include images that were
+        added after that dataset was created.
         """
         tiles = Tiles(self._dataset.shape, TILE_PX)
         mistakes = self._with_neighbors(tiles)
@@ -153,8 +153,8 @@ class ExampleCollector:
         )
 
     def _gallery_images(self, rows: set[int]) -> Iterable[tuple[int, Pixels]]:
-        """The gallery images of ``rows`` of the index,
-        which has the order of the embed step.
+        """The gallery images of the given index ``rows``. The index has the order of
+        the embed step.
         """
         if not rows:
             return
@@ -208,7 +208,7 @@ def queries_to_show(
 ) -> NDArray[np.int64]:
     """The rows of the queries whose images `ExampleCollector` may need.
 
-    The first row is the query at position ``first`` of the test split.
+    Row 0 is the query at position ``first`` of the test split.
     """
     return np.union1d(_clearest_mistakes(labels, answers), _within(_sampled_queries(dataset), first, len(labels)))
 
@@ -220,8 +220,8 @@ def _sampled_queries(dataset: Dataset) -> NDArray[np.int64]:
 
 
 def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.int64]:
-    """The rows of the ``positions`` that are among the ``count`` positions from
-    ``first``.
+    """The rows, relative to ``first``, of those ``positions`` that are among the
+    ``count`` positions starting at ``first``.
     """
     return positions[(positions >= first) & (positions < first + count)] - first
 
@@ -229,16 +229,19 @@ def _within(positions: NDArray[np.int64], first: int, count: int) -> NDArray[np.
 def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") -> NDArray[np.int64]:
     """The rows of at most `MISTAKES` wrong answers.
 
-    Answers that were not called unknown come first. Both kinds are sorted by distance.
+    Queries that were called known come before queries that were called unknown. Each of
+    these two groups is sorted by distance.
     """
     wrong = np.flatnonzero(answers.labels != labels)
     return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
 
 
 def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Positions (N, 2) of embeddings (N, D) in the unit square, from t-SNE.
+    """Positions in the unit square, an array of shape (N, 2), that t-SNE computes for
+    ``embeddings``, an array of shape (N, D).
 
-    If all embeddings are equal, all positions are in the middle.
+    If there are fewer than four embeddings, or if all embeddings are equal, all
+    positions are in the middle.
     """
     from sklearn.manifold import TSNE
 
@@ -259,7 +262,7 @@ def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
 
 
 def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
-    """Images of shards that ``before`` lacks.
+    """Images from shards that ``before`` does not contain.
 
     Each ingest adds shards and does not change existing shards.
     """
@@ -272,7 +275,8 @@ def _new_images(dataset: Dataset, before: Dataset, tiles: Tiles) -> tuple[Sample
 
 
 def _pick(dataset: Dataset, wanted: dict[str, int], shards: set[str], tiles: Tiles) -> tuple[Sample, ...]:
-    """The first ``wanted`` images of each class among the train ``shards``.
+    """The first images of each class in the train ``shards``. ``wanted`` contains the
+    number of images per class.
 
     A shard without wanted images is not read.
     """

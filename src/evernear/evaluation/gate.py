@@ -1,55 +1,60 @@
 """The gate: decide whether the candidate may replace the champion.
 
-A candidate passes unless a rule fails, in which case the verdict is hold. The candidate
-need not be better. Otherwise, a champion at its ceiling could never be refreshed with
-new data. The candidate must not be *significantly worse*, must keep every class, and
-must be sound. The gate fails closed. A missing or NaN figure fails its rule.
+A candidate passes unless a rule fails. If a rule fails, the verdict is hold. The
+candidate need not be better than the champion. Otherwise, a champion whose accuracy
+cannot improve could never be refreshed with new data. The candidate must not be
+*significantly worse* than the champion, must keep every class, and must be sound. The
+gate fails closed. A missing or NaN figure fails its rule.
 
 Paired test (`no_worse`)
     An exact one-sided McNemar test on the same queries
     (`evernear.evaluation.compare.mcnemar_worse`). With ``data.group``, a sign-flip test
     counts groups instead of queries (`evernear.evaluation.grouped.sign_flip_worse`).
     The rule fails if p <= 0.8 x ``gate.significance``. An anchor other than the
-    champion takes half of this level for its own test. The rule for the classes spends
-    the remaining share, so these tests together hold an equally good candidate at most
-    as often as the setting says. The test is exact because mid-p keeps the level only
-    approximately. docs/decisions/0007-the-gate-asks-not-worse.md explains why the level
-    is 0.10, and how often the rules err.
+    champion takes half of this level for its own test. The rule for the classes uses
+    the remaining share of ``gate.significance``. The probability that these tests
+    together hold an equally good candidate is therefore at most ``gate.significance``.
+    An exact test is used, because a mid-p test maintains the level only approximately.
+    docs/decisions/0007-the-gate-asks-not-worse.md explains why the level is 0.10, and
+    how often the rules err.
 
-    A non-inferiority test, which requires evidence within a margin, would hold more bad
-    models, but also every equal model on a small test split. On small splits this rule
-    has less power, and the floors matter more.
+    A non-inferiority test requires evidence that any loss is within a margin. It would
+    hold more bad models, but also every equal model on a small test split. On small
+    test splits, this rule has less power than on large splits, so the floors matter
+    more.
 
     Queries of classes that the champion does not know are excluded. The champion is
     always wrong on these queries, so the gain from a new class would hide losses on
     other classes. The floors decide whether a new class is recognized well enough.
 
-    Each of a series of promotions may lose a little accuracy that no single test
-    detects. The rules for the anchor (`evernear.evaluation.gate_anchor`) and the
+    Each of several promotions may lose so little accuracy that no single test detects
+    the loss. The rules for the anchor (`evernear.evaluation.gate_anchor`) and the
     accuracy floor limit the total loss.
 
 Test set (`same_test_set`)
     The choice of test images can decide the comparison. The test split must therefore
     still contain at least ``gate.test_overlap_floor`` of the champion's test images.
-    Added images are allowed. A different source or different split fractions make a
-    different dataset, on which a release can only be promoted manually.
+    Added images are allowed. A different source or different split fractions result in
+    a different dataset. A release that was measured on a different dataset can only be
+    promoted manually.
 
 Classes (`classes_kept`, `class_recall_floor`, `class_recall_drop`)
     The candidate must know every class that the champion can predict, except the
-    classes that ``classes.retired`` and ``classes.renamed`` name. A renamed class is
-    compared under its new name. A class fails the recall floor if even the upper limit
-    of its interval is below the floor. A class fails the drop rule if its recall fell
-    by more than ``gate.class_recall_drop`` *and* is significantly worse at 0.2 x
+    classes in ``classes.retired`` and ``classes.renamed``. A renamed class is compared
+    under its new name. A class fails the recall floor if even the upper limit of its
+    interval is below the floor. A class fails the drop rule if its recall fell by more
+    than ``gate.class_recall_drop`` *and* is significantly worse at 0.2 x
     ``gate.significance`` divided by the number of classes (Bonferroni). Significance is
-    required because one image in a class of 18 is 5.6 points. A class without a test
-    image cannot be measured, and the reason names it.
+    required because a single image in a class of 18 images changes the recall by 5.6
+    points. A class without a test image cannot be measured. The reason names such a
+    class.
 
 Known images called unknown (`false_rejects`)
     The rule fails if the lower limit of the interval is above
-    ``gate.false_reject_ceiling``. On a small test split, a few images above the ceiling
-    are noise. The reason says if test images are called unknown significantly more
-    often than the query images that set the threshold. In this case, the test images
-    look different from the gallery.
+    ``gate.false_reject_ceiling``. On a small test split, the share may exceed the
+    ceiling by chance. If test images are called unknown significantly more often than
+    the query images that set the threshold, the reason says so. In this case, the test
+    images look different from the gallery.
 
 Live queries (`replay`)
     The candidate must not change more of the champion's answers to stored live queries
@@ -58,8 +63,8 @@ Live queries (`replay`)
 First release (`beats_baselines`)
     Without a champion, the candidate must be significantly more accurate than two
     trivial recognizers on the same test images, by the same exact test at
-    ``gate.significance``. One always predicts the most common class, and the other
-    predicts the class of the nearest gallery image by pixels
+    ``gate.significance``. One recognizer always predicts the most common class. The
+    other recognizer predicts the class of the gallery image with the nearest pixels
     (`evernear.evaluation.baselines`). A baseline may have so few errors that no
     candidate could be significantly better. Such a baseline must not be significantly
     better than the candidate.
@@ -106,8 +111,8 @@ def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
 
 
 def _detectable_loss(evaluation: Evaluation, anchor: Anchor, settings: GateSettings) -> float | None:
-    """The smallest loss that the comparisons detect,
-    or None without a query to compare.
+    """The smallest loss that the comparisons detect, or None if there is no query to
+    compare.
     """
     assert evaluation.champion is not None  # noqa: S101 - an anchor is chosen only with a champion
     pairs = evaluation.comparison.within(evaluation.champion.known_labels) if evaluation.comparison else None
@@ -155,8 +160,8 @@ def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
     name, baselines = "beats_baselines", evaluation.baselines
     if not baselines:
         return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
-    # If a baseline leaves no room for a significant gain,
-    # the candidate must only match it.
+    # If no candidate could be significantly better than a baseline, the baseline must
+    # merely not be significantly better than the candidate.
     missed = [each for each in baselines if not _is_beaten(each, settings.significance)]
     strongest = max(baselines, key=lambda baseline: baseline.accuracy.value)
     shown = missed or baselines
@@ -190,12 +195,12 @@ def _p_of(baseline: Baseline) -> str:
 
 
 def _diagnosis(evaluation: Evaluation, level: float) -> str:
-    """The likely cause of predictions at chance.
+    """The likely cause if the predictions are no better than chance.
 
-    The text is empty if the predictions are better than chance, or if the images are
-    too few to decide. The nearest image by pixels needs no training and is nearly
-    always better than chance. If it is better than chance, the labels match the images,
-    and the training failed.
+    The text is empty if the predictions are better than chance, or if there are too few
+    images to decide. The baseline that finds the nearest image by pixels needs no
+    training and is nearly always better than chance. If this baseline is better than
+    chance, the labels match the images, so the training has failed.
     """
     candidate = evaluation.candidate
     chance = candidate.most_common_class_proportion

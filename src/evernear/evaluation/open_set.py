@@ -10,16 +10,16 @@ class OpenSet(Frozen):
 
     If there are too few classes to hold any out, ``held_out`` is empty and all figures
     are None. At most one of ``threshold`` and ``reject_rate`` is set. The field that is
-    set determines the threshold of the release. If the network is reused from an
-    earlier release, only ``threshold`` is set.
+    set determines the release's threshold. If the network is reused from an earlier
+    release, only ``threshold`` is set.
     """
 
     held_out: tuple[str, ...]
     """The classes that were held out in at least one draw."""
     draws: int = 0
     """Number of probed networks. Each network is trained without some classes. No class
-    is left out twice. The number is 0 in probes from earlier versions. The intervals of
-    those probes are based on images only.
+    is left out twice. In probes from earlier versions, the number is 0, and the
+    intervals are based on images only.
     """
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
@@ -33,23 +33,23 @@ class OpenSet(Frozen):
     classes.
     """
     reject_rate: float | None = None
-    """Share of known images that the release calls unknown, which is
-    ``required_reject_rate`` but at most ``stated_false_reject_rate``.
+    """Share of known images that the release calls unknown: ``required_reject_rate``,
+    but at most ``stated_false_reject_rate``.
     """
     required_reject_rate: float | None = None
-    """Share of known query images that are rejected by the threshold for
+    """Share of known query images that are rejected at the threshold for
     ``stated_false_accept_rate``.
     """
     stated_false_accept_rate: float | None = None
     stated_false_reject_rate: float | None = None
     false_accepts: Proportion | None = None
-    """Proportion of test images of held-out classes that are accepted at
-    ``reject_rate``. If no image is called unknown, all images are accepted. The
+    """Proportion of test images of held-out classes that are accepted at the threshold
+    for ``reject_rate``. If no image is called unknown, all images are accepted. The
     intervals of all figures include the spread between classes.
     """
     false_rejects: Proportion | None = None
-    """Proportion of test images of the other classes that are rejected at
-    ``reject_rate``. If no image is called unknown, no image is rejected.
+    """Proportion of test images of the other classes that are rejected at the threshold
+    for ``reject_rate``. If no image is called unknown, no image is rejected.
     """
 
     @property
@@ -63,8 +63,8 @@ class OpenSet(Frozen):
         return self.reject_rate is not None
 
     def summary(self) -> str:
-        """The outcome of the calibration in one or two sentences, or an empty string
-        without a probe.
+        """A summary of the calibration in one or two sentences, or an empty string if
+        there was no probe.
         """
         if self.auroc is None or self.false_accepts is None:
             return ""

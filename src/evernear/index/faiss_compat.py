@@ -19,8 +19,8 @@ AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
 def core_type(root: Path = ROOT) -> str | None:
-    """OpenBLAS's name for the vector instructions of this processor,
-    or None if this is not an Intel processor.
+    """The OpenBLAS core type for this processor, or None if this is not an Intel
+    processor with AVX2 and FMA.
 
     ``root`` is the directory that contains ``proc``.
     """
@@ -28,7 +28,8 @@ def core_type(root: Path = ROOT) -> str | None:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
         return None
-    # All processors are the same, so the information about the last processor is used.
+    # All processors of a machine are the same, so the information about the last
+    # processor is used.
     about = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
     flags = set(about.get("flags", ()))
     if about.get("vendor_id") != ["GenuineIntel"] or not {"avx2", "fma"} <= flags:
@@ -38,12 +39,13 @@ def core_type(root: Path = ROOT) -> str | None:
 
 @contextmanager
 def _newer_processors() -> Generator[None]:
-    """While FAISS loads OpenBLAS, set the environment variable for this processor's
-    vector instructions, unless the user has set it.
+    """While FAISS loads OpenBLAS, set the environment variable ``OPENBLAS_CORETYPE`` to
+    this processor's core type, unless the user has set the variable.
 
     The FAISS 1.15 wheels contain OpenBLAS 0.3.15 from 2021. This version treats newer
-    Intel processors, such as Sapphire Rapids, as a Prescott processor from 2004 without
-    AVX. Without the variable, assigning vectors to 4,096 lists takes 3.2 times as long.
+    Intel processors, such as Sapphire Rapids, as Prescott processors from 2004, which
+    have no AVX. Without the variable, assigning vectors to 4,096 lists takes 3.2 times
+    as long.
     """
     name = core_type()
     if name is None or CORE_TYPE in os.environ:
@@ -75,8 +77,8 @@ class FaissIndex:
 
     @staticmethod
     def open(path: Path) -> "FaissIndex":
-        """Open the index at ``path`` for search by mapping it into memory. Processes
-        that open the same file share its pages.
+        """Open the index at ``path`` for searching. The file is mapped into memory, and
+        processes that open the same file share its pages.
 
         The file must not change while the index is open.
 
@@ -91,8 +93,9 @@ class FaissIndex:
         return self._index.ntotal, self._index.d
 
     def search(self, vectors: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The L2 distances and the rows of the ``k`` vectors nearest to each of
-        ``vectors`` (N, D), as two arrays of shape (N, k). See `VectorIndex`.
+        """For each of ``vectors``, an array of shape (N, D), the L2 distances and the
+        rows of the ``k`` nearest vectors, as two arrays of shape (N, k). See
+        `VectorIndex`.
 
         For unit vectors, |a - b|^2 = 2 - 2 ab.
         """
@@ -112,9 +115,9 @@ class FaissIndex:
     def save(self, directory: Path) -> None:
         """Write the index to `VECTORS_FILE` in ``directory``.
 
-        FAISS does not open the file itself, because it would raise RuntimeError if the
-        disk is full. If the disk became full while FAISS closed the file, FAISS would
-        not raise an error.
+        FAISS does not open the file itself, because FAISS would raise RuntimeError if
+        the disk were full. If the disk became full while FAISS closed the file, FAISS
+        would not raise an error.
 
         Raises:
             StoreError: the disk is full, or ``directory`` is not writable.

@@ -29,12 +29,12 @@ from evernear.settings.sources import flat
 
 CONFUSION_LABELS_MAX = 30
 KEY_RULES = ("no_worse", "beats_baselines", "anchor_budget", "accuracy_floor")
-"""The most informative rules if the candidate is promoted."""
+"""The most informative rules for a promoted candidate."""
 
 
 class Figure(NamedTuple):
-    """A proportion that was measured for candidate, champion and anchor, or for the
-    candidates of two runs.
+    """A proportion that was measured for the candidate, the champion and the anchor, or
+    for the candidates of two runs.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Figure(NamedTuple):
     anchor: Proportion | None = None
 
     def position(self, value: float) -> float:
-        """The position of ``value`` between the smallest and the largest end of the
-        intervals, in percent."""
+        """The position of ``value`` in percent, between the lowest and the highest end
+        of all intervals."""
         shares = [share for share in (self.candidate, self.champion, self.anchor) if share]
         low, high = min(share.low for share in shares), max(share.high for share in shares)
         return 100 * (value - low) / max(high - low, 1e-9)
@@ -65,8 +65,8 @@ class ClassRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RunReport:
-    """All records of a run. The record of a step is None if the run did not reach this
-    step."""
+    """All records of a run. If the run did not reach a step, the record of this step is
+    None."""
 
     outcome: RunOutcome
     steps: tuple[StepRecord, ...]
@@ -79,8 +79,7 @@ class RunReport:
     settings: Mapping[str, Any]
     lineage: Mapping[str, str]
     nodes: Mapping[str, PartsRecord]
-    """A record of how the parts ran, for each step that used several nodes, keyed by
-    step."""
+    """The records of the steps that ran in parts on several nodes, keyed by step."""
 
     @staticmethod
     def load(record: RunRecord) -> "RunReport":
@@ -127,8 +126,8 @@ class RunReport:
 
     @property
     def reasons(self) -> list[str]:
-        """The most important reasons. If the candidate was promoted, these are the
-        reasons of `KEY_RULES`.
+        """The most important reasons. For a promoted candidate, these are the reasons
+        from the rules in `KEY_RULES`.
         """
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
@@ -166,8 +165,8 @@ class RunReport:
 
     @property
     def costs(self) -> list[float | None]:
-        """The cost of each step, including the nodes that ran its parts, or None if the
-        cost is unknown."""
+        """For each step, the cost including the nodes that ran parts of the step, or
+        None if the cost is unknown."""
         nodes = self.settings.get("train.nodes", 1)  # a TrainJob's pods are not the step's
         own = [None if step.step == "train" and nodes > 1 else cost(step, self.prices) for step in self.steps]
         parts = [self.cost_of_nodes(step.step) if step.step in self.nodes else 0.0 for step in self.steps]
@@ -223,12 +222,12 @@ class RunReport:
         return sorted(rows, key=lambda row: row.recall.value if row.recall else 2.0)
 
     def confusion(self) -> tuple[list[str], list[list[int]]]:
-        """Labels and rows of the confusion matrix for the most confused classes."""
+        """The labels and the confusion matrix rows of the most confused classes."""
         assert self.evaluation is not None  # noqa: S101 - the template asks only then
         return self.evaluation.candidate.confusion_matrix(CONFUSION_LABELS_MAX)
 
     def changed_settings(self) -> list[tuple[str, Any, bool]]:
-        """All settings, and whether each differs from the default."""
+        """All settings, and whether each setting differs from its default."""
         defaults = flat(RunSettings().model_dump(mode="json"))
         return [(key, value, value != defaults.get(key)) for key, value in self.settings.items()]
 
@@ -237,7 +236,7 @@ def find_run(store: Store, name: str) -> RunRecord:
     """The record of the run ``name``, or of the run that built the release ``name``.
 
     Raises:
-        StoreError: the store has no such run or release, or the store fails.
+        StoreError: no run built the release ``name``, or the store is unavailable.
     """
     if not is_version(name):
         return RunRecord(store, name)

@@ -11,11 +11,11 @@
                                                   .jpg or .webp for files of these
                                                   formats
 
-Only the last answer about an image is effective. An answer is appended with a
-compare-and-swap, so if two people answer at the same time, the second answer is
-rejected. Changes to the source are idempotent. `Answers.recover` completes changes that
-a killed process began. An answer that the source rejects is undone. Later answers are
-still processed.
+Only the last answer about an image is effective. Each answer is appended with a
+compare-and-swap. If two people answer at the same time, the second answer is rejected.
+Changes to the source are idempotent. `Answers.recover` completes changes that a killed
+process began. An answer that the source rejects is undone. Later answers are still
+processed.
 """
 
 from collections.abc import Iterator
@@ -44,9 +44,9 @@ class AnswerRefusedError(DataError):
 class Answer(Frozen):
     """A user's decision about an image.
 
-    ``label`` is set only for the ``label`` action. ``files`` are the names of the
-    image's files in the source before the answer, or empty for a live query. The
-    ``keep`` action confirms the label of an image in the source.
+    ``label`` is set only for the ``label`` action. ``files`` contains the names that
+    the image's files had in the source before the answer. For a live query, ``files``
+    is empty. The ``keep`` action confirms the label of an image in the source.
     """
 
     image: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -56,17 +56,17 @@ class Answer(Frozen):
     new_folder: bool = False
     """Whether the answer created the folder for its class."""
     suffix: Literal[".png", ".jpg", ".webp"] = ".png"
-    """The suffix for the image format of a live query. ``.png`` is omitted from the
-    audit log, so that earlier versions of evernear can read these answers."""
+    """The file suffix of a live query's image. The suffix ``.png`` is omitted from the
+    audit log, so that earlier versions of evernear can read the answer."""
     who: str
     at: AwareDatetime
 
 
 class Answers:
-    """Records answers, and changes the source accordingly.
+    """Records answers and applies them to the source.
 
-    ``set_aside`` contains an error message, keyed by image, for each change of an
-    earlier process that `recover` could not complete.
+    ``set_aside`` maps images to error messages. An image has an entry if an earlier
+    process left a change incomplete and `recover` could not complete the change.
     """
 
     def __init__(self, store: Store, target: LabelTarget) -> None:
@@ -76,8 +76,8 @@ class Answers:
         self._parsed: tuple[str, list[Answer]] = ("", [])
 
     def latest(self) -> dict[str, Answer]:
-        """The effective answer for each image, from the oldest to the newest answer.
-        Undone answers are not included.
+        """The effective answer for each image, with the oldest answer first. Undone
+        answers are not included.
 
         Raises:
             IntegrityError: the audit log is damaged.
@@ -85,13 +85,13 @@ class Answers:
         return _fold(self._read()[0])
 
     def label(self, image: bytes, answer: Answer) -> None:
-        """Record ``answer``. If the action is ``label``, write ``image`` to the source,
-        or move the answer's ``files`` to the folder of the class.
+        """Record ``answer``. For the action ``label``, add ``image`` to the source or,
+        if the answer has ``files``, move these files to the folder of the class.
 
         Raises:
             SettingsError: the label is not usable as a folder name.
             ConflictError: the image already has an answer.
-            AnswerRefusedError: the source rejects the label, or a file to move no
+            AnswerRefusedError: the source rejects the label, or a file to be moved no
                 longer exists. The answer is undone.
         """
         self.recover()
@@ -113,8 +113,7 @@ class Answers:
             self._target.labels = sorted([*self._target.labels, answer.label])
 
     def undo(self, undo: Answer) -> None:
-        """Record ``undo``, and restore the source. The image becomes part of the queue
-        again.
+        """Record ``undo``, and restore the source. The image returns to the queue.
 
         Raises:
             ConflictError: the image has no answer.
@@ -126,7 +125,7 @@ class Answers:
         self._settle(undo.image)
 
     def recover(self) -> None:
-        """Complete changes to the source that a killed process may not have completed.
+        """Complete source changes that a killed process may have left incomplete.
 
         A change that cannot be completed is undone and added to ``set_aside``. The
         remaining changes are completed.
@@ -144,9 +143,9 @@ class Answers:
         has no effect.
 
         Raises:
-            AnswerRefusedError: the source rejects the answer, which is undone, or the
-                source cannot be restored. The source is restored later, unless a
-                different image has the name of a file to restore.
+            AnswerRefusedError: the answer was undone because the source rejects it, or
+                the source cannot be restored. A later attempt restores the source,
+                unless a different image has the name of a file to be restored.
         """
         history = [answer for answer in self._read()[0] if answer.image == image]
         labeled = [answer for answer in history if answer.action == "label"]
@@ -165,8 +164,8 @@ class Answers:
             raise _refused(labeled[-1], refusal) from refusal
 
     def _refusal(self, answer: Answer, image: bytes) -> EvernearError | None:
-        """Change the source according to ``answer``, and return the error if the source
-        rejects the answer."""
+        """Apply ``answer`` to the source. Return the error if the source rejects the
+        answer."""
         try:
             for old, new in _moves(answer, self._target.layout):
                 if answer.files:
@@ -178,12 +177,12 @@ class Answers:
         return None
 
     def _revert(self, labeled: list[Answer]) -> None:
-        """Undo the answers ``labeled`` about one image, newest first.
+        """Undo the ``labeled`` answers about one image, newest first.
 
         Raises:
             AnswerRefusedError: a file cannot be restored. If a different image has the
-                file's name, a person must decide, so the pending record is removed.
-                Otherwise, the record remains.
+                file's name, a user must decide what to do, so the pending record is
+                removed. Otherwise, the record remains.
         """
         folders = {each.label for each in self._read()[0] if each.new_folder}
         failure: EvernearError | None = None
@@ -279,8 +278,7 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
 
 
 def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:
-    """The current name and the new name of each file to which an answer with a label
-    applies."""
+    """The current and the new name of each file that an answer with a label affects."""
     label = answer.label
     unusable = not label or len(label.encode()) > 200 or label != label.strip() or label.startswith(".")
     if unusable or not label.isprintable() or "/" in label or "\\" in label or label.lower() in SPLIT_WORDS:

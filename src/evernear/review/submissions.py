@@ -1,5 +1,5 @@
-"""Images that a user sent to review from the console. The images are in the queue
-immediately, and their original files are stored.
+"""Images that users sent from the console to review. The images appear in the queue
+immediately. The original files of the images are stored.
 
 ::
 
@@ -7,7 +7,7 @@ immediately, and their original files are stored.
     review/originals/<sha256 of the file>         the file as it was sent
 
 To list the images, only the small `Submission` objects are read. Like logged queries,
-submissions are deleted at the age ``watch.query_retention_s`` and by `evernear forget`.
+submissions are deleted after ``watch.query_retention_s`` or by `evernear forget`.
 """
 
 import base64
@@ -39,7 +39,7 @@ MAX_FILE_BYTES = 16 * 2**20
 
 
 class Submission(Frozen, allow_inf_nan=False):
-    """The answer to an image, with a thumbnail of the image."""
+    """The release's answer to an image, with a thumbnail of the image."""
 
     at: AwareDatetime
     who: str
@@ -48,14 +48,15 @@ class Submission(Frozen, allow_inf_nan=False):
     candidates: tuple[str, ...]
     version: str
     embedding: str = Field(default="", max_length=MAX_CHARACTERS)
-    """The embedding by the release `version` (`evernear.serving.embedding_codec`), or
-    an empty string if the answer contained no embedding."""
+    """The embedding that the release `version` computed
+    (`evernear.serving.embedding_codec`), or an empty string if the answer contained no
+    embedding."""
     picture: str = Field(repr=False)
     """A `thumbnail` of the image file, in base64."""
 
     def item(self, image: str) -> Item:
-        """Convert the submission of the file with the sha256 ``image`` to a queue
-        item."""
+        """Convert this submission, whose file has the SHA-256 digest ``image``, to a
+        queue item."""
         return Item(
             id=image,
             image=base64.b64decode(self.picture),
@@ -159,7 +160,7 @@ def remove_submissions(store: Store, before: datetime) -> int:
 
 
 def original_key(image: str) -> str:
-    """The object key of the original file with the sha256 ``image``."""
+    """The object key of the original file whose SHA-256 digest is ``image``."""
     return f"{ORIGINALS}{image}"
 
 

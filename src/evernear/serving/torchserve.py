@@ -2,7 +2,7 @@
 
 All files of a server are in its home directory (``WORKDIR/torchserve``, mode 0700):
 configuration, keys, logs and model store. Java is started directly, because the
-``torchserve`` script supports only one process per machine. This module is verified
+``torchserve`` script supports only one process per machine. This module has been tested
 with TorchServe 0.12.0 on Java 17 and 25.
 """
 
@@ -56,7 +56,7 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
     Raises:
         PortInUseError: a different program uses a port.
         ServingError: Java or TorchServe is not installed, the server is already running
-            on different ports, or it does not start within
+            on different ports, or the server does not start within
             ``settings.startup_timeout_s``.
         StoreError: ``home``, or the server's directory in /tmp, cannot be created.
         BusyError: a different process is starting or stopping this server, and does not
@@ -85,8 +85,8 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
     """Replace this process with a TorchServe server in ``home``.
 
-    TorchServe then receives the signals that are sent to this process, and writes to
-    the same console.
+    TorchServe then receives the signals that are sent to this process. TorchServe also
+    writes to the same console as this process.
 
     The server loads all archives in its model store. ``frontend`` is passed to
     `java_command`, and ``tokens`` to `write_configuration`.
@@ -112,7 +112,7 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
     training.
 
     Raises:
-        PortInUseError, ServingError: in the same cases as in `start_server`.
+        PortInUseError, ServingError: for the same reasons as in `start_server`.
     """
     requested = Endpoints.of(settings)
     if is_running(home):
@@ -123,11 +123,11 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
 
 
 def stop_server(home: Path) -> bool:
-    """Stop the server in ``home`` with all its workers.
-    Returns whether a server was running.
+    """Stop the server in ``home`` and all of its workers. Returns whether a server was
+    running.
 
-    The server drains: it rejects new connections, and finishes in-flight requests
-    within the ``drain_timeout_s`` with which it was started.
+    The server drains: it rejects new connections and finishes in-flight requests. The
+    time limit is the ``drain_timeout_s`` with which the server was started.
 
     Raises:
         ServingError: a process does not exit.
@@ -146,7 +146,7 @@ def adopt(home: Path) -> None:
     """Bind the lifetime of the server in ``home`` to this process. Call this function
     before or after the server starts.
 
-    When this process exits, even because of SIGKILL, the server drains and exits.
+    When this process exits or is killed, the server drains and exits.
 
     Raises:
         StoreError: ``home`` is not writable.
@@ -164,8 +164,8 @@ def is_running(home: Path) -> bool:
 def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
     """Wait until all workers of ``version`` are READY.
 
-    ``/ping`` is not suitable, because it returns 200 even if no worker is running or if
-    a worker crashes repeatedly.
+    ``/ping`` is not suitable for this check, because it returns 200 even if no worker
+    is running or a worker crashes repeatedly.
 
     Raises:
         ServingError: the workers are not READY within ``settings.startup_timeout_s``.
@@ -183,8 +183,8 @@ def await_ready(settings: ServingSettings, home: Path, version: str) -> None:
 
 
 def is_ready(home: Path, model: str) -> bool:
-    """Whether the server in ``home`` accepts connections and its default version has a
-    READY worker.
+    """Whether the server in ``home`` accepts connections and the server's default
+    version has a READY worker.
 
     A draining server is not ready. A server whose workers are loading or crashing is
     not ready either.
@@ -288,7 +288,7 @@ def _require_free_ports(requested: Endpoints) -> None:
 
 def _home_of_server_on(port: int) -> Path | None:
     """The home directory of the running TorchServe server that uses ``port``, or None
-    if this user may not read such a directory.
+    if no server that this user may inspect uses ``port``.
     """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ServingError, IntegrityError):
@@ -363,7 +363,7 @@ def _owner(home: Path) -> int | None:
 
 def _is_java_of(home: Path, pid: int) -> bool:
     """Whether ``pid`` is the Java process of the server in ``home``, and not a
-    different process with a reused id.
+    different process with a reused process ID.
     """
     try:
         process = psutil.Process(pid)
@@ -373,7 +373,7 @@ def _is_java_of(home: Path, pid: int) -> bool:
 
 
 def _end_processes(home: Path) -> bool:
-    """Terminate Java, which drains first, and kill the remaining processes. Returns
+    """Terminate Java, which drains first. Then kill the remaining processes. Returns
     whether any process was running.
 
     Raises:

@@ -52,7 +52,7 @@ type."""
 
 
 class _TextSource(EnvSettingsSource):
-    """A source for settings whose values are text, from environment variables or
+    """A source of settings with text values, which come from environment variables or
     ``--set``. Names have the form ``train__epochs``."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, str]) -> None:
@@ -92,7 +92,7 @@ def preset(model: type[BaseModel], name: str) -> Tree:
 
 
 def presets() -> list[str]:
-    """Names of the presets that are part of evernear."""
+    """The names of the built-in presets."""
     return sorted(p.name.removesuffix(".toml") for p in (resources.files("evernear.settings") / "presets").iterdir())
 
 
@@ -129,8 +129,8 @@ def environment(model: type[BaseModel], variables: Mapping[str, str] = os.enviro
 
 
 def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
-    """Whether Kubernetes set a variable. If the name could be a misspelled setting,
-    Kubernetes set the variable only if the value contains ``://``.
+    """Whether Kubernetes set a variable. If the name could be a misspelled setting, the
+    variable counts as set by Kubernetes only if its value contains ``://``.
     ``EVERNEAR_PREP_PORT=8090`` is therefore an error."""
     if "__" in name or not _SERVICE_LINK.fullmatch(name):
         return False
@@ -139,7 +139,7 @@ def _is_service_link(model: type[BaseModel], name: str, value: str) -> bool:
 
 
 def assignments(model: type[BaseModel], words: Iterable[str]) -> Tree:
-    """Parse words such as ``train.epochs=3``. The last assignment of a setting wins.
+    """Parse words such as ``train.epochs=3``. The last assignment to a setting wins.
 
     Raises:
         SettingsError: a word has no ``=``.
@@ -187,8 +187,8 @@ def parse(model: type[Model], tree: Mapping[str, Any]) -> Model:
 
 
 def require_no_secret(tree: Mapping[str, Any]) -> None:
-    """Reject a setting that contains a secret, because Kubeflow Pipelines and the
-    records of runs and releases show settings to everyone.
+    """Reject a setting that contains a secret. Settings are visible in Kubeflow
+    Pipelines and in the records of runs and releases.
 
     Raises:
         SettingsError: a value has the form of a secret.

@@ -1,11 +1,12 @@
-"""The layout of an image tree. The layout determines the split folders, and the class
-folder of each image.
+"""The layout of an image tree. The layout determines which folders are splits and which
+folder is the class of each image.
 
-Folders are splits if their names indicate splits. Split folders may be above the class
+Split folders are recognized by their names. Split folders may be above the class
 folders (``train/cat/0.jpg``) or inside them (``cat/train/0.jpg``). If the names and the
 contents of the folders are ambiguous, `choose_layout` raises an error. If ``train`` and
-``eval`` were regarded as classes, the network would learn to distinguish the splits.
-The user can resolve the ambiguity with ``data.layout`` and ``data.split_folders``.
+``eval`` were regarded as classes, the network would learn to distinguish the splits
+instead of the classes. The user can resolve the ambiguity with ``data.layout`` and
+``data.split_folders``.
 """
 
 import json
@@ -31,8 +32,8 @@ SPLIT_WORDS: Final[dict[str, Split]] = {
     "query": "query",
     **dict.fromkeys(VALIDATION_WORDS, "gallery"),
 }
-"""Maps words in the names of split folders to the splits. During training, the network
-is validated on the gallery.
+"""Maps words in folder names to splits. Words for validation map to the gallery,
+because the network is validated on the gallery during training.
 """
 # Matches the beginning of names such as trainset, tests or Validate.
 _BEGINS_LIKE_SPLIT = re.compile(r"(?<![a-z])(?:train|test|valid|gallery|query)")
@@ -56,7 +57,7 @@ class Place(NamedTuple):
     split_folder: str
     split: Split | None
     class_folders: list[str]
-    """The folders in the path that are not splits."""
+    """All folders in the path except split folders."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Layout:
     """Folders that are ignored inside top-level folders."""
     class_first: bool = False
     innermost: bool = False
-    """Whether the innermost folder in a path is the class, instead of the outermost
-    folder.
+    """Whether the innermost folder in a path, and not the outermost folder, is the
+    class.
     """
 
     @property
@@ -123,8 +124,8 @@ class Layout:
         return Place(class_folder, split_folder, self.splits.get(split_folder), folders)
 
     def class_folder(self, label: str, file: str = "") -> str:
-        """The folder in which an image of the class ``label`` belongs. The image is
-        either new, or an existing ``file`` of the source that gets a new class.
+        """The folder for an image of the class ``label``. The image is either new or an
+        existing ``file`` whose class changes.
 
         An existing file stays in its split folder. A new image becomes a training
         image.
@@ -196,8 +197,8 @@ def choose_layout(name: str, folders: Mapping[str, Contents], settings: DataSett
     """Choose the layout for a source that has the given top-level folders.
 
     Raises:
-        DataError: the meaning of the folders is ambiguous, or no split folder is for
-            training.
+        DataError: the meaning of the folders is ambiguous, or no split folder is the
+            train split.
     """
     ignored = frozenset(folder for folder, split in settings.split_folders.items() if split == "none")
     left_out, left_out_inside = ignored & folders.keys(), ignored - folders.keys()
@@ -259,8 +260,8 @@ def _splits_in_classes(name: str, folders: Mapping[str, Contents], given: Mappin
 
 
 def named_like_splits(folders: Collection[str]) -> set[str]:
-    """Folders whose names resemble the names of splits. Their contents decide whether
-    they are splits.
+    """Folders whose names resemble the names of splits. The contents of such a folder
+    determine whether the folder is a split.
     """
     return {folder for folder in folders if _split_words([folder]) or _BEGINS_LIKE_SPLIT.search(folder.lower())}
 
@@ -269,7 +270,7 @@ def _known_splits(
     words: Mapping[str, str], folders: Collection[str], given: Mapping[str, Split]
 ) -> tuple[dict[str, Split], set[str]]:
     """The splits of folders with the given ``words``, and the names of folders that
-    have no split or the same split as a different folder.
+    have no split or share their split with a different folder.
     """
     splits = _splits_of(words, given)
     uses = Counter(splits.values())
@@ -278,7 +279,7 @@ def _known_splits(
 
 
 def _split_words(folders: Collection[str]) -> dict[str, str]:
-    """Map each of ``folders`` that contains exactly one word of `SPLIT_WORDS` to this
+    """Map each folder whose name contains exactly one word of `SPLIT_WORDS` to this
     word. Letter case is ignored.
     """
     words = {folder: SPLIT_WORDS.keys() & re.findall("[a-z]+", folder.lower()) for folder in folders}
@@ -286,8 +287,8 @@ def _split_words(folders: Collection[str]) -> dict[str, str]:
 
 
 def _splits_of(words: Mapping[str, str], given: Mapping[str, Split]) -> dict[str, Split]:
-    """The splits of folders with the given ``words``. A validation folder is the
-    gallery or, if the source has no test folder, the test split.
+    """The splits of folders with the given ``words``. A validation folder is the test
+    split if the source has no test folder, and otherwise the gallery.
 
     If a dataset has only train and validation folders, its published results were
     measured on the validation folder.
@@ -312,9 +313,9 @@ def _look_like_splits(words: Collection[str], folders: Mapping[str, Contents]) -
     """Folders that look like splits, judging by their names and contents.
 
     A folder with one of the ``words`` looks like a split if it contains class folders
-    and no image, or if other folders contain class folders with the same names. If the
-    name of a folder only begins like a split's name, other folders must contain class
-    folders with the same names.
+    and no image, or if other folders contain class folders with the same names. A
+    folder whose name merely begins like the name of a split looks like a split only if
+    other folders contain class folders with the same names.
     """
     sharing = _sharing(folders)
     with_word = {
@@ -335,7 +336,7 @@ def _question(
     subject: str, known: Collection[str], unknown: Collection[str], folders: Mapping[str, Contents]
 ) -> DataError:
     """An error that asks which of the ``unknown`` folders are splits, and suggests
-    settings that answer the question.
+    settings that specify the splits.
     """
     sharing = _sharing(folders)
     used: set[str] = {SPLIT_WORDS[word] for word in _split_words(known).values()}

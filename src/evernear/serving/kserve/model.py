@@ -56,8 +56,7 @@ class ReleaseModel(Model):
     service: str
     """The name of the server in traces."""
     spans: tuple[str, str, str]
-    """The names of three spans: around a request, around `prepare` and around
-    `recognize`.
+    """The names of the spans for the whole request, for `prepare` and for `recognize`.
     """
 
     def __init__(self, manifest: ReleaseManifest, args: argparse.Namespace) -> None:
@@ -139,13 +138,13 @@ class ReleaseModel(Model):
     async def __call__(
         self, body: Any, headers: dict[str, str] | None = None, verb: InferenceVerb = InferenceVerb.PREDICT
     ) -> Any:
-        """Answer a request in a child span of the client's span."""
+        """Answer a request within a child span of the client's span."""
         parent, attributes = (headers or {}).get(TRACE_FIELD, ""), {"evernear.release": self.manifest.version}
         with request_span(self._tracer, parent, self.spans[0], **attributes):
             if verb != InferenceVerb.PREDICT or self.enable_latency_logging:
                 return await super().__call__(body, headers, verb)
-            # KServe performs the same steps, but also inspects the model's methods for
-            # each request.
+            # KServe's implementation performs the same steps, but also inspects the
+            # model's methods for each request.
             preprocess_s, predict_s, postprocess_s = self._stages_s
             with preprocess_s.time():
                 prepared = await self.preprocess(body, headers)

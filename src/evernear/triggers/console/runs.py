@@ -28,8 +28,8 @@ _LAST_BYTES = 4096
 
 
 class Done(NamedTuple):
-    """A sentence that describes a user's action, and the Kubeflow Pipelines run that
-    performs the action, if any."""
+    """A sentence that describes a user's action, and the Kubeflow Pipelines run, if
+    any, that performs the action."""
 
     sentence: str
     run: str = ""
@@ -65,8 +65,8 @@ class Runner(Protocol):
 
 
 class LocalRuns:
-    """Starts runs on this machine with the command ``evernear run`` or
-    ``evernear reindex`` and the options ``words``."""
+    """Runs ``evernear run`` or ``evernear reindex`` on this machine, with the options
+    in ``words``."""
 
     def __init__(self, settings: Settings, words: Sequence[str]) -> None:
         self._settings = settings
@@ -142,8 +142,8 @@ class PipelineRuns:
         return Done("The run has started.", self._start(pipeline, by, request_id("run", pipeline, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
-        """Like `Runner.promote`. The pipeline also promotes a release with the verdict
-        hold, so this method checks ``force``."""
+        """Like `Runner.promote`. The pipeline does not reject a release with the
+        verdict hold, so this method checks ``force``."""
         registry = Registry(self._store)
         if not registry.get(version).verdict.promote and not force:
             raise SettingsError("The verdict on this release is hold; confirm that it is to be promoted anyway.")
@@ -165,7 +165,7 @@ class PipelineRuns:
 
     def failure(self) -> str:
         """Like `Runner.failure`. The result is always empty, because Kubeflow Pipelines
-        immediately reports that a run cannot start."""
+        reports immediately if a run cannot start."""
         return ""
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:

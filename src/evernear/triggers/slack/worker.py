@@ -25,7 +25,7 @@ FAILURES_MAX = 300
 `BACKOFF_MAX_S`, this number is reached after about a day.
 """
 FOLLOW_MAX_AGE = timedelta(days=1)
-"""Maximum age of a run that the watcher started without asking. Older runs are not
+"""Maximum age of a run that the watcher started without approval. Older runs are not
 reported.
 """
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 class Worker:
     """The worker of one bot. `follow` and `move` may run in two different threads.
-    Neither raises.
+    Neither method raises an exception.
     """
 
     def __init__(self, services: Services) -> None:
@@ -72,8 +72,8 @@ class Worker:
         return request.is_open and (is_recent or request.state != "started")
 
     def _attempt(self, name: str, step: Callable[[], None]) -> None:
-        """Run ``step``, unless it must wait after a failure. An error only delays the
-        next attempt.
+        """Run ``step``, unless the step must wait after a failure. An error only delays
+        the next attempt.
         """
         if not self._backoff.is_due(name):
             return
@@ -167,8 +167,8 @@ class Worker:
 
 
 class _Backoff:
-    """The number of consecutive failures and the time of the next attempt, for each
-    name.
+    """For each name, the number of consecutive failures and the time of the next
+    attempt.
 
     The backoff state is only in memory, so every step is due after a restart.
     """
@@ -184,7 +184,8 @@ class _Backoff:
         return self._failed[name][0] if name in self._failed else 0
 
     def delay(self, name: str, wait_s: float | None = None) -> None:
-        """Delay the next attempt by ``wait_s``, or by twice the last delay."""
+        """Delay the next attempt by ``wait_s`` or, by default, by twice the last delay,
+        up to `BACKOFF_MAX_S`."""
         failures = self.failures(name) + (1 if wait_s is None else 0)
         if wait_s is None:
             wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(failures - 1, 20))

@@ -19,8 +19,8 @@ from evernear.errors import ConflictError
 STATE = "triggers/watch.json"
 _ATTEMPTS = 5
 _WRONG_CLOCK = timedelta(days=1)
-"""If a stored report is newer than a new report by more than this time, the stored
-report is assumed to have a wrong date.
+"""If a stored report is dated later than an incoming report by more than this time, the
+stored date is assumed to be wrong.
 """
 
 Action = Literal["retrain", "reindex", "nothing"]
@@ -33,12 +33,13 @@ class CheckReport(Frozen):
     source: str = ""
     """The source that was checked, or an empty string if the source is unknown."""
     champion: str = ""
-    """The champion at the time of the check. Empty if there was no champion, and in
-    reports from earlier versions of evernear.
+    """The champion at the time of the check. The value is empty if there was no
+    champion. It is also empty in reports from earlier versions of evernear.
     """
     action: Action
     reasons: tuple[str, ...]
-    """The reasons for the action, and the reason not to propose the action now, if any.
+    """The reasons for the action and, if the action is not proposed now, the reason for
+    waiting.
     """
     figures: dict[str, float] = {}
     faults: tuple[str, ...] = ()
@@ -53,8 +54,8 @@ class ScheduleState(Frozen):
     remedy: ClassVar[str] = "remove it to start over"
 
     id: str
-    """Identifies the store in proposal ids. Proposal ids are also run keys in KFP, and
-    one KFP server may serve several stores.
+    """Identifies the store in proposal ids. Proposal ids are also run keys in KFP,
+    where several stores may share one KFP server.
     """
     on: bool = True
     since: AwareDatetime
