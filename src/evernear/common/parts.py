@@ -1,4 +1,5 @@
-"""A step in parts: values in a store that any process may run, any number of times.
+"""The parts of a step. A part is a value in a store. Any process may run a part any
+number of times.
 
 ::
 
@@ -7,8 +8,8 @@
     <folder>/<plan>/results/000000        time and result of a part; a part with a result is skipped
     <folder>/<plan>/failed/000000.json    why a part failed, if the same error would occur again
 
-Parts follow from a listing and a fixed size, never from the number of processes, so
-that results do not depend on this number. `evernear.common.run_parts` runs the
+The division into parts depends on a listing and a fixed part size. The division and the
+results do not depend on the number of processes. `evernear.common.run_parts` runs the
 parts.
 """  # noqa: W505
 
@@ -33,16 +34,16 @@ from evernear.errors import ConflictError, EvernearError, StoreError
 PARTS = "parts/"
 """Prefix in the store for the parts of steps: ``parts/<run>/<step>-<identity>/``."""
 REQUESTS_IN_FLIGHT = 16
-"""Number of small objects that are read or written concurrently."""
+"""Maximum number of small objects that are read or written concurrently."""
 Worker = Callable[[int, bytes], bytes]
 """Runs a part and returns its result. The arguments are the part's number and value.
 
-The same part always gives the same result.
+The worker always returns the same result for the same part.
 """
 OpenWorker = Callable[["Parts"], Worker]
 """Opens objects that all parts share, such as a network, and returns the worker.
 
-It is a module-level function, so that a process can import it.
+The function is defined at module level, so that other processes can import it.
 """
 
 
@@ -58,22 +59,22 @@ class Plan(Frozen):
     """
     parts: int = Field(ge=0)
     units: int = Field(ge=0)
-    """Number of images, or of different units of work, in all parts."""
+    """Total number of images, or of other units of work, in all parts."""
     notes: tuple[str, ...] = ()
     """Sentences about files that the listing left out."""
     planned: AwareDatetime
 
 
 class Part(Frozen):
-    """Base class of part values. ``units`` is the size of the part,
-    for the rate and the time left.
+    """Base class of part values. ``units`` is the size of the part, which is used to
+    estimate the rate and the remaining time.
     """
 
     units: int = Field(ge=0)
 
 
 class PartResult(NamedTuple):
-    """The return value of a part's worker, and its duration."""
+    """The worker's return value for a part, and the duration of the part."""
 
     value: bytes
     time_s: float
@@ -96,7 +97,7 @@ class Parts:
 
     @staticmethod
     def find(store: Store, folder: str) -> "Parts | None":
-        """The parts that were planned in ``folder``, or None before a plan exists."""
+        """The parts that were planned in ``folder``, or None if no plan exists yet."""
         stored = store.find(f"{folder}/plan.json")
         if stored is None:
             return None
@@ -113,8 +114,8 @@ class Parts:
     ) -> "Parts":
         """Write ``parts``, then the plan. ``notes`` is called after the last part.
 
-        If a different process was first,
-        its plan is returned and these parts are deleted.
+        If a different process wrote its plan first, that plan is returned and the parts
+        from this call are deleted.
         """
         plan_id, count, units = uuid4().hex[:12], 0, 0
 
@@ -150,7 +151,7 @@ class Parts:
         return self.store.get(self._key("parts", number))
 
     def result(self, number: int) -> bytes | None:
-        """The result of a part, or None without a result."""
+        """The result of a part, or None if the part has no result."""
         stored = self.store.find(self._key("results", number))
         return _parse_result(stored[0]).value if stored else None
 
@@ -167,7 +168,8 @@ class Parts:
         return concurrently(read, range(self.plan.parts))
 
     def save_result(self, number: int, result: bytes, time_s: float = 0.0) -> None:
-        """Write the result of a part, unless a different process was first."""
+        """Write the result of a part, unless a different process has already written a
+        result."""
         head = json.dumps({"time_s": round(time_s, 3)}).encode()
         try:
             self.store.put_if(self._key("results", number), head + b"\n" + result, None)
@@ -190,8 +192,8 @@ class Parts:
     def forget_failures(self) -> None:
         """Let failed parts run again.
 
-        Their records are emptied, because the pipeline's credentials may not permit
-        deletion.
+        The records of failures are emptied and not deleted, because the pipeline's
+        credentials may not permit deletion.
         """
         for number in [*self._numbers("failed")]:
             self.store.put(self._key("failed", number), b"")
@@ -209,7 +211,8 @@ def _key(folder: str, plan_id: str, kind: str, number: int) -> str:
 
 
 def _parse_result(data: bytes) -> PartResult:
-    """A stored result: its time as JSON on the first line, then the worker's result."""
+    """Parse a stored result. The first line is JSON that contains the duration. The
+    remaining data is the worker's return value."""
     head, _, value = data.partition(b"\n")
     return PartResult(value, json.loads(head)["time_s"])
 
@@ -221,8 +224,8 @@ Value = TypeVar("Value")
 def concurrently(
     function: Callable[[Item], Value], items: Iterable[Item], ahead: int = REQUESTS_IN_FLIGHT
 ) -> Iterator[Value]:
-    """Yield the result of ``function`` for each item in order,
-    at most ``ahead`` items ahead of the consumer.
+    """Yield the results of ``function`` in the order of the items. ``function`` is
+    called concurrently, at most ``ahead`` items ahead of the consumer.
     """
     with ThreadPoolExecutor(ahead, "parts") as pool:
         pending: deque[Future[Value]] = deque()

@@ -1,8 +1,8 @@
 """Run the parts of a step (`evernear.common.parts`).
 
-An `Executor` runs parts, follows them and returns. The executors are `Processes` on
-this machine, and an Indexed Job (`evernear.kubeflow.indexed_job`). Both call
-`run_part`.
+An `Executor` runs parts, follows their progress, and returns when all parts have a
+result. The executors are `Processes` on this machine and an Indexed Job
+(`evernear.kubeflow.indexed_job`). Both executors call `run_part`.
 """
 
 import multiprocessing
@@ -25,8 +25,8 @@ from evernear.common.threads import divide_between
 from evernear.errors import BusyError, ClusterError, EvernearError, MissingObjectError, PartError, StoreError
 
 FINAL_EXIT_CODE = 42
-"""Exit code of a process whose part failed permanently.
-No error class and no signal uses this code.
+"""Exit code of a process whose part failed permanently. No error class and no signal
+uses this exit code.
 """
 STEPS_IN_PARTS = ("ingest", "embed", "evaluate")
 """Steps of a run that save a `PartsRecord` as ``parts_<step>`` if their parts ran on
@@ -35,8 +35,8 @@ several nodes.
 
 
 def is_final(error: EvernearError) -> bool:
-    """Whether the same error would occur again. A store,
-    a server or a cluster may recover.
+    """Whether the same error would occur again. Errors of a store, a server or a
+    cluster may be temporary.
     """
     if isinstance(error, MissingObjectError):
         return True
@@ -44,7 +44,7 @@ def is_final(error: EvernearError) -> bool:
 
 
 def run_part(parts: Parts, number: int, worker: Worker) -> None:
-    """Run a part with ``worker`` unless it has a result.
+    """Run a part with ``worker``, unless the part already has a result.
 
     Raises:
         EvernearError: the part failed. An error that would occur again is recorded.
@@ -66,9 +66,9 @@ class PodUsage(NamedTuple):
     nodes: int
     """Maximum number of pods that ran concurrently."""
     retries: int
-    """Number of pods that failed, so that their parts ran again."""
+    """Number of failed pods whose parts were run again."""
     cpus: float | None
-    """CPU limit of a pod, or None without a limit."""
+    """CPU limit of a pod, or None if there is no limit."""
     memory_bytes: float | None
 
 
@@ -79,11 +79,11 @@ class PartsRecord(Frozen):
     parts: int
     retries: int
     cpus: float | None
-    """CPU limit of a pod, or None without a limit."""
+    """CPU limit of a pod, or None if there is no limit."""
     memory_bytes: float | None
     parts_s: float
-    """Total time of all parts, without pod starts.
-    One node would have taken about this time.
+    """Total time of all parts, excluding the startup of pods. One node would have taken
+    about this time.
     """
     elapsed_s: float
     """Time since the parts were planned."""
@@ -94,12 +94,12 @@ class PartsRecord(Frozen):
 
 
 class Executor(Protocol):
-    """Runs parts, follows them and returns when all parts have a result."""
+    """Runs parts, follows their progress, and returns when all parts have a result."""
 
     def run(self, parts: Parts, numbers: Sequence[int], on_done: Callable[[int], None]) -> "PodUsage | None":
         """Run the parts ``numbers``.
 
-        Calls ``on_done`` with the number of parts that ended since the last call.
+        Calls ``on_done`` with the number of parts that finished since the last call.
         Returns the usage of pods, or None if no pods ran.
 
         Raises:
@@ -110,7 +110,8 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Processes:
-    """Runs parts in processes on this machine. A single process is this process."""
+    """Runs parts in processes on this machine. If one process is sufficient, the parts
+    run in the current process."""
 
     count: int
     open_worker: OpenWorker
@@ -155,7 +156,7 @@ _run_in_this_process: Callable[[int], None] | None = None
 def _start_process(uri: str, folder: str, open_worker: OpenWorker) -> None:
     """Open the worker in a process of the pool.
 
-    The process ends with its parent, and immediately on Ctrl-C.
+    The process ends when its parent ends. Ctrl-C ends the process immediately.
     """
     global _run_in_this_process
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -186,7 +187,7 @@ def _run_in_process(number: int) -> None:
 def run_parts(parts: Parts, executor: Executor, report: Callable[[int, int], None]) -> PodUsage | None:
     """Run every part without a result.
 
-    ``report`` receives the number of finished parts and the number of all parts.
+    ``report`` receives the number of finished parts and the total number of parts.
     Returns the usage of pods, or None if no pods ran.
 
     Raises:

@@ -1,8 +1,8 @@
 """The ledger of a dataset records every file and every image in SQLite, so that memory
-does not grow with the data.
+use does not grow with the number of images.
 
-``files`` mirrors the sources. It has one row per file, with the digest of the image
-once decoded. ``images`` locates each distinct image.
+``files`` mirrors the sources. Each row describes one file and contains the digest of
+the image once the file is decoded. ``images`` locates each distinct image.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from evernear.data.sources import FileEntry, NameSample
 from evernear.data.sources.names import exported_position
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
-# Maximum number of rows of one query, because SQLite limits the parameters of a
+# Maximum number of rows per query, because SQLite limits the number of parameters in a
 # statement.
 _PAGE = 500
 # Files under names that are unique across sources.
@@ -61,8 +61,8 @@ class Ledger:
     """
 
     def __init__(self, path: Path, source: str, moved_from: str = "") -> None:
-        """Open or create the ledger for one ingest of ``source``, whose images were
-        previously at ``moved_from``.
+        """Open or create the ledger for one ingest of ``source``. If the images have
+        moved, ``moved_from`` is the previous source.
         """
         is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
@@ -96,8 +96,8 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def save_changes(self, path: Path) -> None:
-        """Write the changes since the ledger was opened or last saved to ``path``, for
-        `apply_changes`.
+        """Write to ``path`` all changes since the ledger was last opened or saved.
+        `apply_changes` reads this file.
         """
         with sqlite_errors():
             self._db.execute("COMMIT")
@@ -106,7 +106,7 @@ class Ledger:
             ledger_changes.track_changes(self._db)
 
     def has_changed(self) -> bool:
-        """Whether anything changed since the ledger was opened or last saved."""
+        """Whether anything has changed since the ledger was last opened or saved."""
         with sqlite_errors():
             return self._has_moved or ledger_changes.any_changed(self._db)
 
@@ -123,11 +123,11 @@ class Ledger:
         return [row[0] for row in self._all("SELECT uri FROM sources WHERE id != ? ORDER BY id", self._source)]
 
     def _move_source(self, old: str, new: str) -> bool:
-        """Move the files of one source to a different source, and return whether
-        anything changed.
+        """Assign the files of the source ``old`` to the source ``new``, and return
+        whether anything changed.
 
-        If both sources have files, because the images were already ingested from the
-        new location, the old files are deleted.
+        If the ledger contains both sources, the images were already ingested from the
+        new location. The files of the old source are then deleted.
         """
         (both,) = self._db.execute("SELECT COUNT(*) FROM sources WHERE uri IN (?, ?)", (old, new)).fetchone()
         if old == new or not self._db.execute("SELECT 1 FROM sources WHERE uri = ?", (old,)).fetchone():
@@ -142,12 +142,13 @@ class Ledger:
     # Files
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images in an unchanged packed file, see `evernear.data.members`."""
+        """The images in an unchanged packed file (see `evernear.data.members`)."""
         return members(self._db, self._source, file, etag)
 
     def list_files(self, entries: Iterable[FileEntry], in_order: bool = False) -> None:
         """Record files of the source. New, changed and broken files become pending.
-        They are decoded ``in_order`` or in mixed order.
+        Pending files are decoded in name order if ``in_order`` is set, and otherwise in
+        mixed order.
 
         Rows of unchanged files are not written, because most files of a large source
         are unchanged.
@@ -168,7 +169,7 @@ class Ledger:
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
-        """Record decoded images as (name, label, explicit split, digest)."""
+        """Record decoded images. Each row is (name, label, explicit split, digest)."""
         for page in batched(rows, _PAGE):
             self._note_listed(name for name, *_ in page)
             self._many(
@@ -179,22 +180,22 @@ class Ledger:
             )
 
     def decoder(self) -> str | None:
-        """The code that decoded the source's images, as `set_decoder` recorded it, or
-        None before the first ingest.
+        """The digest of the code that decoded the source's images, or None before the
+        first ingest.
         """
         rows = self._all("SELECT decoder FROM decoders WHERE source = ?", self._source)
         return rows[0][0] if rows else None
 
     def set_decoder(self, decoder: str) -> None:
-        """Record the code that decodes the source's images."""
+        """Record ``decoder``, the digest of the code that decodes the source's
+        images."""
         self._all("INSERT OR REPLACE INTO decoders VALUES (?, ?)", self._source, decoder)
 
     def decode_all_again(self) -> None:
         """Remove all images of the source so that they are decoded and stored again.
         The `changed_slots` must be rewritten.
 
-        `removed_splits` and `former_splits` remember the splits of the images, as for
-        removed images.
+        `removed_splits` and `former_splits` still return the splits of these images.
         """
         self._all(
             "INSERT INTO changes SELECT digest, slot, NULL FROM images"
@@ -229,7 +230,7 @@ class Ledger:
         self._many("INSERT INTO hidden_folders VALUES (?, ?)", ((self._source, name) for name in names))
 
     def record_notes(self, notes: Mapping[str, NameSample]) -> None:
-        """Replace the notes of the source's listing."""
+        """Replace the notes about the source's listing."""
         self._all("DELETE FROM notes WHERE source = ?", self._source)
         for rule, note in notes.items():
             rows = [(self._source, rule, name, 1) for name in note.names]
@@ -242,13 +243,13 @@ class Ledger:
         return self._int("SELECT COUNT(*) FROM files WHERE source = ?", self._source)
 
     def count_pending(self) -> int:
-        """The number of files that are not in the dataset yet,
-        or have changed since.
+        """The number of pending files: new, changed and broken files, and files to be
+        decoded again.
         """
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
-        """The pending files among ``names``, at most 500, as currently listed."""
+        """The pending files among ``names`` (at most 500), as currently listed."""
         query = "SELECT name, etag, label, given, size_bytes FROM files WHERE pending AND source = ?"
         rows = self._all(f"{query} AND name IN ({marks(names)})", self._source, *names)
         return {row[0]: FileEntry(*row) for row in rows}
@@ -268,8 +269,8 @@ class Ledger:
         return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
 
     def to_decode(self, page: int) -> Iterator[FileEntry]:
-        """Yield the pending files that no part has decoded, held-out splits first, in
-        an order that mixes the classes.
+        """Yield the pending files that no part has decoded. Held-out splits come first.
+        The order mixes the classes.
         """
         after: tuple[int, str] = (-1, "")
         query = (
@@ -307,8 +308,8 @@ class Ledger:
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
     def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
-        """Record results of decoding as (name, digest or None, fault or None). A file
-        with neither is not an image.
+        """Record decoding results. Each result is (name, digest or None, fault or
+        None). A file with neither a digest nor a fault is not an image.
 
         The next ingest reads broken files again, but reads other files only if they
         change.
@@ -325,8 +326,8 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
 
     def normalize_labels(self) -> None:
-        """Rename classes that an earlier version recorded with a different spelling,
-        for the files of all sources.
+        """In the files of all sources, rename classes that an earlier version of
+        evernear recorded with a different spelling.
         """
         for label in self.labels_listed():
             if label != class_name(label):
@@ -348,12 +349,13 @@ class Ledger:
         return {row[0] for row in self._of_digests("SELECT digest FROM images", digests)}
 
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
-        """Maps each of ``digests`` whose image was removed to its former split."""
+        """Maps the digests of removed images among ``digests`` to the images' former
+        splits."""
         return dict(self._of_digests("SELECT digest, split FROM removed", digests))
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
-        """Maps each of ``names``, at most 500, whose unchanged file is decoded again to
-        its former split.
+        """Maps the names of files that are unchanged but decoded again to the files'
+        former splits. Only files among ``names`` (at most 500) are included.
         """
         query = (
             f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
@@ -367,7 +369,7 @@ class Ledger:
     # Shards
 
     def shards(self) -> dict[int, Shard]:
-        """The shards for each slot. A later ingest may replace the shard in a slot."""
+        """The shard in each slot. A later ingest may replace the shard in a slot."""
         rows = self._all("SELECT slot, shard FROM shards ORDER BY slot")
         return {slot: Shard.from_json(text, "The dataset's ledger") for slot, text in rows}
 
@@ -378,8 +380,8 @@ class Ledger:
             self._all("INSERT INTO shards VALUES (?, ?)", slot, shard.model_dump_json())
 
     def lose_shards(self, sha256s: Collection[str]) -> None:
-        """Remove lost shards and their images, so that the next ingest reads the images
-        from the source again into the same splits.
+        """Remove lost shards and their images. The next ingest reads these images from
+        the source again and assigns them to the same splits.
         """
         self._all("DELETE FROM changes")
         for slot, shard in self.shards().items():
@@ -428,8 +430,8 @@ class Ledger:
         self._all("DELETE FROM removed WHERE digest IN (SELECT digest FROM images)")
 
     def swapped_classes(self) -> list[str]:
-        """A sentence about each pair of classes that exchanged most of their images.
-        Call this after `reconcile`.
+        """One sentence for each pair of classes that swapped most of their images. Call
+        this after `reconcile`.
         """
         rows = self._all(
             "SELECT a.name, r.count, (SELECT SUM(count) FROM relabeled WHERE old = r.old),"
@@ -445,8 +447,8 @@ class Ledger:
         ]
 
     def _remove_changed(self) -> None:
-        """Remove the images that have no label in ``changes``, and remember their
-        splits.
+        """Remove the images that have no label in ``changes``, and record the splits of
+        these images.
         """
         self._all("UPDATE files SET pending = 1 WHERE digest IN (SELECT digest FROM changes WHERE label IS NULL)")
         self._all(
@@ -462,14 +464,14 @@ class Ledger:
         return [row[0] for row in self._all("SELECT DISTINCT slot FROM changes ORDER BY slot")]
 
     def changes(self, slot: int) -> dict[bytes, int | None]:
-        """Maps each changed image in a slot to its new label, or to None if it is
-        removed. Call this after `reconcile` or `decode_all_again`.
+        """Maps each changed image in a slot to its new label, or to None if the image
+        is removed. Call this after `reconcile` or `decode_all_again`.
         """
         return dict(self._all("SELECT digest, label FROM changes WHERE slot = ?", slot))
 
     def problems(self, height_px: int, width_px: int, resize: Resize) -> tuple[list[Problem], dict[str, int]]:
-        """Return some problems of each kind, and the total counts, for a dataset with
-        images of this size.
+        """For a dataset with images of the given size, return some problems of each
+        kind and the total number of problems of each kind.
         """
         return list_problems(self._db, self.groups, height_px, width_px, resize)
 
@@ -492,11 +494,11 @@ class Ledger:
 
 
 def decode_order(entry: FileEntry, in_order: bool) -> int:
-    """The decoding sort key of an image. Held-out splits come first, so an image that
-    is also in ``train`` is held out.
+    """The key that sorts images in decoding order. Held-out splits come first, so an
+    image that is also in ``train`` is held out.
 
-    Within a split, images are sorted by a hash of the name, or by name if ``in_order``.
-    Exported images keep their order.
+    Within a split, images are sorted by file name if ``in_order`` is set, and otherwise
+    by a hash of the file name. Exported images keep their order.
     """
     if in_order:
         mixed = 0

@@ -1,4 +1,4 @@
-"""List a source and record its files and labels in the ledger of the dataset."""
+"""List a source, and record the source's files and labels in the dataset's ledger."""
 
 import re
 from itertools import chain
@@ -15,7 +15,7 @@ _MAX_NAMES = 5
 
 
 def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
-    """The name of the dataset of a source.
+    """The name of the dataset for a source.
 
     Raises:
         SettingsError: ``data.dataset`` is not a valid name.
@@ -60,10 +60,11 @@ def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> N
 
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
-    """Reject a source that would join a dataset only because of an equal dataset name.
+    """Reject a source that would be added to a dataset of a different source only
+    because the dataset names are the same.
 
     Raises:
-        DataError: the dataset has other sources, but not yet ``source``.
+        DataError: the dataset has a source other than ``source``.
     """
     if others := ledger.other_sources():
         raise DataError(
@@ -106,7 +107,7 @@ def require_groups(source: ArraySource | FileSource, settings: DataSettings, gro
 
 def _left_out(source: FileSource) -> str:
     """A sentence about the files of a source that are not images in a class folder, or
-    an empty string without such files.
+    an empty string if there are no such files.
     """
     notes = [note for rule, note in source.notes.items() if rule in ("no_class", "not_an_image", "litter")]
     count = sum(note.count for note in notes)
@@ -118,8 +119,8 @@ def _left_out(source: FileSource) -> str:
 
 
 def _natural_order(label: str) -> tuple[list[str | int], str]:
-    """Sort key that puts 2 before 10, and gives labels that differ only in case a fixed
-    order.
+    """Sort key that sorts 2 before 10. Labels that differ only in case also have a
+    fixed order.
     """
     words = re.split(r"(\d+)", label.lower())
     return [int(word) if i % 2 else word for i, word in enumerate(words)], label
