@@ -50,8 +50,7 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
     """Start TorchServe in ``home`` unless it is already running,
     and wait until its management API responds.
 
-    The server continues to run after this process exits, and does not inherit pipes
-    from this process.
+    The server outlives this process and inherits no pipes from it.
 
     Raises:
         PortInUseError: a different program uses a port.
@@ -85,10 +84,8 @@ def start_server(settings: ServingSettings, home: Path) -> Endpoints:
 def exec_torchserve(settings: ServingSettings, home: Path, frontend: Mapping[str, object], *, tokens: bool) -> NoReturn:
     """Replace this process with a TorchServe server in ``home``.
 
-    TorchServe then receives the signals that are sent to this process. TorchServe also
-    writes to the same console as this process.
-
-    The server loads all archives in its model store. ``frontend`` is passed to
+    TorchServe then receives this process's signals and writes to its console. The
+    server loads all archives in its model store. ``frontend`` is passed to
     `java_command`, and ``tokens`` to `write_configuration`.
 
     Raises:
@@ -123,8 +120,7 @@ def require_startable(settings: ServingSettings, home: Path) -> None:
 
 
 def stop_server(home: Path) -> bool:
-    """Stop the server in ``home`` and all of its workers. Returns whether a server was
-    running.
+    """Stop the server in ``home`` and its workers, and return whether it was running.
 
     The server drains: it rejects new connections and finishes in-flight requests. The
     time limit is the ``drain_timeout_s`` with which the server was started.
