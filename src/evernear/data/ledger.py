@@ -27,7 +27,7 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 # Maximum number of rows per query, because SQLite limits the number of parameters in a
 # statement.
 _PAGE = 500
-# Files under names that are unique across sources.
+# All files, with names that are unique across sources.
 _NAMED = """
 CREATE TEMP VIEW named AS
 SELECT CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || name ELSE name END AS name,

@@ -12,7 +12,7 @@ from evernear.data.preprocess import Flaw, Resize, choose_resize
 from evernear.data.sqlite import sqlite_errors
 
 # Maximum number of problems of each kind in a manifest. Problems that stop a run have a
-# higher limit, because each must be fixed.
+# higher limit, because each of these problems must be fixed.
 _MAX_LISTED = {"undecodable": 1000, "conflicting_labels": 1000}
 _MAX_LISTED_OF_OTHERS = 20
 _MAX_NAMES = 5
@@ -53,8 +53,8 @@ SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT wid
 def list_problems(
     db: sqlite3.Connection, groups: GroupTable, height_px: int, width_px: int, resize: Resize
 ) -> tuple[list[Problem], dict[str, int]]:
-    """Return some problems of each kind, and the total counts, for a dataset with
-    images of this size.
+    """For a dataset with images of the given size, return some problems of each kind
+    and the total number of problems of each kind.
     """
 
     def resized(width: int, height: int) -> str | None:
@@ -87,8 +87,9 @@ def list_problems(
 
 
 def _queries(height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-    """Yield the kind of problem, a query, and the query's values. The query returns
-    (name, digest if several files share it, description).
+    """For each kind of problem, yield the kind, a query, and the query's values. The
+    query returns rows of (name, digest or None, description). The digest is set if
+    several files have the same digest.
     """
     yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
     no_image = "'contains no image'"

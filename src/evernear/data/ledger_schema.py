@@ -53,13 +53,13 @@ def without_journal(db: sqlite3.Connection) -> None:
 
 
 def add_missing_tables(db: sqlite3.Connection) -> None:
-    """Add the tables that ledgers from earlier versions lack."""
+    """Add the tables that are missing from ledgers of earlier versions."""
     db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
     db.execute(GROUPS_SCHEMA)
     db.execute(REVIEWED_SCHEMA)
-    # A row without a name has the count of the names that are not listed.
+    # A row without a name contains the number of names that are not listed.
     columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
     db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
 

@@ -15,8 +15,8 @@ from evernear.data.sqlite import marks, sqlite_errors
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
-    """Apply a file from `Ledger.save_changes` to a copy of the ledger that the changes
-    belong to.
+    """Apply the changes in a file from `Ledger.save_changes` to ``ledger``, a copy of
+    the ledger without these changes.
 
     Raises:
         StoreError: a file cannot be read or written.
@@ -38,8 +38,8 @@ def stored_digests(ledger: Path) -> list[bytes]:
 
 
 def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
-    """Maps the digests of a slot's images, in decoding order, to the label number and
-    the files with their sources.
+    """Maps the digest of each image in a slot to the image's label number and the
+    image's files, each with its source. The images are in decoding order.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -56,7 +56,7 @@ def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str,
 
 
 def find_slot(ledger: Path, sha256: str) -> int | None:
-    """The slot of a shard, or None if the ledger does not name the shard.
+    """The slot of a shard, or None if the ledger does not contain the shard.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -68,8 +68,8 @@ def find_slot(ledger: Path, sha256: str) -> int | None:
 
 
 def decoders(ledger: Path) -> list[tuple[str, str]]:
-    """The code that decoded the images of each source,
-    as `Ledger.set_decoder` recorded it.
+    """Each source with the digest of the code that decoded the source's images (see
+    `Ledger.set_decoder`).
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -96,9 +96,7 @@ def save_compact(ledger: Path, path: Path) -> None:
 
 
 class ReadFile(NamedTuple):
-    """A file as it was last read. Without a digest, the file is broken or not an
-    image.
-    """
+    """A file as it was last read. A file without a digest is broken or not an image."""
 
     etag: str
     size_bytes: int
@@ -127,12 +125,12 @@ class PublishedLedger:
             return cast(int, self._db.execute(query, (self._source,)).fetchone()[0])
 
     def members(self, file: str, etag: str) -> Iterator[FileEntry]:
-        """The images in an unchanged packed file, see `evernear.data.members`."""
+        """The images in an unchanged packed file (see `evernear.data.members`)."""
         return members(self._db, self._source, file, etag)
 
     def listed(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Maps the ``names``, at most 500, that the ledger contains to etag and label,
-        including broken files.
+        """Maps each name in the ledger among ``names`` (at most 500) to an etag and a
+        label. Broken files are included.
         """
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         with sqlite_errors():
@@ -140,7 +138,8 @@ class PublishedLedger:
         return {name: (etag, class_name(label)) for name, etag, label in rows}
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
-        """Maps the ``names``, at most 500, that were read to the file as last read."""
+        """Maps the name of each file that was read to the file as it was last read.
+        Only files among ``names`` (at most 500) are included."""
         query = (
             f"SELECT name, etag, size_bytes, digest FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
             " AND (digest IS NOT NULL OR NOT pending)"
@@ -149,16 +148,16 @@ class PublishedLedger:
             return {name: ReadFile(*row) for name, *row in self._db.execute(query, (self._source, *names))}
 
     def image_labels(self, digests: Sequence[bytes]) -> dict[bytes, str]:
-        """Maps the ``digests``, at most 500, whose images are in the snapshot to
-        labels.
+        """Maps the digest of each image in the snapshot to the image's label. Only
+        images among ``digests`` (at most 500) are included.
         """
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
 
     def own_classes(self) -> dict[str, int]:
-        """The number of the source's files in each class that has images from no other
-        source.
+        """The number of the source's files in each class that contains no images from
+        other sources.
         """
         query = (
             "SELECT label, COUNT(*) FROM files WHERE source = ? AND digest IS NOT NULL AND label NOT IN"
@@ -168,7 +167,8 @@ class PublishedLedger:
             return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """Maps each of ``digests``, at most 500, to the names of its files."""
+        """Maps each of ``digests`` (at most 500) to the names of the files with this
+        digest."""
         query = f"SELECT digest, name FROM files WHERE source = ? AND digest IN ({marks(digests)}) ORDER BY name"  # noqa: S608 - question marks only
         names: dict[bytes, tuple[str, ...]] = {}
         with sqlite_errors():
