@@ -123,8 +123,8 @@ def mcnemar_worse(regressions: int, improvements: int) -> float:
     """p-value of the exact one-sided McNemar test (McNemar 1947, Psychometrika 12:153).
 
     If two equally good systems differ on a query, either system is correct with
-    probability 1/2. The number of regressions among the n = ``regressions +
-    improvements`` such queries therefore has the distribution Binomial(n, 1/2). The
+    probability 1/2. The number of regressions among such queries therefore has the
+    distribution Binomial(n, 1/2), where n is ``regressions + improvements``. The
     p-value is the probability of at least this number of regressions. Unlike the mid-p
     test and the chi-squared test, the exact test never exceeds its level, for any
     number of queries.
