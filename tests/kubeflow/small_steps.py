@@ -28,7 +28,7 @@ def put_photos(source: Store, directory: Path, images: int = 60) -> None:
 def ingest(run: str, nodes: int, source: str, store: str, job: Tree, out: Path, part_names: int = 10) -> Manifest:
     """Run the ingest step, and return the snapshot."""
     data = {"source": source, "dataset": run, "nodes": nodes, "part_names": part_names}
-    steps.ingest(run, store, {}, {"data": data, "parts_job": job}, str(out / run))
+    steps.ingest(run, store, {}, {"target": "registry", "data": data, "parts_job": job}, str(out / run))
     return load_manifest(out / run)
 
 
