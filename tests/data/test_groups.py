@@ -282,12 +282,18 @@ def test_class_in_the_name_is_not_proposed_as_the_group(tmp_path: Path, run_inge
 
 
 def test_successive_numbers_of_a_camera_are_proposed_as_groups(tmp_path: Path, run_ingest):
-    """No part of IMG_0000 to IMG_0399 names the scene, but ten successive images are
-    of one.
+    """The bursts of IMG_0000.png to IMG_0179.png have nine frames. No part of a name
+    names the scene, but ten successive images are mostly of one.
     """
-    source = bursts(tmp_path / "bursts", "IMG_{scene:03}{frame}.png")
-    advice = burst_advice(source, run_ingest)
-    assert r"--set 'data.group=([^/]*\d)\d\.\w+$', which makes 40 groups" in advice
+    source = bursts(tmp_path / "bursts", "scene{scene:03}-{frame}.png")
+    for path in source.rglob("*-9.png"):
+        path.unlink()
+    for label in "ab":
+        for number, path in enumerate(sorted((source / label).iterdir())):
+            path.rename(path.with_name(f"IMG_{number:04}.png"))
+    pattern = r"([^/]*\d)\d\.\w+$"
+    assert f"--set 'data.group={pattern}', which makes 18 groups" in burst_advice(source, run_ingest)
+    assert burst_advice(source, run_ingest, group=pattern, dataset="grouped") == ""
 
 
 @pytest.mark.parametrize("group", ["", "stem"])

@@ -130,7 +130,7 @@ def find_near_duplicates(dataset: Dataset, group: str = "") -> NearDuplicates:
     if not result.is_leak:
         return result
     named = [(digests[row].tobytes(), partners[row].tobytes()) for row in rows[:_NAMED_PAIRS]]
-    return result.model_copy(update={"advice": propose_group(dataset, named, group)})
+    return result.model_copy(update={"advice": propose_group(dataset, named, result.found / result.compared, group)})
 
 
 def reduced(images: Pixels) -> NDArray[np.float32]:

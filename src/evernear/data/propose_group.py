@@ -5,6 +5,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from evernear.common.output import quantity
 from evernear.data.group_table import FEWEST_GROUPS, PublishedGroups
@@ -22,14 +23,19 @@ CANDIDATES = (
     r"([^/]*\d)\d\.\w+$",  # ten successive numbers, as cameras count
     r"([^/]*\d)\d\d\.\w+$",  # a hundred successive numbers
 )
-_MIN_SHARE = 0.8
+_ENOUGH = 0.8
+"""Share of the pairs beyond which a pattern with more groups is better."""
+_MAX_LEFT = 0.2
+"""Largest share of the test images that may still have a near-duplicate."""
+_FILLS_EVERY_SPLIT = 10
+"""Number of groups of a class that have images in all splits."""
 _ELSEWHERE = "in another --workdir or store, because images of an existing dataset never change their splits"
 
 
-def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], current: str) -> str:
+def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str) -> str:
     """Return advice for a dataset that has near-duplicates in different splits.
-    ``pairs`` contains the digests of the near-duplicates, and ``current`` is the value
-    of ``data.group``.
+    ``pairs`` contains digests of near-duplicates, ``share`` is the share of the test
+    images that have one, and ``current`` is the value of ``data.group``.
 
     Raises:
         IntegrityError, StoreError: the ledger of the dataset is missing or damaged.
@@ -40,7 +46,7 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
         ledger = PublishedGroups(path)
         try:
             divided_by_source = ledger.have_other_explicit_splits(pairs)
-            proposed = None if divided_by_source else _best(ledger, pairs, current)
+            proposed = None if divided_by_source else _best(ledger, pairs, share, current)
             examples = [ledger.files(pair) for pair in pairs[:1]]
         finally:
             ledger.close()
@@ -57,16 +63,16 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
             f"With data.group={current}, {groups} images in several splits, since they were ingested before it was set."
             f" Ingest them again {_ELSEWHERE}."
         )
+    if dataset.manifest.source.startswith("table:") and current != COLUMN:
+        return (
+            "Name the scene of each image in the column group of the table, and ingest them with --set"
+            f" data.group={COLUMN}, {_ELSEWHERE}."
+        )
     if proposed:
         setting, groups = proposed
         return (
             f"Ingest them with --set {shlex.quote(f'data.group={setting}')}, which makes {quantity(groups, 'group')} of"
             f" their names, {_ELSEWHERE}."
-        )
-    if dataset.manifest.source.startswith("table:") and current != COLUMN:
-        return (
-            "Name the scene of each image in the column group of the table, and ingest them with --set"
-            f" data.group={COLUMN}, {_ELSEWHERE}."
         )
     pattern = f"another pattern than data.group={current}" if current else "data.group to a pattern"
     return (
@@ -75,24 +81,29 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], curren
     )
 
 
-def _best(ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], current: str) -> tuple[str, int] | None:
-    """The setting that puts the most pairs into one group each and, among such
-    settings, makes the most groups. Also return the number of groups. None if no
-    setting fits.
+def _best(
+    ledger: PublishedGroups, pairs: Sequence[tuple[bytes, bytes]], share: float, current: str
+) -> tuple[str, int] | None:
+    """The setting that puts the most pairs into one group each and, among settings that
+    do so with enough pairs, makes the most groups. Also return the number of groups.
+    None if no setting fits.
 
-    A setting fits only if most classes have enough groups to be trained and tested.
+    A setting fits only if few near-duplicates would be left, most classes have enough
+    groups to be trained and tested, and a class has enough for all splits.
     """
     files = ledger.files([digest for pair in pairs for digest in pair])
-    fitting: dict[str, int] = {}
+    best, found = (0.0, 0), None
     for setting in CANDIDATES:
         group = grouping(setting)
         groups = [tuple(group(*files[digest]) for digest in pair if digest in files) for pair in pairs]
-        alike = sum(len(pair) == 2 and pair[0] == pair[1] != "" for pair in groups)
-        if setting != current and alike >= _MIN_SHARE * len(pairs):
-            of_class: defaultdict[str, set[int]] = defaultdict(set)
-            for name, label in ledger.all_files():
-                of_class[label].add(hash(group(name, label)))
-            if sum(len(keys) >= FEWEST_GROUPS for keys in of_class.values()) > len(of_class) / 2:
-                fitting[setting] = len(set.union(*of_class.values()))
-    best = max(fitting, key=lambda setting: fitting[setting], default=None)
-    return (best, fitting[best]) if best else None
+        alike = sum(len(pair) == 2 and pair[0] == pair[1] != "" for pair in groups) / len(pairs)
+        if setting == current or (1 - alike) * share > _MAX_LEFT:
+            continue
+        of_class: defaultdict[str, set[int]] = defaultdict(set)
+        for name, label in ledger.all_files():
+            of_class[label].add(hash(group(name, label)))
+        counts = [len(keys) for keys in of_class.values()]
+        rank = min(alike, _ENOUGH), len(set.union(*of_class.values()))
+        if median(counts) >= FEWEST_GROUPS and max(counts) >= _FILLS_EVERY_SPLIT and rank > best:
+            best, found = rank, (setting, rank[1])
+    return found
