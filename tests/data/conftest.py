@@ -19,7 +19,7 @@ MakeImage = Callable[..., bytes]
 Ingest = Callable[..., Manifest]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_image() -> MakeImage:
     """``make_image(number)`` returns a PNG file of noise, unique for each number."""
 

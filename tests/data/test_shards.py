@@ -1,3 +1,4 @@
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -6,25 +7,38 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evernear.common.store import open_store
+from evernear.common.store import FileStore, open_store
 from evernear.data import shards
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, save_manifest
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError, IntegrityError
+from evernear.settings import DataSettings
+
+
+@pytest.fixture(scope="module")
+def ingested(tmp_path_factory: pytest.TempPathFactory, make_image) -> Manifest:
+    """600 images in several shards per split, in a store that nobody changes."""
+    directory = tmp_path_factory.mktemp("ingested")
+    for number in range(600):
+        path = directory / "set" / str(number % 3) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_image(number, (30, 30)))
+    settings = DataSettings(source=f"folder:{directory / 'set'}", shard_size_bytes=2**16, test_fraction=0.2)
+    manifest = ingest_source(settings, (directory / "store").as_uri())
+    assert sum(shard.split == "train" for shard in manifest.shards) > 3
+    return manifest
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, run_ingest, make_image) -> Dataset:
-    """600 images in several shards per split."""
-    root = tmp_path / "set"
-    for number in range(600):
-        path = root / str(number % 3) / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(make_image(number, (30, 30)))
-    save_manifest(run_ingest(root, test_fraction=0.2), tmp_path / "artifact")
-    dataset = Dataset.open(tmp_path / "artifact")
-    assert sum(shard.split == "train" for shard in dataset.manifest.shards) > 3
-    return dataset
+def dataset(tmp_path: Path, ingested: Manifest) -> Dataset:
+    """A copy of the ingested dataset, in the store of the test."""
+    original = open_store(ingested.store_uri)
+    assert isinstance(original, FileStore)
+    shutil.copytree(original.root, tmp_path / "store")
+    copied = ingested.model_copy(update={"store_uri": (tmp_path / "store").as_uri()})
+    save_manifest(copied, tmp_path / "artifact")
+    return Dataset.open(tmp_path / "artifact")
 
 
 def keys(blocks: list[Block]) -> list[bytes]:

@@ -1,6 +1,8 @@
 """The run page: self-contained, safe for any label, verdict first, bounded in size."""
 
+import pickle
 import re
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from evernear.common.run_record import RunRecord, StepRecord
@@ -24,6 +27,7 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import assess
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import proportion
+from evernear.reporting import plots
 from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, page, run_page
 from evernear.reporting.plots import confusion_png, training_curves
@@ -94,6 +98,26 @@ def check(html: str) -> WellFormed:
     return parser
 
 
+@pytest.fixture(scope="module", autouse=True)
+def charts_of_equal_figures_are_drawn_once() -> Iterator[None]:
+    """Drawing takes most of the time of a page, and most pages have the same charts."""
+    drawn: dict[bytes, Markup] = {}
+
+    def once(draw: Callable[..., Markup]) -> Callable[..., Markup]:
+        def cached(*figures: object) -> Markup:
+            key = pickle.dumps((draw.__name__, figures))
+            if key not in drawn:
+                drawn[key] = draw(*figures)
+            return drawn[key]
+
+        return cached
+
+    with pytest.MonkeyPatch.context() as patch:
+        for draw in (plots.training_curves, plots.distances, plots.probe_distances, plots.trade_off):
+            patch.setattr(plots, draw.__name__, once(draw))
+        yield
+
+
 @pytest.fixture(scope="module")
 def recognizer(system: System) -> Recognizer:
     return Recognizer.open(system.network_dir, system.index_dir, CHAMPION)
@@ -108,6 +132,12 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Exampl
         ReleasedSystem(recognizer, system.dataset),
         assess([draw_of(*NEAR_AND_FAR)], IndexSettings(), 0.95),
     )
+
+
+@pytest.fixture(scope="module")
+def measured_alone(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
+    """The evaluation of the small network without a champion."""
+    return measure(system, recognizer, None, OpenSet(held_out=()))
 
 
 def measure(
@@ -234,9 +264,14 @@ def test_many_failed_rules_do_not_push_the_next_command_down(
     ],
 )
 def test_page_without_a_champion_explains_the_threshold(
-    record: RunRecord, system: System, recognizer: Recognizer, open_set: OpenSet, explanation: str
+    record: RunRecord,
+    system: System,
+    measured_alone: tuple[Evaluation, Examples],
+    open_set: OpenSet,
+    explanation: str,
 ) -> None:
-    save(record, system, measure(system, recognizer, None, open_set))
+    evaluation, examples = measured_alone
+    save(record, system, (evaluation.model_copy(update={"open_set": open_set}), examples))
     html = run_page(record)
     check(html)
     assert "no champion yet" in html
