@@ -12,22 +12,28 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evernear.common.disk import write_atomically
+from pydantic import JsonValue
+
+from evernear.common.disk import sha256_file, write_atomically
 from evernear.common.output import printable, warned
 from evernear.common.plugins import FAISS, run_ended
 from evernear.common.progress import Step, step
 from evernear.common.run_record import RunRecord
-from evernear.common.store import open_store
+from evernear.common.step_results import Computed, compute_once, result_key
+from evernear.common.store import Store, open_store
 from evernear.reporting import countdowns
-from evernear.settings import RunSettings, of_run, parse
+from evernear.settings import RunSettings, TrainSettings, of_run, parse
 
 if TYPE_CHECKING:
+    from evernear.data.shards import Dataset
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
 """The settings of a run (`evernear.settings.RunSettings`) as JSON, without defaults,
 as `ingest` returns them.
 """
+LIBRARIES = ("faiss-cpu", "numpy", "scipy", "timm", "torch")
+"""Libraries whose versions affect the results of training, export and probe."""
 
 
 def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dataset: str) -> tuple[str, Tree]:
@@ -81,44 +87,82 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
     """Train the network, and write its weights and a page with the training curves."""
     with _step("train", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
-        from evernear.embedding.monitor import require_learned
-        from evernear.embedding.recipe import shown_images
-        from evernear.embedding.speed import choose_recipe
-        from evernear.embedding.train import train_network
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
-        data = Dataset.open(Path(dataset))
-        recipe, plan = choose_recipe(data, chosen.train, record.store, running.report)
-        record.save(plan=plan)
-        on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running)
-        on_images = countdowns.images(running, shown_images(recipe, data))
-        if recipe.nodes > 1 and not recipe.keeps_backbone:
-            from evernear.kubeflow.train_job import run_train_job
+        data, planned = Dataset.open(Path(dataset)), chosen.train
+        if planned.minutes:
+            from evernear.embedding.speed import plan_of_run  # torch takes seconds to import
 
-            run_train_job(run, data, recipe, chosen, on_epoch, running.report)
-        result = train_network(
-            data, recipe, Path(trained), record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images
-        )
-        history = result.history()
-        write_atomically(Path(curves), page("Training curves", training_curves(history)))
-        record.save(training={"epochs": history, "best_epoch": result.best_epoch})
-        if result.epochs:
-            require_learned(result, recipe)
-        running.summary = result.summary(limited=bool(recipe.minutes))
+            planned = plan_of_run(record, data, planned, running.report).train
+        train_here = partial(_train, running, record, data, planned, chosen, Path(trained))
+        if planned.keeps_backbone:
+            key = _training_key("evernear.embedding.train", data, planned, record.store)
+            computed = compute_once(record.store, key, Path(trained), train_here)
+        else:  # the checkpoints contain the finished epochs
+            computed = train_here()
+        write_atomically(Path(curves), page("Training curves", training_curves(computed.output["epochs"])))
+        record.save(training=computed.output)
+        if computed.output["epochs"]:
+            from evernear.embedding.artifact import HISTORY_FILE, TrainingResult
+            from evernear.embedding.monitor import require_learned
+            from evernear.embedding.recipe import with_defaults
+
+            require_learned(TrainingResult.load(Path(trained) / HISTORY_FILE), with_defaults(planned, data))
+        running.summary = computed.summary
+
+
+def _train(
+    running: Step, record: RunRecord, data: "Dataset", planned: TrainSettings, chosen: RunSettings, trained: Path
+) -> Computed:
+    from evernear.embedding.recipe import shown_images, with_defaults
+    from evernear.embedding.train import train_network
+
+    recipe = with_defaults(planned, data)
+    on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running)
+    on_images = countdowns.images(running, shown_images(recipe, data))
+    if recipe.nodes > 1 and not recipe.keeps_backbone:
+        from evernear.kubeflow.train_job import run_train_job
+
+        run_train_job(record.run, data, recipe, chosen, on_epoch, running.report)
+    result = train_network(data, recipe, trained, record.store, on_epoch=on_epoch, on_step=on_step, on_images=on_images)
+    summary = result.summary(limited=bool(recipe.minutes))
+    output = {"epochs": result.history(), "best_epoch": result.best_epoch}
+    return Computed(summary, output, reusable=not result.warnings)
+
+
+def _training_key(module: str, data: "Dataset", settings: TrainSettings, store: Store, **inputs: JsonValue) -> str:
+    """The key of a result that depends on images, training settings, pretrained weights
+    and the code of ``module``.
+    """
+    from evernear.embedding.weights_digest import weights_sha256
+
+    weights, train = weights_sha256(settings, store), settings.model_dump(mode="json")
+    return result_key(module, LIBRARIES, dataset=data.digest, train=train, weights=weights, **inputs)
 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
     """Export the network to TorchScript, and return the metadata of its artifact."""
     with _step("export", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
-        from evernear.embedding.export import export_network
+        from evernear.embedding import DESCRIPTION_FILE
 
         data, tolerance = Dataset.open(Path(dataset)), chosen.train.parity_tolerance
-        on_images = countdowns.images(running, data.count("gallery"))
-        result = export_network(Path(trained), data, Path(network), tolerance, record.store, on_images)
-        running.summary = result.summary()
-    return {"sha256": result.sha256, "parity_max_abs_difference": result.parity_max_abs_difference}
+
+        def export_here() -> Computed:
+            from evernear.embedding.export import export_network
+
+            on_images = countdowns.images(running, data.count("gallery"))
+            result = export_network(Path(trained), data, Path(network), tolerance, record.store, on_images)
+            output = {"sha256": result.sha256, "parity_max_abs_difference": result.parity_max_abs_difference}
+            return Computed(result.summary(), output)
+
+        described = sha256_file(Path(trained) / DESCRIPTION_FILE)  # contains the sha256 of the weights
+        inputs = {"dataset": data.digest, "trained": described, "tolerance": tolerance}
+        key = result_key("evernear.embedding.export", LIBRARIES, **inputs)
+        exported = compute_once(record.store, key, Path(network), export_here)
+        running.summary = exported.summary
+    return exported.output
 
 
 def reuse(run: str, settings: Tree, dataset: str, network: str, open_set: str) -> Tree:
@@ -192,14 +236,26 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
     """Measure how well unseen classes are rejected, and calibrate the threshold."""
     with _step("probe", run, settings) as (running, chosen, record):
         from evernear.data.shards import Dataset
-        from evernear.evaluation.probe import probe_open_set
+        from evernear.evaluation.open_set import OpenSet
 
         data = Dataset.open(Path(dataset))
         here = chosen.train.model_copy(update={"nodes": 1})  # the probe trains for fewer epochs
-        on_step, on_draw = countdowns.training(running), countdowns.draws(running)
-        result = probe_open_set(data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw)
-        result.save(Path(open_set))
-        running.summary = result.summary() or "too few classes to hold one out"
+        plan = record.load("plan") if here.minutes else {}
+
+        def probe_here() -> Computed:
+            from evernear.embedding.plan import Plan
+            from evernear.evaluation.probe import probe_open_set
+
+            on_step, on_draw = countdowns.training(running), countdowns.draws(running)
+            of_run = Plan.model_validate(plan) if plan else None
+            result = probe_open_set(data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, of_run)
+            return Computed(result.summary() or "too few classes to hold one out", result.model_dump(mode="json"))
+
+        inputs = chosen.model_dump(mode="json", include={"evaluation", "index"})
+        key = _training_key("evernear.evaluation.probe", data, here, record.store, plan=plan, **inputs)
+        probed = compute_once(record.store, key, None, probe_here)
+        OpenSet.model_validate(probed.output).save(Path(open_set))
+        running.summary = probed.summary
 
 
 def evaluate(

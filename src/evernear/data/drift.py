@@ -23,8 +23,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
-from scipy.spatial.distance import cdist
 
 Measure = Literal["unknown_rise", "distance_shift", "embedding_shift"]
 Floats = NDArray[np.float32]
@@ -243,6 +241,8 @@ def embedding_shift(points: Floats, weights: Weights) -> _Statistic:
     from the same distribution, H is about 1/n + 1/m. The denominator of H is computed
     from ``weights``, the weights of the actual sides.
     """
+    from scipy.spatial.distance import cdist  # scipy takes a second to import
+
     distances = cdist(points, points).astype(np.float32)
     sides = weights[:, 0]
     across = -2 * float(np.minimum(sides, 0) @ distances @ np.maximum(sides, 0)) or 1.0
@@ -288,6 +288,8 @@ def _detectable(permuted: Weights, level: float, bound: float) -> float:
     permutations. The effect is assumed to have the same standard deviation as without a
     shift.
     """
+    from scipy import stats  # takes seconds to import
+
     spread = float(permuted.std())
     if spread < _ROUNDING:
         return bound

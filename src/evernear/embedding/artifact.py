@@ -13,6 +13,7 @@ from torch import Tensor
 from evernear.common.disk import sha256_bytes, write_atomically
 from evernear.common.frozen import Frozen
 from evernear.common.output import warned
+from evernear.embedding import DESCRIPTION_FILE
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
 from evernear.embedding.network import EmbeddingNetwork, build_network
@@ -20,7 +21,6 @@ from evernear.errors import IntegrityError
 from evernear.settings import TrainSettings
 
 WEIGHTS_FILE = "weights.pt"
-DESCRIPTION_FILE = "network.json"
 HISTORY_FILE = "history.json"
 
 

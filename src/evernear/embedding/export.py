@@ -18,6 +18,7 @@ from evernear.common.store import Store
 from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import Preprocessing
 from evernear.data.shards import Dataset
+from evernear.embedding import DESCRIPTION_FILE
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.artifact import TrainedNetwork, load_trained
 from evernear.embedding.data_loader import TrainingImages, to_tensor
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from evernear.embedding.frozen_backbone import FrozenHead
 
 NETWORK_FILE = "network.pt"
-DESCRIPTION_FILE = "network.json"
 PARITY_IMAGES = 256
 PARITY_SPLITS: tuple[Split, ...] = ("query", "gallery")
 T = TypeVar("T")

@@ -1,12 +1,13 @@
 """Plan training within a time limit.
 
 Based on the speed of this machine, the plan chooses the layers to train, the number of
-epochs and the image size. The speed is measured once for each combination of dataset
-and settings. The plan is stored beside the checkpoints, so a retry, a resumed run and
-the open-set probe follow the same plan even if the machine's speed changes. A schedule
-that ends at the time limit is better than a schedule that is cut off (Li et al. 2020,
-"Budgeted Training", arXiv:1905.04753). If the machine becomes slower, `Deadline`
-shortens each epoch, so that the schedule is still completed.
+epochs and the image size. The plan belongs to a run: its retries and its open-set probe
+follow the same plan even if the machine's speed changes. The plan is also stored beside
+the checkpoints. A resumed run, or a second run on the same images, follows it unless
+the machine has become clearly faster. A schedule that ends at the time limit is better
+than a schedule that is cut off (Li et al. 2020, "Budgeted Training", arXiv:1905.04753).
+If the machine becomes slower, `Deadline` shortens each epoch, so that the schedule is
+still completed.
 """
 
 import math
@@ -34,6 +35,8 @@ START_S = 15.0
 """Time in seconds for starting the training and probe processes and writing the
 results."""
 HEAD_STEP_S = 0.01
+FASTER = 1.5
+"""Factor by which the machine must have become faster to replace a stored plan."""
 MOST_EPOCHS = 30
 """Largest number of epochs. More epochs do not help."""
 FEWEST_EPOCHS = 4
@@ -53,8 +56,8 @@ after all ten epochs."""
 
 
 class Plan(Frozen):
-    """The plan for ``train.minutes``, saved as ``checkpoints/<key>/plan.json`` in the
-    store.
+    """The plan for ``train.minutes``, saved in the record of the run, and as
+    ``checkpoints/<key>/plan.json`` in the store.
     """
 
     train: TrainSettings
@@ -65,6 +68,9 @@ class Plan(Frozen):
     """Time in seconds after which the probe starts no further draw. The value is None
     if the probe has a single draw, which is limited by the number of steps.
     """
+    image_s: float = 0.0
+    """Seconds per image in the first measurement, which `find_plan` compares with the
+    present speed."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,11 @@ class Speed(NamedTuple):
     embed_s: float
     """Seconds per image for embedding on the CPU, as in steps other than training."""
 
+    @property
+    def image_s(self) -> float:
+        """Seconds per image of training, validation and embedding."""
+        return self.train_s + self.validate_s + self.embed_s
+
 
 Measure = Callable[[TrainSettings], Speed]
 
@@ -106,47 +117,60 @@ def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, me
     """The plan for ``settings.minutes``.
 
     If an earlier run with the same images, settings and code stored a plan, return that
-    plan.
+    plan, so that an interrupted training continues and a finished training is not
+    repeated. If the machine is now `FASTER` times as fast, make a new plan. Otherwise,
+    every run would follow a plan that was made while the machine was busy.
 
     Raises:
         SettingsError: the time is too short.
     """
+    started_s = time.monotonic()
+    speed = measure(first_measured(dataset, settings))
     name = f"checkpoints/{checkpoint_key(dataset.digest, settings, frozenset())}/plan.json"
-    stored = store.find(name) if store else None
-    if stored:
-        return Plan.model_validate_json(stored[0])
-    plan = make_plan(dataset, settings, measure)
+    if store and (stored := store.find(name)):
+        plan = Plan.model_validate_json(stored[0])
+        if plan.image_s <= FASTER * speed.image_s:
+            return plan
+    plan = make_plan(dataset, settings, speed, measure, started_s).model_copy(update={"image_s": speed.image_s})
     if store:
         store.put(name, plan.model_dump_json().encode())
     return plan
 
 
-def make_plan(dataset: Dataset, settings: TrainSettings, measure: Measure) -> Plan:
-    """Plan training that fits in ``settings.minutes``.
+def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: Measure, started_s: float) -> Plan:
+    """Plan training that fits in ``settings.minutes`` since ``started_s`` of the
+    monotonic clock.
 
-    ``measure`` returns the speed of this machine for given settings.
+    ``speed`` is the speed of this machine with the recipe of `first_measured`, and
+    ``measure`` returns it for other settings.
 
     Raises:
         SettingsError: the time is too short.
     """
-    end_s = time.monotonic() + settings.minutes * 60 * USED_SHARE - START_S
+    end_s = started_s + settings.minutes * 60 * USED_SHARE - START_S
     if settings.weights:
-        return _plan_pretrained(dataset, settings, end_s, measure)
-    work = _work(dataset, settings, settings, measure(with_defaults(settings, dataset)), 0.0)
+        return _plan_pretrained(dataset, settings, end_s, speed.embed_s, measure)
+    work = _work(dataset, settings, settings, speed, 0.0)
     time_s = end_s - time.monotonic()
     return work.plan(time_s) or _refuse(settings, work.shortest_s, time_s)
 
 
-def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, measure: Measure) -> Plan:
+def first_measured(dataset: Dataset, settings: TrainSettings) -> TrainSettings:
+    """The recipe that is measured first. For a pretrained network, it is a head."""
+    first = settings.model_copy(update={"layers": "head"}) if settings.weights else settings
+    return with_defaults(first, dataset)
+
+
+def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, embed_s: float, measure: Measure) -> Plan:
     """The plan for the first way in `LADDER` that fits. If none fits, the plan is for a
     head.
 
     ``train.layers`` may require a specific way.
     """
     of_head = settings.model_copy(update={"layers": "head"})
-    recipe, images = with_defaults(of_head, dataset), dataset.count("train")
+    recipe, images = first_measured(dataset, settings), dataset.count("train")
     steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
-    embed_s, head_s = measure(recipe).embed_s, steps * HEAD_STEP_S
+    head_s = steps * HEAD_STEP_S
     start_s = ((1 + max(0, settings.views)) * images + dataset.count("gallery")) * embed_s + 2 * head_s
     speeds: dict[Layers, Speed] = {}
     shortest_s = math.inf

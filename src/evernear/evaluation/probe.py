@@ -14,7 +14,7 @@ from evernear.common.store import Store
 from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
-from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON
+from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON, Plan
 from evernear.embedding.recipe import with_defaults
 from evernear.embedding.speed import plan_training
 from evernear.embedding.train import OnStep
@@ -102,6 +102,7 @@ def probe_open_set(
     on_step: OnStep | None = None,
     store: Store | None = None,
     on_draw: Callable[[int, int], None] | None = None,
+    plan: Plan | None = None,
 ) -> OpenSet:
     """Train without some classes, and measure the distances of their images.
 
@@ -119,16 +120,15 @@ def probe_open_set(
 
     ``on_step`` is called after each training step. ``on_draw`` is called after each
     draw with the number of completed draws and the total number of draws. Features of a
-    frozen backbone are read from ``store``. If ``train.minutes`` is set, no draw begins
-    after the planned time.
+    frozen backbone are read from ``store``. With the ``plan`` of a run with
+    ``train.minutes``, no draw begins after the planned time.
     """
     manifest = dataset.manifest
     counts = [manifest.label_counts(split) for split in SPLITS]
     # Every class needs images in each split, whether the class is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
     wanted = settings.held_out_classes or max(FEWEST_HELD_OUT, len(eligible) // 5)
-    plan = plan_training(dataset, train_settings, store) if train_settings.minutes else None
-    recipe = plan.probe if plan else probe_recipe(dataset, train_settings, settings)
+    recipe = plan.probe if plan else probe_recipe(dataset, train_settings, settings, store)
     held_out = choose_held_out(eligible, wanted, PROBE_DRAWS if recipe.keeps_backbone else 1, train_settings.seed)
     if not held_out:
         return OpenSet(held_out=())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ class Recognizer:
     ``name`` is the version of the release, or an empty string for a candidate.
     """
 
-    network: torch.jit.ScriptModule
+    network_dir: Path
     gallery: Gallery
     preprocessing: Preprocessing
     network_sha256: str
@@ -48,8 +49,8 @@ class Recognizer:
                 different network.
         """
         described = describe_network(network_dir)
-        return Recognizer(
-            network=load_network(network_dir),
+        recognizer = Recognizer(
+            network_dir=network_dir,
             gallery=Gallery.open(index_dir, described.sha256),
             preprocessing=described.preprocessing,
             network_sha256=described.sha256,
@@ -57,6 +58,16 @@ class Recognizer:
             name=name,
             embedder=ExportedEmbedder(network_dir, store) if store and described.features_dim else None,
         )
+        if recognizer.embedder is None:
+            _ = recognizer.network
+        return recognizer
+
+    @cached_property
+    def network(self) -> torch.jit.ScriptModule:
+        """The network, which is loaded now or, with an ``embedder``, when an image must
+        be embedded without the store.
+        """
+        return load_network(self.network_dir)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -26,6 +26,6 @@ def require_runnable(chosen: RunSettings) -> None:
         with index_backend(chosen.index.backend) as backend:
             backend.check(chosen.index)
     if chosen.train.weights.startswith(PREFIX):
-        from evernear.embedding.weights import store_package  # timm takes seconds to import
+        from evernear.embedding.packaged_weights import store_package
 
         store_package(chosen.train.weights, open_store(chosen.store_uri))

@@ -34,6 +34,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.parts import PARTS
 from evernear.common.run_record import RUNS, RunRecord
+from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import Store
 from evernear.common.store.lease import Lease
 from evernear.data.manifest import Manifest, Shard, manifest_key
@@ -51,7 +52,6 @@ from evernear.review.submissions import ORIGINALS, SUBMITTED, Submission
 from evernear.review.suspects import SUSPECTS, Suspects
 from evernear.serving.query_log_files import QUERIES, LoggedQuery, closed_at, parse_file
 
-CHECKPOINTS = "checkpoints/"
 PAGES = ("examples.json", "replay.json", "run.html")
 """Objects of a run record that contain images."""
 Digests = NDArray[np.bytes_]

@@ -35,12 +35,12 @@ from pathlib import PurePosixPath
 from evernear.common.frozen import Frozen
 from evernear.common.parts import PARTS
 from evernear.common.run_record import ABANDONED_AFTER, EXIT_STEP, RUNS, STARTING, RunRecord, may_be_active, this_host
+from evernear.common.step_results import CHECKPOINTS
 from evernear.common.store import ObjectInfo, Store
 from evernear.common.store.lease import Lease
 from evernear.data.snapshots import DATASETS, Snapshots
 from evernear.embedding.embedding_cache import EMBEDDINGS_PREFIX
 from evernear.errors import BusyError, IntegrityError
-from evernear.maintenance.forget import CHECKPOINTS
 from evernear.maintenance.references import RESUMABLE, Unreadable, datasets, references
 from evernear.release.pruning import prune_releases, surplus_releases
 from evernear.release.records import ARCHIVES, MANIFESTS, RELEASES

@@ -4,16 +4,19 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evernear.common.store import Store
 from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError, StoreError, TransientStoreError
 from evernear.evaluation.evaluate import ReleasedSystem, UnavailableSystem
 from evernear.evaluation.measure import NO_CHANGES
-from evernear.evaluation.recognizer import Recognizer
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.settings import ClassSettings
+
+if TYPE_CHECKING:
+    from evernear.evaluation.recognizer import Recognizer
 
 
 @contextmanager
@@ -100,13 +103,15 @@ def _open_system(store: Store, version: str, classes: ClassSettings, scratch: Pa
     return ReleasedSystem(recognizer, dataset, classes, fault)
 
 
-def open_released(store: Store, version: str, scratch: Path) -> Recognizer:
+def open_released(store: Store, version: str, scratch: Path) -> "Recognizer":
     """Open the recognizer of a release. The release is unpacked in ``scratch``.
 
     Raises:
         IntegrityError: the archive is damaged.
         StoreError: the release does not exist, or the store is unreachable.
     """
+    from evernear.evaluation.recognizer import Recognizer  # torch takes seconds to import
+
     archive = scratch / "release.mar"
     Registry(store).fetch(version, archive)
     parts = open_release(archive, scratch / "release")

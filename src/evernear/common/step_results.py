@@ -1,0 +1,97 @@
+"""Results of steps, so that no run repeats work whose inputs have not changed.
+
+::
+
+    checkpoints/<key>/<file>
+    checkpoints/<key>/result.json    the summary, the output and the sha256 of each file
+
+The key is a hash of everything that determines the result: data, settings, weights and
+code. ``result.json`` is written last, so an incomplete result is not read. Like other
+checkpoints, results may be deleted at any time.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
+
+from evernear.common.code_digest import code_digest
+from evernear.common.disk import sha256_file
+from evernear.common.frozen import Frozen
+from evernear.common.store import Store
+from evernear.errors import IntegrityError, MissingObjectError
+
+CHECKPOINTS = "checkpoints/"
+RESULT = "result.json"
+REUSED = "an earlier run computed this from the same images, settings and code"
+
+
+class StepResult(Frozen):
+    """The result of a step, as stored."""
+
+    summary: str
+    output: dict[str, Any] = {}
+    """The values that the step returns or records, as JSON."""
+    files: dict[str, str] = {}
+    """The sha256 of each file in the step's output directory."""
+
+
+class Computed(NamedTuple):
+    """The result of a computation."""
+
+    summary: str
+    output: dict[str, Any]
+    reusable: bool = True
+    """Whether the inputs alone determined the result.
+    A lack of time, for example, makes it false.
+    """
+
+
+def result_key(module: str, libraries: tuple[str, ...], **inputs: JsonValue) -> str:
+    """A hash of ``inputs``, the code that ``module`` imports,
+    and the versions of ``libraries``.
+    """
+    document = {"module": module, "code": code_digest(module, libraries), "inputs": inputs}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def compute_once(store: Store, key: str, directory: Path | None, compute: Callable[[], Computed]) -> Computed:
+    """Return the stored result of ``key``,
+    or the result of ``compute``, which is then stored.
+
+    The files of the result are in ``directory``, unless it is None. A stored result
+    that is damaged is computed again.
+
+    Raises:
+        StoreError: the store or the disk fails.
+    """
+    with suppress(IntegrityError, MissingObjectError):
+        stored = _restore(store, key, directory)
+        return Computed(f"{stored.summary}; {REUSED}", stored.output)
+    computed = compute()
+    if computed.reusable:
+        paths = sorted(path for path in directory.iterdir() if path.is_file()) if directory else []
+        for path in paths:
+            store.put(f"{CHECKPOINTS}{key}/{path.name}", path)
+        files = {path.name: sha256_file(path) for path in paths}
+        result = StepResult(summary=computed.summary, output=computed.output, files=files)
+        store.put(f"{CHECKPOINTS}{key}/{RESULT}", result.to_json())
+    return computed
+
+
+def _restore(store: Store, key: str, directory: Path | None) -> StepResult:
+    """Copy the files of a stored result to ``directory``.
+
+    Raises:
+        MissingObjectError: no complete result is stored.
+        IntegrityError: the result is damaged.
+    """
+    result = StepResult.from_json(store.get(f"{CHECKPOINTS}{key}/{RESULT}"), key)
+    if directory:
+        for name, sha256 in result.files.items():
+            store.fetch(f"{CHECKPOINTS}{key}/{name}", directory / name, sha256)
+    return result

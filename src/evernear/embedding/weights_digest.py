@@ -1,0 +1,29 @@
+"""The hash of pretrained weights, without loading torch if possible,
+which takes seconds.
+"""
+
+from pathlib import Path
+
+from evernear.common.disk import sha256_file
+from evernear.common.store import Store
+from evernear.settings import TrainSettings
+from evernear.settings.weight_packages import weight_package
+
+
+def weights_sha256(settings: TrainSettings, store: Store) -> str | None:
+    """The sha256 of the file that ``train.weights`` names, or None without weights.
+
+    Raises:
+        TrainingError: as `evernear.embedding.weights.read_weights`.
+        StoreError: the weights cannot be fetched.
+    """
+    if not settings.weights:
+        return None
+    if package := weight_package(settings.weights):
+        return package.sha256
+    if (path := Path(settings.weights)).is_file():
+        return sha256_file(path)
+    from evernear.embedding.backbone import choose_backbone  # timm takes seconds to import
+    from evernear.embedding.weights import read_weights
+
+    return read_weights(settings.weights, choose_backbone(settings), store).sha256
