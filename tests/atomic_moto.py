@@ -3,7 +3,6 @@ Plain moto checks the condition and writes in two steps.
 """
 
 import io
-import sys
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,19 +12,17 @@ from moto.server import ThreadedMotoServer
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
-_CONDITIONS = {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"}
 
-
-def start_moto(port: int = 0) -> ThreadedMotoServer:
-    """Start moto on a port of the loopback interface; 0: a free one."""
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+def start_moto() -> ThreadedMotoServer:
+    """Start moto on a free port of the loopback interface."""
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     server, lock = moto._server, threading.Lock()
     assert server is not None
     application = server.app
 
     def atomic(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        if environ["REQUEST_METHOD"] != "PUT" or not _CONDITIONS & environ.keys():
+        if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             return application(environ, start_response)
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))  # not while others wait
         with lock:
@@ -35,6 +32,6 @@ def start_moto(port: int = 0) -> ThreadedMotoServer:
     return moto
 
 
-if __name__ == "__main__":  # python atomic_moto.py PORT: for settings that are global in moto, such as authorization
-    start_moto(int(sys.argv[1]))
+if __name__ == "__main__":  # prints its port; for settings that are global in moto, such as authorization
+    print(start_moto().get_host_and_port()[1], flush=True)
     threading.Event().wait()

@@ -25,7 +25,6 @@ from evernear.errors import ConflictError, StoreError
 from evernear.serving.query_log import ship_query_log
 from evernear.triggers.requests import RequestStore
 from evernear.triggers.watch.schedule_state import ScheduleStore
-from tests.ports import free_ports, wait_for_port
 from tests.seaweedfs import seaweedfs
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -56,17 +55,16 @@ def secured_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 
 @contextmanager
 def moto_with_users(directory: Path) -> Iterator[SecuredServer]:
-    (port,) = free_ports(1)
     # A separate process, because authorization is global state in moto.
-    command = [sys.executable, str(REPOSITORY / "tests" / "atomic_moto.py"), str(port)]
+    command = [sys.executable, str(REPOSITORY / "tests" / "atomic_moto.py")]
     environment = os.environ | {"INITIAL_NO_AUTH_ACTION_COUNT": "inf"}
     with (
         (directory / "log").open("wb") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as server,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment, text=True) as server,
     ):
         try:
-            wait_for_port(port, server)
-            endpoint = f"http://127.0.0.1:{port}"
+            assert server.stdout is not None
+            endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
             keys = _create_users(endpoint)
             requests.post(f"{endpoint}/moto-api/reset-auth", data="0", timeout=10).raise_for_status()
             yield SecuredServer(endpoint, keys)

@@ -156,21 +156,24 @@ def test_burst_of_changes_leads_to_one_check(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with notifying_minio() as minio:
         monkeypatch.setenv("AWS_ENDPOINT_URL", minio.url)
-        bucket = make_settings(tmp_path, debounce_s=1.0)
+        bucket = make_settings(tmp_path, debounce_s=60.0)  # no check begins during the burst, however long it takes
         bucket = bucket.model_copy(update={"data": bucket.data.model_copy(update={"source": "s3://images"})})
         # This server cannot list the source, which a check reports as a fault.
-        with running(bucket, tmp_path) as (_, watcher):
-            await_(lambda: minio.streams and len(watcher.checks_s) >= 2)  # the first, and that of the new stream
-            await_(lambda: len(minio.filters) == 1)
+        with running(bucket, tmp_path) as (service, watcher):
+            await_(lambda: minio.streams and watcher.checks_s)
+            await_(lambda: until(service, "check") < timedelta(seconds=60))  # after the check, for the new stream
             before = len(watcher.checks_s)
             for number in range(40):
+                due = service._scheduler.get_job("check").next_run_time
                 minio.notify(f"7/{number}.png")
-                time.sleep(0.01)
-            last_s = time.monotonic()
-            await_(lambda: len(watcher.checks_s) > before)
-            assert watcher.checks_s[before] - last_s > 0.7
-            time.sleep(1.3)
+                await_(lambda due=due: service._scheduler.get_job("check").next_run_time > due)
+            assert until(service, "check") <= timedelta(seconds=60)
+            assert len(watcher.checks_s) == before, "each change delays the check"
+            failures = service._failures
+            service._scheduler.get_job("check").modify(next_run_time=datetime.now(UTC))
+            await_(lambda: service._failures > failures)
             assert len(watcher.checks_s) == before + 1
+            assert until(service, "check") > timedelta(seconds=20), "no other check is due"
             minio.end_streams()
 
 
