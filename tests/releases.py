@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import socket
 import zipfile
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,6 +26,7 @@ from evernear.release.archive_reader import ARCHIVE_FILE, MANIFEST_FILE
 from evernear.release.manifest import VERDICT_FILE, Part, ReleaseManifest, new_version
 from evernear.serving import HANDLER
 from evernear.settings import DataSettings, IndexSettings, ServingSettings, TrainSettings
+from tests.ports import free_ports
 
 COMPLETE = "complete"
 """A file that `build_system` writes last."""
@@ -165,14 +164,9 @@ def decided(system: System, parent: str | None, promote: bool) -> Verdict:
 
 
 def settings_on_free_ports(**changes: object) -> ServingSettings:
-    """Settings of a server on currently free ports."""
+    """Settings of a server on free ports."""
     names = [name for name in ServingSettings.model_fields if name.endswith("_port")]
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in names]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        ports = {name: sock.getsockname()[1] for name, sock in zip(names, sockets, strict=True)}
-    return ServingSettings.model_validate(ports | changes)
+    return ServingSettings.model_validate(dict(zip(names, free_ports(len(names)), strict=True)) | changes)
 
 
 def forge(release: PackedRelease, archive: Path, **parts: bytes) -> PackedRelease:

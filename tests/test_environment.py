@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.ports import free_ports
+
 HOSTILE = {
     "EVERNEAR_PIPELINE__ENDPOINT": "http://kfp.example",
     "EVERNEAR_STORE": "s3://someone",
@@ -64,3 +66,9 @@ def test_commands_under_test_can_be_interrupted_in_a_background_job() -> None:
         words = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
         done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_ports_are_chosen_once_and_outside_the_range_of_connections() -> None:
+    ports = [*free_ports(20), *free_ports(20)]
+    assert len({*ports}) == len(ports)
+    assert all(1024 < port < 32_768 for port in ports)
