@@ -164,6 +164,19 @@ def test_pattern_that_leaves_nothing_to_test_is_refused_before_the_ingest(tmp_pa
     assert not (tmp_path / "store").exists() or not list((tmp_path / "store").rglob("head.json"))
 
 
+def test_groups_of_all_classes_fill_every_split(tmp_path: Path, run_ingest, make_image):
+    """30 persons show each of ten signs. A person counts in all classes at once."""
+    for number in range(300):
+        person, sign = divmod(number, 10)
+        add(tmp_path / "signs" / f"sign{sign}" / f"{person:02}" / "photo.png", make_image(number))
+    manifest = run_ingest(tmp_path / "signs", group="folder")
+    persons = {split: manifest.count(split) / 10 for split in SPLITS}
+    assert manifest.groups == 30
+    assert persons["test"] in (2, 3, 4)
+    assert persons["gallery"] in (2, 3, 4)
+    assert persons["query"] in (1, 2, 3)
+
+
 def test_pattern_that_makes_a_group_of_every_image_is_said(tmp_path: Path, scenes: Path):
     said: list[str] = []
     settings = DataSettings(source=f"folder:{scenes}", group="(.*)")

@@ -112,8 +112,15 @@ class GroupTable:
 
     # The splits of groups during an ingest
 
-    def start_placing(self) -> None:
-        """Record the splits of the images in each group, including removed images."""
+    def start_placing(self, listed: Iterable[tuple[str, str]] = ()) -> None:
+        """Record the splits of the images in each group, including removed images.
+
+        ``listed`` contains the group and the label of each listed file.
+        """
+        self._all("DROP TABLE IF EXISTS temp.listed")
+        self._all("CREATE TEMP TABLE listed (name, label, PRIMARY KEY (name, label)) WITHOUT ROWID")
+        with sqlite_errors():
+            self._db.executemany("INSERT OR IGNORE INTO listed VALUES (?, ?)", (row for row in listed if row[0]))
         self._all("DROP TABLE IF EXISTS temp.placed")
         self._all(
             "CREATE TEMP TABLE placed (name, label, split, images, PRIMARY KEY (name, label, split)) WITHOUT ROWID"
@@ -135,6 +142,16 @@ class GroupTable:
         query = f"SELECT name, label, split, images FROM placed WHERE name IN ({marks([*names])})"  # noqa: S608 - question marks only
         for name, label, split, images in self._all(query, *names):
             found[name][label, split] = images
+        return found
+
+    def labels(self, names: Collection[str]) -> defaultdict[str, list[str]]:
+        """The labels of the listed files in the groups with the given ``names``, of
+        which there are at most 500.
+        """
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        query = f"SELECT name, label FROM listed WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
+        for name, label in self._all(query, *names):
+            found[name].append(label)
         return found
 
     def place(self, groups: Mapping[str, Members]) -> None:

@@ -29,7 +29,8 @@ class Placer:
         for shard in ledger.shards().values():
             for label, count in shard.label_counts.items():
                 self._counts[label][shard.split] += count
-        ledger.groups.start_placing()
+        listed = ((group(entry.name, entry.label), entry.label) for entry in ledger.in_order())
+        ledger.groups.start_placing(listed if settings.group else ())
         for label, split, groups, images in ledger.groups.units():
             self._counts[label][split] += groups - images
 
@@ -53,6 +54,7 @@ class Placer:
         earlier = self._ledger.removed_splits(digests)
         groups = [self._group(name, label) for name, label in zip(names, labels, strict=True)]
         placed = self._ledger.groups.placed(set(groups) - {""})
+        listed = self._ledger.groups.labels(set(groups) - {""})
         splits: dict[int, Split] = {}
         for row, (name, label, digest, group) in enumerate(zip(names, labels, digests, groups, strict=True)):
             if digest in known:
@@ -64,19 +66,35 @@ class Placer:
             if digest in reviewed or is_reviewed(name):
                 candidates = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]
                 split = split if split in TRAINING else None
-            split = split or self._choose(label, digest, group, members, candidates)
-            self._counts[label][split] += not members[label, split]
+            split = split or self._choose(label, digest, group, members, listed[group], candidates)
+            self._counts[label][split] += (label, split) not in members
             members[label, split] += 1
             splits[row] = split
         placed.pop("", None)
         self._ledger.groups.place(placed)
         return splits
 
-    def _choose(self, label: str, digest: bytes, group: str, members: Members, candidates: tuple[Split, ...]) -> Split:
-        counts = self._counts[label]
+    def _choose(
+        self,
+        label: str,
+        digest: bytes,
+        group: str,
+        members: Members,
+        labels: Sequence[str],
+        candidates: tuple[Split, ...],
+    ) -> Split:
+        """Choose the split of an image. ``labels`` are all labels of its group."""
         if not group:
-            return choose_split(digest, counts, self._fractions(candidates))
-        return _followed(members, candidates) or choose_group_split(group, counts, self._fractions(candidates))
+            return choose_split(digest, self._counts[label], self._fractions(candidates))
+        if followed := _followed(members, candidates):
+            return followed
+        others = [other for other in labels if other != label]
+        counts = [self._counts[each] for each in (label, *others)]
+        split = choose_group_split(group, counts, self._fractions(candidates))
+        for other in others:  # counts the group in all its classes at once
+            members[other, split] = 0
+            self._counts[other][split] += 1
+        return split
 
 
 def _followed(members: Members, candidates: Sequence[Split]) -> Split | None:

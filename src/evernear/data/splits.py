@@ -3,7 +3,7 @@ mostly determined by a hash.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from evernear.data.manifest import Split
 from evernear.settings import DataSettings
@@ -47,9 +47,10 @@ def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[
     return hash_split(digest, fractions)
 
 
-def choose_group_split(group: str, counts: Mapping[Split, int], fractions: Mapping[Split, float]) -> Split:
-    """Choose the split for a new group. ``counts`` contains the number of groups in
-    each split for the class of the group's first image.
+def choose_group_split(group: str, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float]) -> Split:
+    """Choose the split for a new group. ``counts`` contains, for each class of the
+    group, the number of groups in each split. The class of the group's first image is
+    the first.
 
     The first three groups of a class are assigned to train, test and gallery. Even a
     class with two groups is therefore tested with images from a different scene. If the
@@ -57,10 +58,10 @@ def choose_group_split(group: str, counts: Mapping[Split, int], fractions: Mappi
     uses the hash of the group's name.
     """
     for split in _FIRST_GROUPS:
-        if fractions.get(split) and not counts[split]:
+        if fractions.get(split) and not all(of_class[split] for of_class in counts):
             return split
     digest = hashlib.sha256(group.encode(errors="surrogateescape")).digest()
-    return choose_split(digest, counts, fractions)
+    return choose_split(digest, counts[0], fractions)
 
 
 def hash_split(digest: bytes, fractions: Mapping[Split, float]) -> Split:
