@@ -38,6 +38,7 @@ from tests.releases import MakeRelease, System
 pytestmark = pytest.mark.cluster
 KUBECONFIG, IMAGE = "KUBECONFIG", "EVERNEAR_TEST_TRAIN_IMAGE"
 INDEX = "batch.kubernetes.io/job-completion-index"
+JOB = "batch.kubernetes.io/job-name"
 POD_START_S = 300
 
 
@@ -65,11 +66,11 @@ class Site:
 
     def pods(self) -> list[V1Pod]:
         """The pods of all Jobs."""
-        return CoreV1Api(self.admin).list_namespaced_pod(self.namespace, label_selector="job-name").items
+        return CoreV1Api(self.admin).list_namespaced_pod(self.namespace, label_selector=JOB).items
 
     def jobs(self) -> set[str]:
-        """The UIDs of all Jobs."""
-        return {job.metadata.uid for job in BatchV1Api(self.admin).list_namespaced_job(self.namespace).items}
+        """The names of all Jobs."""
+        return {job.metadata.name for job in BatchV1Api(self.admin).list_namespaced_job(self.namespace).items}
 
     def running_pod(self) -> V1Pod:
         """Wait for a running pod of a Job."""
@@ -81,7 +82,7 @@ class Watch:
 
     def __init__(self, site: Site) -> None:
         self._site, self._stop = site, threading.Event()
-        self._pods, self.jobs = dict[str, int](), set[str]()
+        self._pods = dict[str, tuple[str, int]]()
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> "Watch":
@@ -92,14 +93,18 @@ class Watch:
         self._stop.set()
         self._thread.join()
 
-    def pods_by_index(self) -> dict[int, int]:
-        """The number of pods of each index."""
-        return dict(Counter(self._pods.values()))
+    def pods_by_index(self, job: str) -> dict[int, int]:
+        """The number of pods of each index of a Job."""
+        return dict(Counter(index for name, index in self._pods.values() if name == job))
+
+    def jobs(self) -> set[str]:
+        """The names of all Jobs that had pods."""
+        return {name for name, _ in self._pods.values()}
 
     def _run(self) -> None:
         while not self._stop.wait(0.2):
-            self.jobs |= self._site.jobs()
-            self._pods |= {pod.metadata.uid: int(pod.metadata.annotations[INDEX]) for pod in self._site.pods()}
+            for pod in self._site.pods():
+                self._pods[pod.metadata.uid] = pod.metadata.labels[JOB], int(pod.metadata.annotations[INDEX])
 
 
 @pytest.fixture
@@ -149,7 +154,8 @@ def test_lost_pod_costs_its_part(site: Site) -> None:
     with Watch(site) as seen:
         on_nodes = site.ingest("on-nodes", 3)
     losing.join()
-    assert seen.pods_by_index() == {index: 2 if index in lost else 1 for index in range(7)}
+    (job,) = seen.jobs()
+    assert seen.pods_by_index(job) == {index: 2 if index in lost else 1 for index in range(7)}
     assert on_nodes == site.ingest("alone", 1)
 
 
@@ -168,12 +174,11 @@ def test_part_that_fails_for_good_ends_the_step_with_its_sentence(
     damaged = next(shard for shard in system.dataset.manifest.shards if shard.split == "query")
     key = next(info.key for info in site.store.list("datasets/") if damaged.sha256 in info.key)
     site.store.put(key, b"damaged")
-    inputs = (system, dataset, site.store, site.job, site.out)
+    embed = partial(small_steps.embed, "on-nodes", 3, system, dataset, site.store, site.job, site.out)
     with Watch(site) as seen:
-        sentences = [sentence(partial(small_steps.embed, f"on-{nodes}", nodes, *inputs), capfd) for nodes in (3, 1)]
-    assert sentences[0] == sentences[1]
-    assert damaged.sha256 in sentences[0]
-    assert set(seen.pods_by_index().values()) == {1}, "it is not retried"
+        assert damaged.sha256 in sentence(embed, capfd)
+    (job,) = seen.jobs()
+    assert set(seen.pods_by_index(job).values()) == {1}, "it is not retried"
     until(lambda: not site.pods(), POD_START_S)
 
 
@@ -185,9 +190,10 @@ def test_killed_step_continues_with_its_job(site: Site) -> None:
         site.running_pod()
         step.kill()
         step.join()
+        (left,) = site.jobs()
         on_nodes = site.ingest("on-nodes", 2)
-    assert len(seen.jobs) == 1
-    assert seen.pods_by_index() == dict.fromkeys(range(7), 1)
+    assert seen.pods_by_index(left) == dict.fromkeys(range(7), 1), "it was adopted"
+    assert len(seen.jobs()) == 2, "a file that could not be decoded is read again"
     assert site.jobs() == set()
     assert on_nodes == site.ingest("alone", 1)
 
