@@ -117,10 +117,10 @@ class GroupTable:
 
         ``listed`` contains the group and the label of each listed file.
         """
-        self._all("DROP TABLE IF EXISTS temp.listed")
-        self._all("CREATE TEMP TABLE listed (name, label, PRIMARY KEY (name, label)) WITHOUT ROWID")
+        self._all("DROP TABLE IF EXISTS temp.group_labels")
+        self._all("CREATE TEMP TABLE group_labels (name, label, PRIMARY KEY (name, label)) WITHOUT ROWID")
         with sqlite_errors():
-            self._db.executemany("INSERT OR IGNORE INTO listed VALUES (?, ?)", (row for row in listed if row[0]))
+            self._db.executemany("INSERT OR IGNORE INTO group_labels VALUES (?, ?)", (row for row in listed if row[0]))
         self._all("DROP TABLE IF EXISTS temp.placed")
         self._all(
             "CREATE TEMP TABLE placed (name, label, split, images, PRIMARY KEY (name, label, split)) WITHOUT ROWID"
@@ -149,7 +149,7 @@ class GroupTable:
         which there are at most 500.
         """
         found: defaultdict[str, list[str]] = defaultdict(list)
-        query = f"SELECT name, label FROM listed WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
+        query = f"SELECT name, label FROM group_labels WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
         for name, label in self._all(query, *names):
             found[name].append(label)
         return found
