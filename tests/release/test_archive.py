@@ -60,7 +60,7 @@ def test_restamped_releases_of_other_tests_are_those_that_would_be_packed(
     with zipfile.ZipFile(restamped.archive) as ours, zipfile.ZipFile(packed.archive) as theirs:
         assert sorted(ours.namelist()) == sorted(theirs.namelist())
         differing = [name for name in theirs.namelist() if ours.read(name) != theirs.read(name)]
-        assert differing == ["MAR-INF/MANIFEST.json"]
+        assert set(differing) <= {"MAR-INF/MANIFEST.json"}  # has the time of packing, in seconds
         mine, other = (json.loads(archive.read("MAR-INF/MANIFEST.json")) for archive in (ours, theirs))
         del mine["createdOn"], other["createdOn"]
         assert mine == other
