@@ -161,6 +161,8 @@ def test_ingest_rejects_a_run_that_cannot_deploy(
     assert run_ingest(tmp_path) == 2
     assert "kubernetes.image" in capsys.readouterr().err
     assert run_ingest(tmp_path, serving_image="registry.example/serve@sha256:" + 64 * "a") == 12
+    assert run_ingest(tmp_path, preset="frozen", target="registry") == 2
+    assert "requires train.weights" in capsys.readouterr().err
     assert run_ingest(tmp_path, preset="bset", target="registry") == 2
     (record,) = RunRecord(open_store((tmp_path / "store").as_uri()), "run").steps()
     assert (record.step, record.state) == ("ingest", "failed")

