@@ -40,7 +40,9 @@ def test_server_exports_metrics_of_its_requests(served: Served) -> None:
     answer, *_ = [served.client().predict(image) for _ in range(3)]
     with pytest.raises(PredictionRejectedError):
         served.client().predict(b"no image")
+    rejected = value(before, "evernear_requests_total", 'outcome="BadImage"') + 1
     _await(lambda: value(scrape(served), "evernear_batch_size_sum") == value(before, "evernear_batch_size_sum") + 4)
+    _await(lambda: value(scrape(served), "evernear_requests_total", 'outcome="BadImage"') == rejected)
     after = scrape(served)
 
     def more(name: str, *labels: str) -> float:
