@@ -118,12 +118,13 @@ $(UV):
 	$(PYTHON) -m venv .venv/tools
 	.venv/tools/bin/pip install --quiet --disable-pip-version-check uv
 
-# What the demo runs, at the versions of the lock. `.installed` adds everything else to the same environment.
+# What the demo runs, and pip for the packages that messages name, at the versions of the lock. `.installed` adds
+# everything else to the same environment.
 .venv/.demo: $(UV) pyproject.toml requirements.lock requirements-torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --constraints requirements.lock \
-	    --requirements pyproject.toml $(addprefix --extra ,$(DEMO_EXTRAS))
+	    --requirements pyproject.toml $(addprefix --extra ,$(DEMO_EXTRAS)) pip
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
