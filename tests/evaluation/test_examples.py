@@ -140,7 +140,7 @@ def test_new_images_are_those_of_added_shards(system: System, recognizer: Recogn
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 40])
 def test_projection_of_few_or_equal_embeddings_is_finite(count: int) -> None:
     different = np.random.default_rng(0).normal(size=(count, 16)).astype(np.float32)
-    for embeddings in (different, np.ones((count, 16), np.float32), different[:, :1]):
+    for embeddings in (different, np.ones((count, 16), np.float32), different[:, :2], different[:, :1]):
         places = project(embeddings)
         assert places.shape == (count, 2)
         assert np.isfinite(places).all()
