@@ -249,7 +249,8 @@ def probe(run: str, settings: Tree, dataset: str, open_set: str) -> None:
             on_step, on_draw = countdowns.training(running), countdowns.draws(running)
             of_run = Plan.model_validate(plan) if plan else None
             result = probe_open_set(data, here, chosen.evaluation, chosen.index, on_step, record.store, on_draw, of_run)
-            return Computed(result.summary() or "too few classes to hold one out", result.model_dump(mode="json"))
+            summary = result.summary().removesuffix(".") or "too few classes to hold one out"
+            return Computed(summary, result.model_dump(mode="json"))
 
         inputs = chosen.model_dump(mode="json", include={"evaluation", "index"})
         key = _training_key("evernear.evaluation.probe", data, here, record.store, plan=plan, **inputs)
