@@ -21,4 +21,5 @@ def write_images(folder: Path, count: int, first: int = 0, size: tuple[int, int]
 def described(form: str, manifest: Manifest, release: str = "") -> Export:
     """The export of a snapshot in a format."""
     values = {"format": form, "store_uri": manifest.store_uri, "dataset": manifest.name, "digest": manifest.digest}
-    return Export.model_validate({**values, "release": release})
+    groups = bool(manifest.groups) and form != "folder"
+    return Export.model_validate({**values, "release": release, "groups": groups})

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evernear.common.store import open_store
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import Newest, diff_source, fetch_ledger
 from evernear.data.sources import open_source
@@ -34,9 +35,17 @@ def tar(path: Path, members: list[Sample], mode: str = "w") -> Path:
     return path
 
 
-def parquet(path: Path, images: list[bytes | None], labels: list[object], names: list[str] | None = None) -> Path:
+def parquet(
+    path: Path,
+    images: list[bytes | None],
+    labels: list[object],
+    names: list[str] | None = None,
+    groups: list[object] | None = None,
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"image": [{"bytes": image, "path": None} for image in images], "label": labels})
+    if groups is not None:
+        table = table.append_column("group", pa.array(groups))
     if names:
         features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": names}}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
@@ -158,6 +167,100 @@ def test_watcher_opens_only_new_files(tmp_path, images, run_ingest, opened, kind
     write(root / "part-1", images[:5], labels_of(images[:5]))
     assert diff_source(values, [ledger], Newest(ledger))[0].new == 5
     assert {Path(file).stem for file in opened} == {"part-1"}
+
+
+def tar_of_groups(path: Path, images: list[bytes], labels: list[str], groups: list[str]) -> None:
+    rows = [json.dumps({"label": k, "group": g}).encode() for k, g in zip(labels, groups, strict=True)]
+    pairs = enumerate(zip(images, rows, strict=True))
+    tar(path.with_suffix(".tar"), [m for n, (i, row) in pairs for m in ((f"{n:04}.png", i), (f"{n:04}.json", row))])
+
+
+def parquet_of_groups(path: Path, images: list[bytes], labels: list[str], groups: list[str]) -> None:
+    parquet(path.with_suffix(".parquet"), list(images), list(labels), groups=list(groups))
+
+
+GROUPED = [("webdataset", tar_of_groups), ("huggingface", parquet_of_groups)]
+
+
+def scenes_of(images: list[bytes]) -> list[str]:
+    return [f"scene {number // 4}" for number in range(len(images))]
+
+
+@pytest.mark.parametrize(("kind", "write"), GROUPED)
+def test_groups_stay_in_one_split_and_are_remembered(
+    tmp_path, images, make_image, run_ingest, contents, digest_of, opened, kind, write
+) -> None:
+    root = tmp_path / "packed"
+    write(root / "part-0", images, labels_of(images), scenes_of(images))
+    first = run_ingest(f"{kind}:{root}", group="column")
+    assert first.groups == 30
+    before = contents(first).split
+    opened.clear()
+    assert run_ingest(f"{kind}:{root}", group="column").digest == first.digest
+    assert not opened
+    new = [make_image(1000 + number) for number in range(30)]
+    write(root / "part-1", new, labels_of(new), [f"scene {number}" for number in range(30)])
+    second = run_ingest(f"{kind}:{root}", group="column")
+    assert second.groups == 30
+    assert {Path(file).stem for file in opened} == {"part-1"}
+    after = contents(second).split
+    for number, image in enumerate(new):
+        assert after[digest_of(image)] == before[digest_of(images[4 * number])]
+
+
+@pytest.mark.parametrize(("kind", "write"), GROUPED)
+def test_images_that_are_decoded_again_keep_their_groups(
+    tmp_path, images, run_ingest, kind, write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "packed"
+    write(root / "part-0", images, labels_of(images), scenes_of(images))
+    first = run_ingest(f"{kind}:{root}", group="column")
+    monkeypatch.setattr("evernear.data.ingest.code_digest", lambda *names: "another decoder")
+    assert run_ingest(f"{kind}:{root}", group="column").groups_sha256 == first.groups_sha256
+
+
+@pytest.mark.parametrize(("kind", "write"), GROUPED)
+def test_groups_of_removed_and_changed_files_are_forgotten(tmp_path, images, run_ingest, kind, write) -> None:
+    root = tmp_path / "packed"
+    write(root / "part-0", images[:60], labels_of(images[:60]), scenes_of(images[:60]))
+    write(root / "part-1", images[60:], labels_of(images[60:]), [f"other {number // 4}" for number in range(60)])
+    assert run_ingest(f"{kind}:{root}", group="column").groups == 30
+    write(root / "part-0", images[:60], labels_of(images[:60]), [f"set {number // 10}" for number in range(60)])
+    assert run_ingest(f"{kind}:{root}", group="column").groups == 21
+    next(root.glob("part-1*")).unlink()
+    assert run_ingest(f"{kind}:{root}", group="column").groups == 6
+
+
+def test_groups_that_are_not_used_are_said(tmp_path, images) -> None:
+    parquet(tmp_path / "hf" / "a.parquet", list(images), list(labels_of(images)), groups=list(range(120)))
+    said: list[str] = []
+    ingest_source(
+        DataSettings(source=f"huggingface:{tmp_path / 'hf'}"), (tmp_path / "store").as_uri(), warn=said.append
+    )
+    assert said == [
+        f"the groups that huggingface:{tmp_path / 'hf'} names are not used: the images of a group stay in one split"
+        " only with --set data.group=column, from the first ingest on"
+    ]
+
+
+def test_values_that_are_no_group_are_ignored(tmp_path, images, run_ingest) -> None:
+    parquet(tmp_path / "hf" / "a.parquet", list(images), list(labels_of(images)), groups=[{"id": 1}] * 120)
+    rows = (json.dumps({"label": label, "group": {"id": 1}}).encode() for label in labels_of(images))
+    pairs = enumerate(zip(images, rows, strict=True))
+    tar(tmp_path / "wds" / "a.tar", [m for n, (i, row) in pairs for m in ((f"{n}.png", i), (f"{n}.json", row))])
+    for source in (f"huggingface:{tmp_path / 'hf'}", f"webdataset:{tmp_path / 'wds'}"):
+        with pytest.raises(DataError, match=r"data\.group=column finds a group in none of the names"):
+            run_ingest(source, group="column")
+
+
+def test_reread_lists_an_unchanged_file_again(tmp_path, images, run_ingest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evernear.data.sources.packed.file_etag", lambda stat: "always the same")
+    path = tmp_path / "hf" / "a.parquet"
+    parquet(path, list(images), ["a", "b"] * 60)
+    run_ingest(f"huggingface:{path.parent}")
+    parquet(path, list(images), ["a", "c"] * 60)
+    assert run_ingest(f"huggingface:{path.parent}").labels == ("a", "b")
+    assert run_ingest(f"huggingface:{path.parent}", reread=True).labels == ("a", "b", "c")
 
 
 def test_class_labels_have_their_names(tmp_path, images, run_ingest) -> None:

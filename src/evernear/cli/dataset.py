@@ -47,8 +47,8 @@ def export(
     overrides: SetOption = None,
     workdir: WorkdirOption = None,
 ) -> None:
-    """Export a dataset snapshot: images, labels, splits, digests and, with --release,
-    the embeddings of that release.
+    """Export a dataset snapshot: images, labels, splits, digests, groups and, with
+    --release, the embeddings of that release.
 
     Run the same command again to continue an interrupted export.
     """
@@ -72,7 +72,10 @@ def export(
         dataset=manifest.name,
         digest=manifest.digest,
         release=release or "",
+        groups=bool(manifest.groups) and form != "folder",
     )
+    if manifest.groups and form == "folder":
+        print_line("The folders do not name the images' groups; --format parquet and webdataset do.", sys.stderr)
     count = processes or (1 if release else min(MAX_PROCESSES, available_cpus()))
     with message_on_interrupt(INTERRUPTED):
         parts = plan_export(chosen, manifest, output)

@@ -187,6 +187,18 @@ class GroupTable:
             return self._db.execute(query, values).fetchall()
 
 
+def groups_of(db: sqlite3.Connection, digests: Sequence[bytes]) -> dict[bytes, str]:
+    """Map each of ``digests`` to the group of the image in the table ``groups``. Images
+    without a group are omitted.
+    """
+    found: dict[bytes, str] = {}
+    with sqlite_errors():
+        for page in batched(digests, _PAGE):
+            query = f"SELECT digest, name FROM groups WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
+            found.update(db.execute(query, tuple(page)).fetchall())
+    return found
+
+
 class PublishedGroups:
     """The groups in a published ledger, which is immutable. A ledger from an earlier
     version of evernear may not contain groups. Close the object after use.
@@ -211,12 +223,7 @@ class PublishedGroups:
         """Map each of ``digests`` to the group of the image. Images without a group are
         omitted.
         """
-        found: dict[bytes, str] = {}
-        with sqlite_errors():
-            for page in batched(digests, _PAGE):
-                query = f"SELECT digest, name FROM groups WHERE digest IN ({marks(page)})"  # noqa: S608 - question marks only
-                found.update(self._db.execute(query, tuple(page)).fetchall())
-        return found
+        return groups_of(self._db, digests)
 
     def files(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, str]]:
         """For each of ``digests``, the name and the label of one file."""

@@ -115,8 +115,8 @@ def _ingest(
             require_groups(source, settings, group, ledger)
             if source.names_groups() and not settings.group:
                 warn(
-                    f"the column group of {settings.source} is not used: the images of a group stay in one split only"
-                    " with --set data.group=column, from the first ingest on"
+                    f"the groups that {settings.source} names are not used: the images of a group stay in one split"
+                    " only with --set data.group=column, from the first ingest on"
                 )
 
             decoder = code_digest("evernear.data.decoding", DECODING_LIBRARIES)

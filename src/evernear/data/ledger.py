@@ -21,6 +21,7 @@ from evernear.data.members import members
 from evernear.data.preprocess import Flaw, Resize
 from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
+from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.names import exported_position
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
@@ -86,6 +87,7 @@ class Ledger:
             self._db.execute("CREATE TEMP TABLE decoded (name TEXT PRIMARY KEY) WITHOUT ROWID")
         self.groups = GroupTable(self._db, self._source)
         self.reviewed = ReviewedImages(self._db)
+        self.named_groups = NamedGroups(self._db, self._source)
 
     def save(self, path: Path) -> None:
         """Write a compact copy to ``path``."""
@@ -213,6 +215,7 @@ class Ledger:
         """Delete files that the source no longer lists."""
         query = "DELETE FROM files WHERE source = ? AND name NOT IN (SELECT name FROM listed)"
         self._all(query, self._source)
+        self.named_groups.forget_unlisted()
 
     def _note_listed(self, names: Iterable[str]) -> None:
         self._many("INSERT OR IGNORE INTO listed VALUES (?)", ((name,) for name in names))

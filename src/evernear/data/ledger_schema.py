@@ -4,6 +4,7 @@ import sqlite3
 
 from evernear.data.group_table import SCHEMA as GROUPS_SCHEMA
 from evernear.data.reviewed import SCHEMA as REVIEWED_SCHEMA
+from evernear.data.sources.named_groups import SCHEMA as NAMED_GROUPS_SCHEMA
 
 _CACHE_KIB = 64 * 2**10  # digests are random, so writes are spread over a whole large ledger
 
@@ -59,6 +60,7 @@ def add_missing_tables(db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
     db.execute(GROUPS_SCHEMA)
     db.execute(REVIEWED_SCHEMA)
+    db.execute(NAMED_GROUPS_SCHEMA)
     # A row without a name contains the number of names that are not listed.
     columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
     db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")

@@ -36,7 +36,7 @@ def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> N
     labels: set[str] = set()
     if isinstance(source, FileSource):
         if isinstance(source, PackedFiles):
-            source.remembered = ledger.members
+            source.remembered, source.named_groups = ledger.members, ledger.named_groups
         ledger.list_files(source.entries(), in_order=isinstance(source, PackedFiles))
         ledger.forget_unlisted()
         ledger.record_empty_folders(source.empty_folders)

@@ -29,6 +29,8 @@ _MAX_LEFT = 0.2
 """Largest share of the test images that may still have a near-duplicate."""
 _FILLS_EVERY_SPLIT = 10
 """Number of groups of a class that have images in all splits."""
+_PLACES = {"huggingface": "a column group of the files", "webdataset": "the field group of its .json"}
+"""Where the files of a source name the groups of their images."""
 _ELSEWHERE = "in another --workdir or store, because images of an existing dataset never change their splits"
 
 
@@ -63,17 +65,18 @@ def propose_group(dataset: Dataset, pairs: Sequence[tuple[bytes, bytes]], share:
             f"With data.group={current}, {groups} images in several splits, since they were ingested before it was set."
             f" Ingest them again {_ELSEWHERE}."
         )
-    if dataset.manifest.source.startswith("table:") and current != COLUMN:
-        return (
-            "Name the scene of each image in the column group of the table, and ingest them with --set"
-            f" data.group={COLUMN}, {_ELSEWHERE}."
-        )
+    kind = dataset.manifest.source.partition(":")[0]
+    name_scenes = f"and ingest them with --set data.group={COLUMN}, {_ELSEWHERE}."
+    if kind == "table" and current != COLUMN:
+        return f"Name the scene of each image in the column group of the table, {name_scenes}"
     if proposed:
         setting, groups = proposed
         return (
             f"Ingest them with --set {shlex.quote(f'data.group={setting}')}, which makes {quantity(groups, 'group')} of"
             f" their names, {_ELSEWHERE}."
         )
+    if kind in _PLACES and current != COLUMN:
+        return f"Name the scene of each image in {_PLACES[kind]}, {name_scenes}"
     pattern = f"another pattern than data.group={current}" if current else "data.group to a pattern"
     return (
         f"Set {pattern} that finds the scene in names such as {names}, or rename the files, and ingest them"

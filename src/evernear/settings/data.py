@@ -65,8 +65,9 @@ class DataSettings(Section):
     group: str = Field(
         default="",
         description="Images that belong together, such as frames of one scene, and stand in one split. folder: the"
-        " folders below the class; stem: the name before its last number; column: the column group of a table; or a"
-        " regular expression over the file's name in the source, whose parentheses enclose the group.",
+        " folders below the class; stem: the name before its last number; column: the column group of a table or a"
+        " Parquet file, or the field group of a WebDataset's .json; or a regular expression over the file's name in the"
+        " source, whose parentheses enclose the group.",
     )
     test_fraction: Fraction = Field(default=0.10, description="Share of images in the frozen test split.")
     gallery_fraction: Fraction = Field(default=0.10, description="Share of images in the index.")

@@ -4,7 +4,9 @@ chose."""
 import re
 
 COLUMN = "column"
-"""The grouping that a table provides in its ``group`` column."""
+"""The grouping that the source itself provides: the column ``group`` of a table or a
+Parquet file, or the field ``group`` of a WebDataset's ``.json``.
+"""
 GROUP_FORMS = ("folder", "stem", COLUMN)
 """Values of ``data.group`` that are not regular expressions."""
 _MAX_REPEATS = 5

@@ -124,6 +124,43 @@ def test_tars_have_every_image_with_label_split_and_digest(snapshot, export_to, 
         assert all(set(row) == {"png", "cls", "json"} for _, row in samples[split])
 
 
+@pytest.mark.parametrize("form", ["parquet", "webdataset"])
+def test_groups_are_exported_if_there_are_any(form: str, ingest, export_to, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 90, first=10)
+    source = f"folder:{tmp_path / 'photos'}"
+    grouped, plain = ingest(source, group=r"(\d*)\d\.png$"), ingest(source, dataset="plain")
+    for name, manifest in (("grouped", grouped), ("plain", plain)):
+        export_to(tmp_path / name, form, manifest)
+    rows = {name: exported(tmp_path / name, form) for name in ("grouped", "plain")}
+    assert {row["group"] for row in rows["grouped"]} == {str(number) for number in range(1, 10)}
+    assert not any("group" in row for row in rows["plain"])
+
+
+def exported(out: Path, form: str) -> Rows:
+    """The rows of a Parquet export, or the ``.json`` files of a WebDataset export."""
+    if form == "parquet":
+        return [row for split in SPLITS for row in read_parquet(out, split)]
+    return [json.loads(row["json"]) for samples in tar_samples(out).values() for _, row in samples]
+
+
+def test_begun_export_without_groups_is_not_continued_with_groups(ingest, export_to, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 90, first=10)
+    manifest = ingest(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
+    earlier = described("parquet", manifest).model_copy(update={"groups": False})
+    plan_export(earlier, manifest, FileStore(tmp_path / "out"))
+    with pytest.raises(ConflictError, match="as parquet without groups; choose another --out"):
+        export_to(tmp_path / "out", "parquet", manifest)
+
+
+def test_folders_say_that_they_name_no_groups(ingest, tmp_path: Path) -> None:
+    write_images(tmp_path / "photos", 90, first=10)
+    ingest(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
+    command = ("dataset", "export", "--format", "folder", "--out", tmp_path / "out")
+    done = evernear(*command, "--store", (tmp_path / "store").as_uri(), "--set", "data.dataset=photos")
+    assert done.returncode == 0, done.stderr
+    assert "The folders do not name the images' groups; --format parquet and webdataset do." in done.stderr
+
+
 def test_memory_of_a_tar_does_not_grow_with_its_images(tmp_path: Path) -> None:
     def peak_bytes(blocks: int) -> int:
         stems = [f"{number:09}" for number in range(100)]

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from evernear.common.store import open_store
+from evernear.data.export.groups import SnapshotGroups
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
@@ -16,6 +17,8 @@ from tests.dataset_images import write_images
 
 SOURCES = {"folder": "folder", "webdataset": "webdataset", "parquet": "huggingface"}
 """The kind of source of each format of an export."""
+TENS = r"(\d*)\d\.png$"
+"""Ten successive images are a group. The images 0 to 9 have none."""
 
 
 def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
@@ -27,6 +30,14 @@ def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
         for block in dataset.blocks(split)
         for image, label, digest in zip(block.images, block.labels, block.digests, strict=True)
     }
+
+
+def groups(manifest: Manifest) -> dict[bytes, str]:
+    """The group of each image by its digest."""
+    digests = list(contents(manifest))
+    return dict(
+        zip(digests, SnapshotGroups(Dataset(manifest, open_store(manifest.store_uri))).of(digests), strict=True)
+    )
 
 
 @pytest.mark.parametrize("form", SOURCES)
@@ -57,6 +68,29 @@ def test_gray_images_among_colored_ones_stay_gray(ingest, export_to, tmp_path) -
     modes = [Image.open(BytesIO(path.read_bytes())).mode for path in (tmp_path / "out").rglob("*.png")]
     assert (modes.count("L"), modes.count("RGB")) == (29, 91)
     assert ingest(f"folder:{tmp_path / 'out'}", "other").digest == snapshot.digest
+
+
+@pytest.mark.parametrize("form", ["parquet", "webdataset"])
+def test_export_of_groups_is_the_same_dataset_when_it_is_ingested(ingest, export_to, tmp_path, form) -> None:
+    write_images(tmp_path / "photos", 300, first=10)
+    snapshot = ingest(f"folder:{tmp_path / 'photos'}", group=TENS)
+    assert snapshot.groups == 30
+    export_to(tmp_path / "out", form, snapshot)
+    again = ingest(f"{SOURCES[form]}:{tmp_path / 'out'}", "other", group="column")
+    assert again.digest == snapshot.digest
+    assert again.groups_sha256 == snapshot.groups_sha256
+    assert contents(again) == contents(snapshot)
+    assert groups(again) == groups(snapshot)
+
+
+def test_images_without_a_group_stay_without_one(ingest, export_to, tmp_path) -> None:
+    write_images(tmp_path / "photos", 90)
+    snapshot = ingest(f"folder:{tmp_path / 'photos'}", group=TENS)
+    assert list(groups(snapshot).values()).count("") == snapshot.problem_counts["ungrouped"] == 10
+    export_to(tmp_path / "out", "parquet", snapshot)
+    again = ingest(f"huggingface:{tmp_path / 'out'}", "other", group="column")
+    assert groups(again) == groups(snapshot)
+    assert contents(again) == contents(snapshot)
 
 
 @pytest.mark.parametrize("size", [(200, 150), (30, 26)])

@@ -3,7 +3,7 @@ only one block of images in memory."""
 
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
@@ -33,9 +33,10 @@ def writer_of(form: Format) -> Write:
 
 def write_parquet(out: Store, part: ExportPart, blocks: Iterator[Samples], scratch: Path) -> None:
     """Write a Parquet file with the columns image (bytes and path), label, split,
-    digest and, if present, embedding."""
+    digest and, if present, group and embedding."""
     first, blocks = _peek(blocks)
-    schema = _parquet_schema(None if first.embeddings is None else first.embeddings.shape[1])
+    texts = ("label", "split", "digest", *(() if first.groups is None else ("group",)))
+    schema = _parquet_schema(texts, None if first.embeddings is None else first.embeddings.shape[1])
     path = scratch / "part.parquet"
     with disk_errors(path), pq.ParquetWriter(path, schema, use_dictionary=False) as writer:
         for samples in blocks:
@@ -43,15 +44,15 @@ def write_parquet(out: Store, part: ExportPart, blocks: Iterator[Samples], scrat
     out.put(f"{part.name}.parquet", path)
 
 
-def _parquet_schema(dim: int | None) -> Any:
-    """The schema of a Parquet file. The schema's metadata contains the feature types
-    for Hugging Face's `datasets`."""
+def _parquet_schema(texts: Sequence[str], dim: int | None) -> Any:
+    """The schema of a Parquet file with the text columns ``texts``. The schema's
+    metadata contains the feature types for Hugging Face's `datasets`."""
     text = {"dtype": "string", "_type": "Value"}
     fields = [
         pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
-        *(pa.field(name, pa.string()) for name in ("label", "split", "digest")),
+        *(pa.field(name, pa.string()) for name in texts),
     ]
-    features: dict[str, object] = {"image": {"_type": "Image"}, "label": text, "split": text, "digest": text}
+    features: dict[str, object] = {"image": {"_type": "Image"}, **dict.fromkeys(texts, text)}
     if dim is not None:
         fields.append(pa.field("embedding", pa.list_(pa.float32(), dim)))
         features["embedding"] = {"feature": {"dtype": "float32", "_type": "Value"}, "length": dim, "_type": "List"}
@@ -67,6 +68,8 @@ def _columns(samples: Samples) -> dict[str, Any]:
         "split": [samples.split] * len(samples),
         "digest": samples.digests,
     }
+    if samples.groups is not None:
+        columns["group"] = samples.groups
     if samples.embeddings is not None:
         flat = pa.array(samples.embeddings.ravel(), pa.float32())
         columns["embedding"] = pa.FixedSizeListArray.from_arrays(flat, samples.embeddings.shape[1])
@@ -92,6 +95,8 @@ def _members(samples: Samples, row: int) -> Iterator[tuple[str, bytes]]:
     yield "png", samples.images[row]
     yield "cls", str(samples.numbers[row]).encode()
     described = {"label": samples.labels[row], "split": samples.split, "digest": samples.digests[row]}
+    if samples.groups is not None:
+        described["group"] = samples.groups[row]
     yield "json", json.dumps(described, ensure_ascii=False).encode()
     if samples.embeddings is not None:
         buffer = BytesIO()

@@ -42,6 +42,8 @@ class Export(Frozen):
     dataset: str
     digest: str
     release: str = ""
+    groups: bool = False
+    """Whether the files name the group of each image."""
 
 
 class ExportPart(Part):
@@ -77,7 +79,8 @@ def plan_export(export: Export, manifest: Manifest, out: Store, part_bytes: int 
     planned = Export.model_validate(parts.plan.shared)
     # A different store may contain the same snapshot.
     if planned.model_copy(update={"store_uri": export.store_uri}) != export:
-        raise ConflictError(f"{out.uri} has an export of {_described(planned)}; choose another --out.")
+        groups = " without groups" if export.groups and not planned.groups else ""
+        raise ConflictError(f"{out.uri} has an export of {_described(planned)}{groups}; choose another --out.")
     return parts
 
 

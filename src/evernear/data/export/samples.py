@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from evernear.data.export.groups import SnapshotGroups
 from evernear.data.manifest import Split
 from evernear.data.preprocess import Pixels, pixels_digest
 from evernear.data.shards import Block
@@ -17,7 +18,8 @@ from evernear.data.sources.names import exported_stem
 @dataclass(frozen=True)
 class Samples:
     """Consecutive images of a split. ``stems`` are unique in the split. ``embeddings``
-    is a float32 array of shape (N, D)."""
+    is a float32 array of shape (N, D). ``groups`` is None if the export has no
+    groups."""
 
     split: Split
     stems: list[str]
@@ -28,13 +30,20 @@ class Samples:
     """The label numbers in the manifest."""
     digests: list[str]
     embeddings: NDArray[np.float32] | None
+    groups: list[str] | None = None
+    """The group of each image, or an empty string for an image without a group."""
 
     def __len__(self) -> int:
         return len(self.stems)
 
 
 def samples_of(
-    block: Block, embeddings: NDArray[np.float32] | None, split: Split, first: int, labels: tuple[str, ...]
+    block: Block,
+    embeddings: NDArray[np.float32] | None,
+    split: Split,
+    first: int,
+    labels: tuple[str, ...],
+    groups: SnapshotGroups | None,
 ) -> Samples:
     """Convert a block to samples. ``first`` is the position of the block's first image
     in the split."""
@@ -48,6 +57,7 @@ def samples_of(
         numbers=numbers,
         digests=[digest.hex() for digest in digests],
         embeddings=embeddings,
+        groups=groups.of(digests) if groups else None,
     )
 
 

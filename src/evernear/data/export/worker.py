@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from evernear.common.parts import Parts, Worker
 from evernear.common.store import Store
 from evernear.data.export.formats import writer_of
+from evernear.data.export.groups import SnapshotGroups
 from evernear.data.export.plan import Export, ExportPart
 from evernear.data.export.samples import Samples, samples_of
 from evernear.data.shards import Block, Dataset
@@ -28,12 +29,13 @@ ReadShards = Callable[[ExportPart], Embedded]
 
 def export_worker(parts: Parts, dataset: Dataset, read: ReadShards) -> Worker:
     """A function that writes the files of a part, whose images ``read`` yields."""
-    write = writer_of(Export.model_validate(parts.plan.shared).format)
+    export = Export.model_validate(parts.plan.shared)
+    write, groups = writer_of(export.format), SnapshotGroups(dataset) if export.groups else None
 
     def write_part(number: int, value: bytes) -> bytes:
         part = ExportPart.from_json(value, f"part {number} in {parts.store.uri}")
         with tempfile.TemporaryDirectory(prefix="evernear-") as scratch:
-            write(parts.store, part, _samples(read(part), part, dataset.labels), Path(scratch))
+            write(parts.store, part, _samples(read(part), part, dataset.labels, groups), Path(scratch))
         return b"{}"
 
     return write_part
@@ -51,10 +53,12 @@ def open_snapshot(store: Store, name: str, digest: str) -> Dataset:
     return dataset
 
 
-def _samples(blocks: Embedded, part: ExportPart, labels: tuple[str, ...]) -> Iterator[Samples]:
+def _samples(
+    blocks: Embedded, part: ExportPart, labels: tuple[str, ...], groups: SnapshotGroups | None
+) -> Iterator[Samples]:
     position = part.first
     for block, embeddings in blocks:
-        yield samples_of(block, embeddings, part.split, position, labels)
+        yield samples_of(block, embeddings, part.split, position, labels, groups)
         position += len(block)
 
 

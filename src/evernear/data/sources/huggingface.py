@@ -5,6 +5,7 @@
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,13 @@ class _Columns(NamedTuple):
     label: str
     names: Sequence[str] | None
     """The names of the classes, if the labels are class numbers."""
+    group: str | None
 
 
 class HuggingFace(PackedFiles):
-    """A source of rows that contain an image and a label. The name or the folder of a
-    file indicates the split of its rows.
+    """A source of rows that contain an image, a label and, in the column ``group``,
+    optionally a group. The name or the folder of a file indicates the split of its
+    rows.
     """
 
     suffixes = (".parquet", ".arrow")
@@ -40,9 +43,11 @@ class HuggingFace(PackedFiles):
         row = 0
         with _opened(path, file) as table:
             columns = _columns(table.schema, file)
-            for batch in table.batches([columns.label], _LABEL_ROWS):
-                for value in batch.column(0).to_pylist():
-                    yield Member(f"{row:09}", _label(value, columns, file, row))
+            names = [columns.label, *([columns.group] if columns.group else ())]
+            for batch in table.batches(names, _LABEL_ROWS):
+                groups = batch.column(columns.group).to_pylist() if columns.group else repeat(None)
+                for value, group in zip(batch.column(columns.label).to_pylist(), groups, strict=False):
+                    yield Member(f"{row:09}", _label(value, columns, file, row), group=cell_text(group))
                     row += 1
 
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
@@ -121,7 +126,20 @@ def _columns(schema: Any, file: str) -> _Columns:
             f"{file} has no column {what}, or several; its columns: {', '.join(schema.names)}. Rename the right one to"
             f" {'image' if image is None else 'label'} (`rename_column` of datasets)."
         )
-    return _Columns(image, label, features[label]["names"] if label in classes else None)
+    group = "group" if label != "group" and _is_group(schema) else None
+    return _Columns(image, label, features[label]["names"] if label in classes else None, group)
+
+
+def _is_group(schema: Any) -> bool:
+    """Whether a file has a column ``group`` of text or whole numbers. A column of
+    another type has another meaning.
+    """
+    if "group" not in schema.names:
+        return False
+    kind = schema.field("group").type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return is_text or pa.types.is_integer(kind)
 
 
 def _is_image(kind: Any) -> bool:

@@ -26,6 +26,7 @@ from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import SPLIT_WORDS
+from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.named_splits import NamedSplit, NamedSplits
 from evernear.data.sources.names import OWN_FOLDER, skipped_path
 from evernear.errors import DataError
@@ -39,12 +40,14 @@ _OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
 
 class Member(NamedTuple):
     """An image in a packed file, in the order of the file. ``size_bytes`` is 0 if the
-    size is unknown until the image is read.
+    size is unknown until the image is read. ``group`` is empty if the file names no
+    group.
     """
 
     name: str
     label: str
     size_bytes: int = 0
+    group: str = ""
 
 
 class _File(NamedTuple):
@@ -84,6 +87,10 @@ class PackedFiles(FileSource):
         """The images of a file with the given etag, as they were listed before, or
         nothing if the file is new.
         """
+        self.named_groups: NamedGroups | None = None
+        """Records the groups of images in newly listed files, and remembers the groups
+        of all other images. If None, groups are not recorded.
+        """
 
     def entries(self) -> Iterator[FileEntry]:
         """List the images, one file after the other.
@@ -97,12 +104,20 @@ class PackedFiles(FileSource):
         count = 0
         for file in files:
             explicit = splits.explicit(file.split)
-            known = self.remembered(file.name, file.etag)
+            known = () if self._settings.reread else self.remembered(file.name, file.etag)
             entries = [entry._replace(explicit_split=explicit) for entry in known] or self._listed(file, explicit)
             count += len(entries)
             yield from entries
         if not count:
             raise DataError(f"{self._location} contains no image with a label in {self.kind}.")
+
+    def group(self, name: str) -> str:
+        """The group that a file names for an image."""
+        return self.named_groups.of(name) if self.named_groups else ""
+
+    def names_groups(self) -> bool:
+        """Whether a file names the group of an image."""
+        return self.named_groups is not None and not self.named_groups.is_empty()
 
     def read(self, name: str) -> bytes:
         """Read the content of a single image. To read many images, use `read_in_order`,
@@ -138,19 +153,21 @@ class PackedFiles(FileSource):
 
     def _listed(self, file: _File, explicit: Split | None) -> list[FileEntry]:
         """Read the list of images in a packed file from the file itself."""
-        names: set[str] = set()
+        groups: dict[str, str] = {}
         entries: list[FileEntry] = []
         noted = sum(note.count for note in self._notes.values())
         with self._opened(file.name) as path:
             for member in self._members(path, file.name):
                 name = f"{file.name}/{member.name}"
-                if member.name in names:
+                if name in groups:
                     raise DataError(f"{file.name} contains two images called {member.name}; rename one of them.")
-                names.add(member.name)
+                groups[name] = member.group
                 if label := class_name(member.label):
                     entries.append(FileEntry(name, file.etag, label, explicit, member.size_bytes))
                 else:
                     self._notes["no_label"].add(name)
+        if self.named_groups:
+            self.named_groups.record(file.name, groups)
         if noted != sum(note.count for note in self._notes.values()):
             # Such a file is listed again every time, because only the file itself shows
             # which images are left out.

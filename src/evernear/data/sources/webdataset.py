@@ -2,7 +2,8 @@
 name except for the suffix, as in ``7.jpg`` and ``7.cls``.
 
 The format is described at https://github.com/webdataset/webdataset. The label is the
-``label`` field in ``.json`` or, if there is none, the text in ``.cls``.
+``label`` field in ``.json`` or, if there is none, the text in ``.cls``. The ``group``
+field in ``.json`` names the group.
 """
 
 import json
@@ -35,21 +36,25 @@ class WebDataset(PackedFiles):
     def _members(self, path: Path, file: str) -> Iterator[Member]:
         unlabeled = ""
         with _opened(path, file) as tar:
-            for key, group in groupby(self._used(tar, file), key=lambda info: _sample(info.name)[0]):
-                labels: dict[str, str | None] = {}
+            for key, members in groupby(self._used(tar, file), key=lambda info: _sample(info.name)[0]):
+                text: str | None = None
+                fields: dict[str, Any] = {}
                 images: list[tarfile.TarInfo] = []
-                for info in group:
+                for info in members:
                     kind = _sample(info.name)[1]
-                    if kind in ("cls", "json"):
-                        labels[kind] = self._label(tar, info, kind, file)
+                    if kind == "cls":
+                        text = _text(tar, info, file)
+                    elif kind == "json":
+                        fields = _fields(tar, info, file)
                     elif has_image_suffix(f"image.{kind}"):
                         images.append(info)
                 # If .json contains the class name, .cls contains the class number,
                 # which the webdataset loader expects.
-                label = labels.get("json") or labels.get("cls")
+                label = cell_text(fields.get("label")) or text
                 if images and label is None:
                     unlabeled = unlabeled or key
-                yield from (Member(info.name, label or "", info.size) for info in images)
+                group = _group(fields)
+                yield from (Member(info.name, label or "", info.size, group) for info in images)
             _require_end(tar, file)
         if unlabeled:
             raise DataError(
@@ -82,18 +87,37 @@ class WebDataset(PackedFiles):
             elif not info.isdir():
                 self._notes["not_an_image"].add(f"{file}/{info.name}")
 
-    def _label(self, tar: tarfile.TarFile, info: tarfile.TarInfo, kind: str, file: str) -> str | None:
+
+def _text(tar: tarfile.TarFile, info: tarfile.TarInfo, file: str) -> str:
+    """The text of a member."""
+    try:
+        return _label_content(tar, info, file).decode("utf-8-sig")
+    except ValueError:
+        raise DataError(f"{file}/{info.name} is not UTF-8; write it again.") from None
+
+
+def _fields(tar: tarfile.TarFile, info: tarfile.TarInfo, file: str) -> dict[str, Any]:
+    """The fields of a JSON member, or nothing if the member is not an object."""
+    try:
+        fields: Any = json.loads(_label_content(tar, info, file).decode("utf-8-sig"))
+    except ValueError:
+        raise DataError(f"{file}/{info.name} is not JSON; write it again.") from None
+    return fields if isinstance(fields, dict) else {}
+
+
+def _label_content(tar: tarfile.TarFile, info: tarfile.TarInfo, file: str) -> bytes:
+    if info.size > _MAX_LABEL_BYTES:
         where = f"{file}/{info.name}"
-        if info.size > _MAX_LABEL_BYTES:
-            raise DataError(f"{where} has {info.size:,} bytes, and a label has at most {_MAX_LABEL_BYTES:,}.")
-        try:
-            text = _content(tar, info).decode("utf-8-sig")
-            if kind == "cls":
-                return text
-            fields: Any = json.loads(text)
-        except ValueError:
-            raise DataError(f"{where} is not {'UTF-8' if kind == 'cls' else 'JSON'}; write it again.") from None
-        return cell_text(fields.get("label")) if isinstance(fields, dict) and "label" in fields else None
+        raise DataError(f"{where} has {info.size:,} bytes, and a label has at most {_MAX_LABEL_BYTES:,}.")
+    return _content(tar, info)
+
+
+def _group(fields: Mapping[str, Any]) -> str:
+    """The group that the fields name. A value that is neither text nor a number has
+    another meaning.
+    """
+    value = fields.get("group")
+    return cell_text(value) if isinstance(value, str | int | float) else ""
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
