@@ -31,10 +31,17 @@ LONGEST_FIRST = ("scenarios", "deployment", "notebooks", "kserve", "serving", "e
 """Directories whose tests take longest: if started last,
 they would run alone at the end, on one of two cores.
 """
+SLOW_TIMEOUT_S = 1800
+"""Time limit of a slow test without one of its own: minutes on an idle processor are
+many minutes on a busy one.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: min(map(LONGEST_FIRST.index, _directories(item)), default=len(LONGEST_FIRST)))
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 def _directories(item: pytest.Item) -> list[str]:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from evernear.serving.java import MAIN_CLASS
-from tests.scenarios.workspace import EVERNEAR, Workspace, write_digits
+from tests.scenarios.workspace import COMMAND_TIMEOUT_S, EVERNEAR, Workspace, write_digits
 
 STEPS = (
     "ingest",
@@ -56,14 +56,14 @@ def kill_at(workspace: Workspace, step: str, victim: str) -> bool:
         children = psutil.Process(process.pid).children(recursive=True)
         running = [child for child in children if "executor_main" in " ".join(child.cmdline())]
         (running[-1] if running and victim == "step" else process).kill()
-        process.wait(240)
+        process.wait(COMMAND_TIMEOUT_S)
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, "a step outlived its run"
     return victim == "command" or bool(running)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # two dozen runs
+@pytest.mark.timeout(3600)  # two dozen runs
 @pytest.mark.parametrize(("steps", "victim"), [(STEPS, "command"), (STEPS[:-1], "step")])
 def test_rerun_after_a_kill_equals_an_uninterrupted_run(
     workspace: Workspace, tmp_path: Path, steps: tuple[str, ...], victim: str
@@ -87,7 +87,7 @@ def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -
         for child in psutil.Process(process.pid).children(recursive=True):
             if "executor_main" in " ".join(child.cmdline()):
                 child.kill()
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 1
     assert "Traceback" not in output
     assert "log.txt" in output
@@ -200,7 +200,7 @@ def test_disk_full(workspace: Workspace, size_kb: int) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=COMMAND_TIMEOUT_S,
     )
     if completed.returncode == 77 or "unshare" in completed.stderr:
         pytest.skip("no disk can be mounted here")

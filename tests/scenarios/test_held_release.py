@@ -11,7 +11,7 @@ import pytest
 from evernear.settings.layers import FILE
 from tests.scenarios.workspace import Workspace, write_digits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.scenarios.workspace import Workspace, write_digits
+from tests.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, write_digits
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def interrupted(process: subprocess.Popen[str], progress: str = "") -> str:
     """
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert not [child for child in children if is_alive(child)], "a process outlived its command"
@@ -104,7 +104,7 @@ def test_training_processes_end_with_the_run(workspace: Workspace) -> None:
                 assert process.poll() is None
                 workers = training_processes(process)
             process.send_signal(end)
-            process.communicate(timeout=240)
+            process.communicate(timeout=COMMAND_TIMEOUT_S)
         _, alive = psutil.wait_procs(workers, timeout=120)
         assert not alive, end
 

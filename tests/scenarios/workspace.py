@@ -18,6 +18,8 @@ from tests.command_line import evernear
 from tests.ports import free_ports
 
 EVERNEAR = str(Path(sys.executable).parent / "evernear")
+COMMAND_TIMEOUT_S = 1200.0
+"""On a busy processor, a run of digits takes minutes."""
 PORTS = ("inference_port", "management_port", "metrics_port", "grpc_inference_port", "grpc_management_port")
 
 
@@ -49,7 +51,7 @@ class Workspace:
         """
         return evernear(*words, environment=self.environment, cwd=self.directory)
 
-    def process(self, *words: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    def process(self, *words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         """Run the installed ``evernear WORDS`` to its end."""
         return subprocess.run(
             [EVERNEAR, *words],
@@ -113,10 +115,10 @@ class Workspace:
             assert process.stdin is not None
             process.stdin.write(order + "\n")
             process.stdin.flush()
-            process.wait(240)  # stdin stays open, because the process ends when it closes
+            process.wait(COMMAND_TIMEOUT_S)  # stdin stays open, because the process ends when it closes
         return json.loads(next(root.glob("*/notify/outcome")).read_text())
 
-    def await_step(self, step: str, process: subprocess.Popen[str], timeout_s: float = 180) -> None:
+    def await_step(self, step: str, process: subprocess.Popen[str], timeout_s: float = COMMAND_TIMEOUT_S) -> None:
         """Wait until the newest run has started ``step``."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
