@@ -31,6 +31,7 @@ from evernear.data.sources.named_splits import NamedSplit, NamedSplits
 from evernear.data.sources.names import OWN_FOLDER, skipped_path
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings
+from evernear.settings.group import COLUMN
 
 _MAX_NAMES = 5
 _WITH_NOTES = " notes"
@@ -101,10 +102,12 @@ class PackedFiles(FileSource):
         self._notes.clear()
         files, splits = self._files()
         self.chosen_splits = splits.chosen_splits
+        # A ledger of an earlier version contains no groups.
+        list_again = self._settings.reread or (self._settings.group == COLUMN and not self.names_groups())
         count = 0
         for file in files:
             explicit = splits.explicit(file.split)
-            known = () if self._settings.reread else self.remembered(file.name, file.etag)
+            known = () if list_again else self.remembered(file.name, file.etag)
             entries = [entry._replace(explicit_split=explicit) for entry in known] or self._listed(file, explicit)
             count += len(entries)
             yield from entries
