@@ -70,6 +70,5 @@ def test_extension_commands_run(tree: Path, tmp_path: Path, example: Example) ->
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
