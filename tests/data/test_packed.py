@@ -198,6 +198,8 @@ def test_groups_stay_in_one_split_and_are_remembered(
     before = contents(first).split
     opened.clear()
     assert run_ingest(f"{kind}:{root}", group="column").digest == first.digest
+    ledger = fetch_ledger(open_store(first.store_uri), first, tmp_path / "ledgers")
+    assert diff_source(DataSettings(source=f"{kind}:{root}", group="column"), [ledger], Newest(ledger))[0].new == 0
     assert not opened
     new = [make_image(1000 + number) for number in range(30)]
     write(root / "part-1", new, labels_of(new), [f"scene {number}" for number in range(30)])

@@ -103,7 +103,8 @@ class PackedFiles(FileSource):
         files, splits = self._files()
         self.chosen_splits = splits.chosen_splits
         # A ledger of an earlier version contains no groups.
-        list_again = self._settings.reread or (self._settings.group == COLUMN and not self.names_groups())
+        lacks_groups = self._settings.group == COLUMN and self.named_groups is not None and self.named_groups.is_empty()
+        list_again = self._settings.reread or lacks_groups
         count = 0
         for file in files:
             explicit = splits.explicit(file.split)
