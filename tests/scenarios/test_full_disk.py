@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.on_small_disks import NO_MOUNT
-from tests.scenarios.workspace import Workspace, write_digits
+from tests.scenarios.workspace import COMMAND_TIMEOUT_S, Workspace, write_digits
 
 pytestmark = pytest.mark.slow
 # `validate`, which writes only a one-page report, fits on the smallest disk.
@@ -51,7 +51,7 @@ def test_step_reports_a_full_disk(workspace: Workspace, tmp_path: Path, step: st
         env=workspace.environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=COMMAND_TIMEOUT_S,
     )
     if completed.returncode == NO_MOUNT or "unshare" in completed.stderr:
         pytest.skip("no disk can be mounted here")
