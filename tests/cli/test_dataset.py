@@ -47,6 +47,7 @@ def test_newest_snapshot_is_exported(tmp_path: Path, snapshots: tuple[Manifest, 
         "dataset": "photos",
         "digest": snapshots[1].digest,
         "release": "",
+        "groups": False,
         "images": 60,
     }
 
