@@ -7,6 +7,7 @@ the image once the file is decoded. ``images`` locates each distinct image.
 
 import hashlib
 import sqlite3
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,6 +17,7 @@ from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
 from evernear.data.ledger_problems import list_problems
 from evernear.data.ledger_schema import SCHEMA, add_missing_tables, source_uri, without_journal
+from evernear.data.listed_files import PAGE_NAMES, ListedFiles
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.members import members
 from evernear.data.preprocess import Flaw, Resize
@@ -76,13 +78,15 @@ class Ledger:
             add_missing_tables(self._db)
             if not is_new:
                 ledger_changes.track_changes(self._db)
+                ledger_changes.track_images(self._db)
+            self._unreconciled = "images" if is_new else ledger_changes.TOUCHED_IMAGES
             self._has_moved = bool(moved_from) and self._move_source(source_uri(moved_from), source_uri(source))
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()
             self._source = cast(int, row[0])
             self._db.execute(_NAMED)
             self._db.execute(_NOTED)
-            self._db.execute("CREATE TEMP TABLE listed (name TEXT PRIMARY KEY) WITHOUT ROWID")
+            self._listed = ListedFiles(self._db, self._source)
             self._db.execute("CREATE TEMP TABLE changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
             self._db.execute("CREATE TEMP TABLE decoded (name TEXT PRIMARY KEY) WITHOUT ROWID")
         self.groups = GroupTable(self._db, self._source)
@@ -155,11 +159,7 @@ class Ledger:
         Rows of unchanged files are not written, because most files of a large source
         are unchanged.
         """
-        for page in batched(entries, _PAGE):
-            names = [entry.name for entry in page]
-            self._note_listed(names)
-            query = "SELECT name, etag, label, given, size_bytes FROM files WHERE source = ? AND fault IS NULL"
-            unchanged = set(self._all(f"{query} AND name IN ({marks(names)})", self._source, *names))
+        for page in batched(entries, PAGE_NAMES):
             self._many(
                 "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 1) ON CONFLICT (source, name) DO UPDATE SET"
@@ -167,13 +167,13 @@ class Ledger:
                 " digest = CASE WHEN etag = excluded.etag THEN digest END,"
                 " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
                 " size_bytes = excluded.size_bytes, turn = excluded.turn",
-                ((self._source, *entry, decode_order(entry, in_order)) for entry in page if entry not in unchanged),
+                ((self._source, *entry, decode_order(entry, in_order)) for entry in self._listed.changed(page)),
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
         """Record decoded images. Each row is (name, label, explicit split, digest)."""
         for page in batched(rows, _PAGE):
-            self._note_listed(name for name, *_ in page)
+            self._listed.note(name for name, *_ in page)
             self._many(
                 "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
                 " VALUES (?, ?, '', ?, ?, 0, 0, 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
@@ -213,12 +213,8 @@ class Ledger:
 
     def forget_unlisted(self) -> None:
         """Delete files that the source no longer lists."""
-        query = "DELETE FROM files WHERE source = ? AND name NOT IN (SELECT name FROM listed)"
-        self._all(query, self._source)
+        self._listed.forget_others()
         self.named_groups.forget_unlisted()
-
-    def _note_listed(self, names: Iterable[str]) -> None:
-        self._many("INSERT OR IGNORE INTO listed VALUES (?)", ((name,) for name in names))
 
     def record_empty_folders(self, names: Iterable[str]) -> None:
         """Replace the list of class folders without an image."""
@@ -249,7 +245,9 @@ class Ledger:
         """The number of pending files: new, changed and broken files, and files to be
         decoded again.
         """
-        return self._int("SELECT COUNT(*) FROM files WHERE pending AND source = ?", self._source)
+        # Without the index, the query would read all files.
+        query = "SELECT COUNT(*) FROM files INDEXED BY files_by_turn WHERE pending AND source = ?"
+        return self._int(query, self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
         """The pending files among ``names`` (at most 500), as currently listed."""
@@ -405,26 +403,28 @@ class Ledger:
     def reconcile(self) -> None:
         """Update ``images`` from the files. The `changed_slots` must be rewritten.
 
+        In a published ledger, images and files agree. Therefore only the images that
+        this ingest has touched are compared with their files.
+
         An image without files is removed. An image whose files all have a new label is
         relabeled. An image whose files have conflicting labels is removed until the
         labels agree, and is then decoded again.
         """
         self._all("DELETE FROM changes")
         self._all(
-            "INSERT INTO changes SELECT digest, slot, NULL FROM images"
-            " WHERE NOT EXISTS (SELECT 1 FROM files WHERE files.digest = images.digest)"
+            f"INSERT INTO changes SELECT digest, slot, NULL FROM {self._unreconciled} AS i"  # noqa: S608 - our own words
+            " WHERE NOT EXISTS (SELECT 1 FROM files WHERE files.digest = i.digest)"
         )
         self._all(
             "INSERT INTO changes"
             " SELECT i.digest, i.slot, CASE WHEN COUNT(DISTINCT every.label) = 1 THEN l.id END"
-            " FROM files f JOIN images i ON i.digest = f.digest JOIN labels l ON l.name = f.label"
-            " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"
+            f" FROM {self._unreconciled} AS i JOIN files f ON i.digest = f.digest JOIN labels l ON l.name = f.label"
+            " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"  # noqa: S608 - our own words
         )
         self._all("DROP TABLE IF EXISTS relabeled")
         self._all(
             "CREATE TEMP TABLE relabeled AS SELECT i.label AS old, c.label AS new, COUNT(*) AS count"
-            " FROM images i LEFT JOIN changes c USING (digest) WHERE c.digest IS NULL OR c.label IS NOT NULL"
-            " GROUP BY 1, 2"
+            " FROM changes c JOIN images i USING (digest) WHERE c.label IS NOT NULL GROUP BY 1, 2"
         )
         self._remove_changed()
         self._all(
@@ -437,16 +437,21 @@ class Ledger:
         this after `reconcile`.
         """
         rows = self._all(
-            "SELECT a.name, r.count, (SELECT SUM(count) FROM relabeled WHERE old = r.old),"
-            " b.name, s.count, (SELECT SUM(count) FROM relabeled WHERE old = s.old)"
+            "SELECT a.name, r.count, a.id, b.name, s.count, b.id"
             " FROM relabeled r JOIN relabeled s ON r.old = s.new AND r.new = s.old AND r.old < r.new"
             " JOIN labels a ON a.id = r.old JOIN labels b ON b.id = s.old ORDER BY 1"
         )
+        if not rows:
+            return []
+        former = Counter[int](dict(self._all("SELECT label, COUNT(*) FROM images GROUP BY label")))
+        for old, new, count in self._all("SELECT old, new, count FROM relabeled"):
+            former[old] += count
+            former[new] -= count
         return [
-            f"{moved:,} of {of:,} images of {a} are now {b}, and {back:,} of {total:,} of {b} are now {a}: these "
-            "classes seem to have swapped their names"
-            for a, moved, of, b, back, total in rows
-            if 2 * moved > of and 2 * back > total
+            f"{moved:,} of {former[a]:,} images of {name} are now {other}, and {back:,} of {former[b]:,} of {other} are"
+            f" now {name}: these classes seem to have swapped their names"
+            for name, moved, a, other, back, b in rows
+            if 2 * moved > former[a] and 2 * back > former[b]
         ]
 
     def _remove_changed(self) -> None:

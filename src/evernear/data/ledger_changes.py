@@ -19,6 +19,10 @@ _TABLES = {
     "shards": (("slot",), ("shard",)),
     "decoders": (("source",), ("decoder",)),
 }
+TOUCHED_IMAGES = "(SELECT images.* FROM temp.touched CROSS JOIN images USING (digest))"
+"""The images that are new, or that have a new, changed or deleted file, since the call
+of `track_images`.
+"""
 _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 
 
@@ -43,6 +47,24 @@ def track_changes(db: sqlite3.Connection) -> None:
                 f"CREATE TEMP TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON main.{table}"
                 f" BEGIN INSERT OR IGNORE INTO written_{table} VALUES ({values}, {before}); END"
             )
+
+
+def track_images(db: sqlite3.Connection) -> None:
+    """Start to record the `TOUCHED_IMAGES`."""
+    db.execute("CREATE TEMP TABLE touched (digest BLOB PRIMARY KEY) WITHOUT ROWID")
+    relabeled = " WHEN OLD.digest IS NOT NEW.digest OR OLD.label != NEW.label"
+    for table, event, condition, rows in (
+        ("images", "INSERT", "", ("NEW",)),
+        ("files", "INSERT", "", ("NEW",)),
+        ("files", "UPDATE", relabeled, ("OLD", "NEW")),
+        ("files", "DELETE", "", ("OLD",)),
+    ):
+        touch = " ".join(
+            f"INSERT OR IGNORE INTO touched SELECT {row}.digest WHERE {row}.digest IS NOT NULL;" for row in rows
+        )
+        db.execute(
+            f"CREATE TEMP TRIGGER {table}_{event}_touches AFTER {event} ON main.{table}{condition} BEGIN {touch} END"
+        )
 
 
 def any_changed(db: sqlite3.Connection) -> bool:

@@ -21,6 +21,7 @@ _FLAWS = {
     "low_contrast": (Flaw.FAINT, "lost its contrast when it was reduced to 8 bits"),
     "clipped": (Flaw.CLIPPED, "has values beyond the bit depth of the dataset"),
 }
+_SIZE = "'has ' || width || ' x ' || height || ' pixels'"
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 _NOTES = {
     "not_an_image": "is not an image",
@@ -43,10 +44,18 @@ WHERE digest IN (SELECT digest FROM files WHERE digest IS NOT NULL GROUP BY dige
 GROUP BY digest
 """
 
-# ``resized`` is called once per size, because most images have the same size.
+# Most images have the same size, so ``resized`` is called once per size, and kinds of
+# problems that do not occur are excluded without reading the images again.
 _SIZES = """
 CREATE TEMP TABLE sizes AS
-SELECT width, height, resized(width, height) AS resize FROM (SELECT DISTINCT width, height FROM images)
+SELECT width, height, constant, resized(width, height) AS resize
+FROM (SELECT DISTINCT width, height, constant FROM images)
+"""
+
+
+_Query = tuple[str, str, tuple[object, ...]]
+"""A kind of problem, a query, and the query's values. The query returns rows of (name,
+digest or None, description). The digest is set if several files have the same digest.
 """
 
 
@@ -66,10 +75,11 @@ def list_problems(
     problems: list[Problem] = []
     counts: dict[str, int] = {}
     _all(db, _TWINS)
-    for kind, query, values in _queries(height_px, width_px):
+    for kind, query, values in (*_file_queries(), *_image_queries(db, height_px, width_px)):
         count = _all(db, f"SELECT COUNT(*) FROM ({query})", *values)[0][0]  # noqa: S608 - our own words
-        if count:
-            counts[kind] = count
+        if not count:
+            continue
+        counts[kind] = count
         limit = _MAX_LISTED.get(kind, _MAX_LISTED_OF_OTHERS)
         for name, digest, text in _all(db, f"{query} ORDER BY 1 LIMIT {limit}", *values):
             names = _names(db, name, digest)
@@ -86,14 +96,14 @@ def list_problems(
     return problems, counts
 
 
-def _queries(height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[object, ...]]]:
-    """For each kind of problem, yield the kind, a query, and the query's values. The
-    query returns rows of (name, digest or None, description). The digest is set if
-    several files have the same digest.
-    """
+def _file_queries() -> Iterator[_Query]:
+    """The queries for problems of files and folders."""
     yield "undecodable", "SELECT name, NULL, fault FROM named WHERE fault IS NOT NULL", ()
     no_image = "'contains no image'"
-    unusable = f"SELECT label, NULL, {no_image} FROM files GROUP BY label HAVING COUNT(digest) = 0"  # noqa: S608 - our own words
+    unusable = (
+        f"SELECT label, NULL, {no_image} FROM files WHERE digest IS NULL"  # noqa: S608 - our own words
+        " AND label NOT IN (SELECT label FROM files WHERE digest IS NOT NULL)"
+    )
     yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable}", ()  # noqa: S608
     hidden = "'begins with a dot, so its images were left out'"
     yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
@@ -102,13 +112,24 @@ def _queries(height_px: int, width_px: int) -> Iterator[tuple[str, str, tuple[ob
     across = twins.format("'are copies of one image in several splits'", "labels = 1 AND splits > 1")
     yield "duplicate_across_splits", across, ()
     yield "duplicate", twins.format("'are one image'", "labels = 1 AND splits = 1"), ()
-    name = "(SELECT MIN(name) FROM named WHERE named.digest = images.digest)"
-    for kind, (flaw, text) in _FLAWS.items():
-        yield kind, f"SELECT {name}, NULL, '{text}' FROM images WHERE constant & ?", (int(flaw),)  # noqa: S608
-    size = f"SELECT {name}, NULL, 'has ' || width || ' x ' || height || ' pixels' FROM images"  # noqa: S608
-    for problem, kind in _RESIZED.items():
-        yield problem, f"{size} JOIN sizes USING (width, height) WHERE resize = ?", (kind,)
-    yield "upscaled", f"{size} WHERE width < ? OR height < ?", (width_px, height_px)
+
+
+def _image_queries(db: sqlite3.Connection, height_px: int, width_px: int) -> Iterator[_Query]:
+    """The queries for problems of images. Kinds of problems that do not occur are
+    omitted.
+    """
+    conditions: list[tuple[str, str, str, tuple[object, ...]]] = [
+        *((kind, f"'{text}'", "constant & ?", (int(flaw),)) for kind, (flaw, text) in _FLAWS.items()),
+        *((problem, _SIZE, "resize = ?", (kind,)) for problem, kind in _RESIZED.items()),
+        ("upscaled", _SIZE, "(width < ? OR height < ?)", (width_px, height_px)),
+    ]
+    for kind, text, condition, values in conditions:
+        if _all(db, f"SELECT 1 FROM sizes WHERE {condition} LIMIT 1", *values):  # noqa: S608 - our own words
+            query = (
+                f"SELECT (SELECT MIN(name) FROM named WHERE named.digest = images.digest), NULL, {text}"  # noqa: S608 - our own words
+                f" FROM images JOIN sizes USING (width, height, constant) WHERE {condition}"
+            )
+            yield kind, query, values
 
 
 def _names(db: sqlite3.Connection, name: str, digest: bytes | None) -> tuple[str, ...]:

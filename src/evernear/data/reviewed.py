@@ -37,7 +37,7 @@ _PAGE = 500
 # If the source also contains the image under an ordinary name, the image counts as an
 # ordinary image.
 _BY_NAME = """
-SELECT DISTINCT digest FROM files WHERE digest IS NOT NULL AND name LIKE '%review-%' AND is_reviewed(name)
+SELECT DISTINCT digest FROM files WHERE digest IS NOT NULL AND instr(name, 'review-') AND is_reviewed(name)
 AND NOT EXISTS (SELECT 1 FROM files AS other WHERE other.digest = files.digest AND NOT is_reviewed(other.name))
 """
 _PLACED = """
