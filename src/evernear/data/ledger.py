@@ -79,7 +79,7 @@ class Ledger:
             if not is_new:
                 ledger_changes.track_changes(self._db)
                 ledger_changes.track_images(self._db)
-            self._unreconciled = "images" if is_new else ledger_changes.TOUCHED_IMAGES
+            self._unreconciled = "images i" if is_new else ledger_changes.TOUCHED_IMAGES
             self._has_moved = bool(moved_from) and self._move_source(source_uri(moved_from), source_uri(source))
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()
@@ -412,14 +412,14 @@ class Ledger:
         """
         self._all("DELETE FROM changes")
         self._all(
-            f"INSERT INTO changes SELECT digest, slot, NULL FROM {self._unreconciled} AS i"  # noqa: S608 - our own words
+            f"INSERT INTO changes SELECT i.digest, i.slot, NULL FROM {self._unreconciled}"  # noqa: S608 - our own words
             " WHERE NOT EXISTS (SELECT 1 FROM files WHERE files.digest = i.digest)"
         )
         self._all(
-            "INSERT INTO changes"
-            " SELECT i.digest, i.slot, CASE WHEN COUNT(DISTINCT every.label) = 1 THEN l.id END"
-            f" FROM {self._unreconciled} AS i JOIN files f ON i.digest = f.digest JOIN labels l ON l.name = f.label"
-            " JOIN files every ON every.digest = f.digest WHERE l.id != i.label GROUP BY i.digest"  # noqa: S608 - our own words
+            "INSERT INTO changes SELECT i.digest, i.slot, CASE WHEN COUNT(DISTINCT every.label) = 1 THEN l.id END"  # noqa: S608 - our own words
+            f" FROM {self._unreconciled} CROSS JOIN files f ON f.digest = i.digest"
+            " JOIN labels l ON l.name = f.label CROSS JOIN files every ON every.digest = f.digest"
+            " WHERE l.id != i.label GROUP BY i.digest"
         )
         self._all("DROP TABLE IF EXISTS relabeled")
         self._all(

@@ -19,9 +19,9 @@ _TABLES = {
     "shards": (("slot",), ("shard",)),
     "decoders": (("source",), ("decoder",)),
 }
-TOUCHED_IMAGES = "(SELECT images.* FROM temp.touched CROSS JOIN images USING (digest))"
-"""The images that are new, or that have a new, changed or deleted file, since the call
-of `track_images`.
+TOUCHED_IMAGES = "temp.touched CROSS JOIN images i ON i.digest = touched.digest"
+"""The images ``i`` that are new, or that have a new, changed or deleted file, since the
+call of `track_images`. `CROSS JOIN` prevents SQLite from reading all images.
 """
 _SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
 

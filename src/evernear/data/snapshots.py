@@ -10,7 +10,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.store import Store
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import REPAIR, Manifest, fetch_object, find_manifest, ledger_key, manifest_key
-from evernear.data.stored_ledger import apply_changes, save_compact, stored_digests
+from evernear.data.stored_ledger import apply_changes, compress, expand, save_compact, stored_digests
 from evernear.errors import ConflictError, IntegrityError
 
 # The complete ledger is stored again after this many sets of changes, or when the total
@@ -67,7 +67,7 @@ class Snapshots:
         self._fetch(manifest.ledger_sha256, path)
         for sha256 in manifest.ledger_changes:
             changes = path.with_suffix(".changes")
-            self._fetch(sha256, changes)
+            self._fetch_changes(sha256, changes)
             self._changes_bytes += changes.stat().st_size
             apply_changes(path, changes)
             changes.unlink()
@@ -96,7 +96,7 @@ class Snapshots:
                 self._fetch(sha256, path)
                 yield path
                 for change in later:
-                    self._fetch(change, changes)
+                    self._fetch_changes(change, changes)
                     apply_changes(path, changes)
                     yield path
             except IntegrityError:
@@ -214,6 +214,7 @@ class Snapshots:
             ledger.save_changes(path)
             self._changes_bytes += path.stat().st_size
         if path.exists() and self._changes_bytes < _MAX_CHANGED_FRACTION * ledger.size_bytes():
+            compress(path)
             self._ledger = (*self._ledger, sha256_file(path))
         else:
             path.unlink(missing_ok=True)
@@ -226,6 +227,10 @@ class Snapshots:
 
     def _fetch(self, sha256: str, path: Path) -> None:
         fetch_object(self.store, ledger_key(self.name, sha256), path, sha256)
+
+    def _fetch_changes(self, sha256: str, path: Path) -> None:
+        self._fetch(sha256, path)
+        expand(path)
 
     def _is_head(self, digest: str) -> bool:
         stored = self.store.find(self._head_key)

@@ -1,5 +1,7 @@
 """Read and change ledgers in files, outside of an ingest."""
 
+import lzma
+import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -7,11 +9,16 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from evernear.common.class_names import class_name
+from evernear.common.disk import disk_errors
 from evernear.data import ledger_changes
 from evernear.data.ledger_schema import add_missing_tables, source_uri, without_journal
 from evernear.data.members import members
 from evernear.data.sources import FileEntry
 from evernear.data.sqlite import marks, sqlite_errors
+
+_XZ = b"\xfd7zXZ\0"
+_PRESET = 2  # higher presets take up to twice as long to make the file 8% smaller
+_CHUNK_BYTES = 2**20
 
 
 def apply_changes(ledger: Path, changes: Path) -> None:
@@ -25,6 +32,27 @@ def apply_changes(ledger: Path, changes: Path) -> None:
         without_journal(db)
         add_missing_tables(db)
         ledger_changes.apply_row_changes(db, changes)
+
+
+def compress(changes: Path) -> None:
+    """Compress a file from `Ledger.save_changes`. Most of its bytes are hashes that it
+    contains twice, so the compression window is as large as the file may be.
+    """
+    compressed = changes.with_suffix(".xz")
+    with disk_errors(changes), changes.open("rb") as file, lzma.open(compressed, "wb", preset=_PRESET) as target:
+        shutil.copyfileobj(file, target, _CHUNK_BYTES)
+    compressed.replace(changes)
+
+
+def expand(changes: Path) -> None:
+    """Reverse `compress`. Files of earlier versions are not compressed."""
+    with disk_errors(changes), changes.open("rb") as file:
+        if file.read(len(_XZ)) != _XZ:
+            return
+    expanded = changes.with_suffix(".expanded")
+    with disk_errors(changes), lzma.open(changes) as file, expanded.open("wb") as target:
+        shutil.copyfileobj(file, target, _CHUNK_BYTES)
+    expanded.replace(changes)
 
 
 def stored_digests(ledger: Path) -> list[bytes]:

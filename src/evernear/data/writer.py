@@ -1,8 +1,8 @@
 """Write images into shards with a maximum size.
 
-The last shard of a split is filled before a new shard is started, unless the shard is
-large and an earlier snapshot contains the shard. Storing a large shard again would cost
-more than storing the new images.
+A shard of an earlier snapshot has to be stored again when it is filled, which may cost
+more than storing the new images. Therefore only small shards are filled, and each split
+has a limited number of small shards.
 """
 
 from collections import Counter
@@ -26,6 +26,12 @@ _BLOCK_BYTES = 2**20
 _LARGE_FRACTION = 1 / 8
 """Fraction of a full shard. A later ingest does not fill a shard that already has at
 least this fraction of the maximum number of images.
+"""
+_TINY_FRACTION = 1 / 64
+"""Fraction of a full shard. A later ingest always fills a smaller shard."""
+_MAX_SMALL = 8
+"""Maximum number of shards of a split below `_LARGE_FRACTION`. If a split has as many,
+a later ingest fills the smallest one.
 """
 
 
@@ -144,20 +150,30 @@ class ShardWriter:
         return list(zip(moved_digests, slots, strict=True))
 
     def _begin(self, split: Split) -> "_OpenShard":
-        last = max((slot for slot, shard in self._shards.items() if shard.split == split), default=None)
-        if last is None or self._is_closed(self._shards[last]):
+        slot = self._slot_to_fill(split)
+        if slot is None:
             shard = _OpenShard(self._scratch, self._next_slot, self._dtype)
             self._next_slot += 1
         else:
-            shard = _OpenShard(self._scratch, last, self._dtype)
-            for rows in self._rows_of(self._shards[last]):
+            shard = _OpenShard(self._scratch, slot, self._dtype)
+            for rows in self._rows_of(self._shards[slot]):
                 shard.write(rows)
         self._open[split] = shard
         return shard
 
-    def _is_closed(self, shard: Shard) -> bool:
-        fraction = _LARGE_FRACTION if shard.sha256 in self._published else 1
-        return shard.count >= fraction * self._capacity
+    def _slot_to_fill(self, split: Split) -> int | None:
+        """The slot whose shard is filled with the next images of a split, or None to
+        start a new shard.
+        """
+        slots = [slot for slot, shard in self._shards.items() if shard.split == split]
+        last = max(slots, default=None)
+        if last is not None and self._shards[last].sha256 not in self._published:
+            return last if self._shards[last].count < self._capacity else None
+        small = [slot for slot in slots if self._shards[slot].count < _LARGE_FRACTION * self._capacity]
+        smallest = min(small, key=lambda slot: (self._shards[slot].count, slot), default=None)
+        if smallest is None or len(small) >= _MAX_SMALL:
+            return smallest
+        return smallest if self._shards[smallest].count < _TINY_FRACTION * self._capacity else None
 
     def _finish(self, split: Split) -> None:
         self._publish(self._open.pop(split), split)

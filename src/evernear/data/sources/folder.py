@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from evernear.common.class_names import class_name, spelled
 from evernear.common.disk import disk_errors
@@ -17,7 +18,7 @@ from evernear.common.store import ObjectInfo, open_store
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
-from evernear.data.sources.layout import Contents, Layout, NestedFolders, choose_layout, named_like_splits
+from evernear.data.sources.layout import Contents, Layout, NestedFolders, Place, choose_layout, named_like_splits
 from evernear.data.sources.names import is_litter, is_skipped, names_other_kind, skipped_path
 from evernear.data.sources.tree import Tree
 from evernear.errors import DataError, StoreError
@@ -37,6 +38,19 @@ def dataset_name(location: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", location.lower()).strip("-")[:63].rstrip("-") or "dataset"
 
 
+class _Meaning(NamedTuple):
+    """What a folder means for the files in it."""
+
+    folder: str | None = None
+    skipped: str = ""
+    """See `skipped_path`."""
+    left_out: bool = False
+    """Whether the settings leave out the folder."""
+    place: Place | None = None
+    """None if the folder is not in a class folder."""
+    explicit_split: Split | None = None
+
+
 class _ClassFolders(FileSource):
     """Determines the label and the split of a file from its path."""
 
@@ -47,6 +61,8 @@ class _ClassFolders(FileSource):
         self._settings = settings
         self._split_folders_used: set[str] = set()
         self._nested = NestedFolders()
+        self._notes_nested = settings.layout == "auto" and settings.group not in ("folder", "stem")
+        self._meaning = _Meaning()
         self._labels: dict[str, str] = {}
         self._notes: defaultdict[str, NameSample] = defaultdict(NameSample)
         self.notes = self._notes
@@ -61,20 +77,37 @@ class _ClassFolders(FileSource):
 
     def _set_layout(self, folders: Mapping[str, Contents]) -> None:
         self.layout = choose_layout(self.name, folders, self._settings)
+        self._meaning = _Meaning()
         self.chosen_splits = self.layout.chosen_splits
 
     def _entry(self, path: str, etag: str = "", size_bytes: int = 0) -> FileEntry | None:
         """The entry for an image, given its path in the source. Returns None if the
         image is not in a class folder.
         """
-        place = self.layout.place([part for part in path.split("/")[:-1] if part])
-        if place is None:
+        meaning = self._meaning_of(path.rpartition("/")[0])
+        if meaning.place is None:
             return None
-        label = self._label(place.class_folder)
-        self._split_folders_used.add(place.split_folder)
-        if self._settings.layout == "auto" and self._settings.group not in ("folder", "stem"):
-            self._nested.add(label, place)
-        return FileEntry(path, etag, label, None if place.split in self.chosen_splits else place.split, size_bytes)
+        label = self._label(meaning.place.class_folder)
+        self._split_folders_used.add(meaning.place.split_folder)
+        if self._notes_nested:
+            self._nested.add(label, meaning.place)
+        return FileEntry(path, etag, label, meaning.explicit_split, size_bytes)
+
+    def _meaning_of(self, folder: str) -> _Meaning:
+        """The meaning of a folder, given its path. The meaning of the last folder is
+        remembered, because most files are in the same folder as the file before.
+        """
+        if folder != self._meaning.folder:
+            parts = folder.split("/")
+            place = self.layout.place([part for part in parts if part])
+            self._meaning = _Meaning(
+                folder,
+                skipped_path(folder),
+                self.layout.leaves_out(parts),
+                place,
+                None if place is None or place.split in self.chosen_splits else place.split,
+            )
+        return self._meaning
 
     def _check_and_note_folders(self) -> None:
         """Reject split folders that contain no image in a class folder, and note how
@@ -210,14 +243,16 @@ class Bucket(_ClassFolders):
         hidden: set[str] = set()
         litter: set[str] = set()
         for info in self._objects():
-            if skipped := skipped_path(info.key):
+            folder, _, file = info.key.rpartition("/")
+            meaning = self._meaning_of(folder)
+            if skipped := meaning.skipped or (info.key if is_skipped(file) else ""):
                 is_folder = skipped != info.key
                 if is_folder and self._is_class_folder(skipped) and not is_litter(skipped.rpartition("/")[2]):
                     hidden.update({skipped} if has_image_suffix(info.key) else ())
                 elif skipped not in litter:
                     litter.update({skipped} if is_folder else ())
                     self._notes["litter"].add(skipped)
-            elif not info.key or info.key.endswith("/") or self.layout.leaves_out(info.key.split("/")[:-1]):
+            elif not file or meaning.left_out:
                 continue  # the object marks a folder, or the settings leave it out
             elif not _may_be_image(info.key, info.size_bytes):
                 self._notes["not_an_image"].add(info.key)
