@@ -2,9 +2,10 @@
 ``python -m benchmarks.scale.bookkeeping``.
 
 The parts are not decoded: their results are written directly, as if other nodes had
-decoded them, and this time is left out. The images are 28 x 28 gray and random. Names
-and results look like those of a bucket. The store is a directory whose requests take 20
-ms, and the listing takes 20 ms per 1,000 names. The rows are measured one after the
+decoded them, and this time is left out. The images are 28 x 28 gray and random. The
+source is a bucket whose pages of 1,000 names take 20 ms, without a network. The CPU
+time for making the pages is left out, and the CPU time for reading them is not. The
+store is a directory whose requests take 20 ms. The rows are measured one after the
 other, each in its own process:
 
 - ``first``: an ingest of all names;
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,10 +33,12 @@ from benchmarks.scale.bucket import LATENCY_S
 from evernear.common.disk import sha256_bytes
 from evernear.common.parts import OpenWorker, Parts
 from evernear.common.store import FileStore
+from evernear.common.store.s3 import S3Store
+from evernear.common.store.s3_connection import S3Connection
 from evernear.data import ingest
 from evernear.data.decode_part import DecodedPart, IngestPart, Outcome
 from evernear.data.snapshots import Snapshots
-from evernear.data.sources import FileEntry, FileSource
+from evernear.data.sources.folder import Bucket
 from evernear.settings import DataSettings
 
 CLASSES = 100
@@ -107,7 +110,8 @@ def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
 
     store = SlowStore(directory)
     decode = _timed(_save_results, took, "decode")
-    ingest.open_source = lambda *_: Listed(count)  # type: ignore[assignment]
+    bucket = serve_listing(count, took)
+    ingest.open_source = lambda *_: bucket  # type: ignore[assignment]
     ingest.open_store = lambda _: store  # type: ignore[assignment]
     timed(ingest, "list_source", "list")
     timed(ingest, "decode_in_parts", "plan")
@@ -122,11 +126,13 @@ def measure(directory: Path, count: int, part_names: int) -> dict[str, Any]:
     decoding = took.pop("decode", Took())
     without = Took(-decoding.wall_s, -decoding.cpu_s)
     took["plan"] = took["plan"] + without
+    served = Took(0, -took.pop("serve").cpu_s)
+    took["list"] = took["list"] + served
     status = Path("/proc/self/status").read_text()
     peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
     return {
         **{stage: tuple(took[stage]) for stage in STAGES},
-        "all": tuple(all_stages + without),
+        "all": tuple(all_stages + without + served),
         "written_bytes": store.written_bytes - store.decoded_bytes,
         "decoded_bytes": store.decoded_bytes,
         "peak_bytes": int(peak_kib) * 1024,
@@ -145,25 +151,50 @@ def _timed(function: Callable[..., Any], took: dict[str, Took], stage: str) -> C
     return timed
 
 
-class Listed(FileSource):
-    """A source of names, in pages that take as long as those of a bucket."""
+def serve_listing(count: int, took: dict[str, Took]) -> Bucket:
+    """A bucket with ``count`` names. Its pages take as long as those of a real bucket,
+    and the CPU time for making them is recorded under ``serve``.
+    """
+    per_class = -(-count // CLASSES)
+    counts = {f"class-{label:03}/": min(per_class, count - label * per_class) for label in range(CLASSES)}
 
-    name = "listed"
+    def page(self: S3Connection, bucket: str, prefix: str, token: str = "", delimiter: str = "") -> bytes:
+        time.sleep(LATENCY_S)
+        cpu_s = time.thread_time()
+        if delimiter:
+            data = _xml("", 0, 0, "", counts)
+        else:
+            folder, start = prefix or next(iter(counts)), int(token or 0)
+            end = min(start + PAGE_NAMES, counts[folder])
+            data = _xml(folder, start, end, str(end) if end < counts[folder] or not prefix else "")
+        took["serve"] += Took(0, time.thread_time() - cpu_s)
+        return data
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def children(self: S3Store, folder: str) -> Iterator[str]:
+        return iter(["0.png"] if folder else counts)
 
-    def entries(self) -> Iterator[FileEntry]:
-        per_class = -(-self._count // CLASSES)
-        for number in range(self._count):
-            if number % PAGE_NAMES == 0:
-                time.sleep(LATENCY_S)
-            label, position = divmod(number, per_class)
-            name = f"class-{label:03}/{position:08}.png"
-            yield FileEntry(name, hashlib.md5(name.encode()).hexdigest(), f"class-{label:03}", None, 900)  # noqa: S324
+    S3Connection._page = page  # pyright: ignore[reportPrivateUsage]
+    S3Store.children = children
+    return Bucket("s3://listed")
 
-    def read(self, name: str) -> bytes:
-        raise NotImplementedError(name)
+
+def _xml(folder: str, start: int, end: int, next_token: str, folders: Iterable[str] = ()) -> bytes:
+    """A page of a listing, as MinIO writes it."""
+    objects = (
+        f"<Contents><Key>{name}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        f"<ETag>&#34;{hashlib.md5(name.encode()).hexdigest()}&#34;</ETag><Size>900</Size>"  # noqa: S324
+        "<StorageClass>STANDARD</StorageClass></Contents>"
+        for name in (f"{folder}{position:08}.png" for position in range(start, end))
+    )
+    token = f"<NextContinuationToken>{next_token}</NextContinuationToken>" if next_token else ""
+    text = (
+        '<?xml version="1.0" encoding="UTF-8"?>\n<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        f"<Name>listed</Name><EncodingType>url</EncodingType><IsTruncated>{'true' if token else 'false'}</IsTruncated>"
+        f"{token}{''.join(objects)}"
+        f"{''.join(f'<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>' for name in folders)}"
+        "</ListBucketResult>"
+    )
+    return text.encode()
 
 
 class SlowStore(FileStore):
