@@ -17,6 +17,7 @@ from evernear.data.manifest import Manifest, ledger_key
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
 from evernear.data.source_diff import fetch_ledger
+from evernear.data.stored_ledger import compress, expand
 from evernear.errors import DataError, IntegrityError
 from evernear.settings import DataSettings
 
@@ -72,9 +73,9 @@ def test_images_that_came_by_review_are_not_measured_on(tree, run_ingest, make_i
     assert set(by_label["2"]) == {"train", "gallery", "test", "query"}
 
 
-def test_large_shards_are_not_stored_again(tmp_path: Path, run_ingest, make_image) -> None:
-    """150 images fit into a shard: one with 19 or more stays as it is,
-    others are filled.
+def test_few_shards_are_stored_again(tmp_path: Path, run_ingest, make_image, contents) -> None:
+    """150 images fit into a shard. A shard with 19 or more stays as it is. Up to eight
+    smaller ones stay as they are, and then the smallest is filled.
     """
 
     def with_more(numbers: range) -> Manifest:
@@ -84,13 +85,29 @@ def test_large_shards_are_not_stored_again(tmp_path: Path, run_ingest, make_imag
             path.write_bytes(make_image(number, (20, 20)))
         return run_ingest(tmp_path / "tree")
 
-    first, second, third = with_more(range(100)), with_more(range(100, 120)), with_more(range(120, 130))
+    first = with_more(range(100))
     assert [shard.split for shard in first.shards if shard.count >= 19] == ["train"]
-    assert second.shards[0] == first.shards[0]
-    assert [shard.split for shard in second.shards] == ["train", "train", "test", "gallery", "query"]
-    assert second.shards[1].count < 19
-    assert [shard.split for shard in third.shards] == ["train", "train", "test", "gallery", "query"]
-    assert third.shards[1].count > second.shards[1].count
+    manifests = [first, *(with_more(range(start, start + 10)) for start in range(100, 220, 10))]
+    assert len(contents(manifests[-1])) == 220
+    for before, after in itertools.pairwise(manifests):
+        small = [shard for shard in before.shards if shard.split == "train" and shard.count < 19]
+        kept = {shard.sha256 for shard in after.shards}
+        stored_again = [shard for shard in before.shards if shard.split == "train" and shard.sha256 not in kept]
+        smallest = min(small, key=lambda shard: shard.count, default=None)
+        is_filled = smallest is not None and (len(small) == 8 or smallest.count < 3)
+        assert stored_again == ([smallest] if is_filled else [])
+    assert stored_again
+
+
+def test_copies_with_different_labels_stay_left_out(tree, run_ingest, make_image, contents, digest_of) -> None:
+    for label in ("1", "2"):
+        (tree / label / "copy.png").write_bytes(make_image(5000))
+    for number in range(3):
+        (tree / "1" / f"more-{number}.png").write_bytes(make_image(6000 + number))
+        assert digest_of(make_image(5000)) not in contents(run_ingest(tree)).split
+    (tree / "2" / "copy.png").unlink()
+    manifest = run_ingest(tree)
+    assert contents(manifest).label[digest_of(make_image(5000))] == "1"
 
 
 def test_only_affected_shards_change(tmp_path: Path, run_ingest, make_image, contents) -> None:
@@ -392,3 +409,16 @@ def test_splits_survive_the_return_to_an_earlier_digest(tree, run_ingest, make_i
     restored = contents(run_ingest(tree)).split
     assert {digest: restored[digest] for digest in splits} == splits
     assert before.items() <= splits.items()
+
+
+def test_changes_of_earlier_versions_are_not_compressed(tmp_path: Path) -> None:
+    changes = tmp_path / "saved.sqlite"
+    changes.write_bytes(b"SQLite format 3\0" * 1000)
+    written = changes.read_bytes()
+    expand(changes)
+    assert changes.read_bytes() == written
+    compress(changes)
+    assert changes.stat().st_size < 1000
+    expand(changes)
+    assert changes.read_bytes() == written
+    assert [path.name for path in tmp_path.iterdir()] == ["saved.sqlite"]

@@ -297,7 +297,7 @@ def _parse_page(data: bytes) -> _Page:
     if not page.tag.endswith("ListBucketResult"):
         raise ValueError("the listing is another document")
     namespace = page.tag[: page.tag.rfind("}") + 1]
-    decode = unquote_plus if page.findtext(f"{namespace}EncodingType") == "url" else str
+    decode = _unquote if page.findtext(f"{namespace}EncodingType") == "url" else str
     next_token = page.findtext(f"{namespace}NextContinuationToken", "")
     truncated = page.findtext(f"{namespace}IsTruncated") == "true"
     if truncated and not next_token:
@@ -318,6 +318,10 @@ def _parse_page(data: bytes) -> _Page:
         ],
         next_token=next_token if truncated else "",
     )
+
+
+def _unquote(name: str) -> str:
+    return unquote_plus(name) if "%" in name or "+" in name else name
 
 
 def _parse_xml(text: str) -> ElementTree.Element:
