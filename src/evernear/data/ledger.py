@@ -245,9 +245,9 @@ class Ledger:
         """The number of pending files: new, changed and broken files, and files to be
         decoded again.
         """
-        # Without the index, the query would read all files.
-        query = "SELECT COUNT(*) FROM files INDEXED BY files_by_turn WHERE pending AND source = ?"
-        return self._int(query, self._source)
+        # "+" prevents SQLite from reading all files of the source instead of the index of
+        # pending files.
+        return self._int("SELECT COUNT(*) FROM files WHERE pending AND +source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
         """The pending files among ``names`` (at most 500), as currently listed."""
