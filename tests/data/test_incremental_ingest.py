@@ -54,8 +54,9 @@ def test_second_ingest_adds_only_new_images(tree, run_ingest, make_image, conten
     assert added["test"] > 70
     # The first snapshot is unchanged.
     assert contents(first).label == old.label
-    # The last shard of a split is filled before a new one is added.
-    assert [shard.split for shard in second.shards] == ["train", "test", "gallery", "query"]
+    # Shards with few images are filled, and the others stay as they are.
+    assert [shard.split for shard in second.shards] == ["train", "train", "test", "gallery", "query"]
+    assert second.shards[0] == first.shards[0]
 
 
 def test_images_that_came_by_review_are_not_measured_on(tree, run_ingest, make_image, contents) -> None:

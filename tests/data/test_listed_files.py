@@ -3,6 +3,7 @@ names.
 """
 
 import random
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
@@ -22,19 +23,25 @@ def ingest(path: Path, listing: list[FileEntry], broken: str = "") -> tuple[list
     """List files, and decode the pending files without pixels. Return the files in the
     ledger, and the names of the decoded files.
     """
+    saved = path.with_suffix(".saved")
     with closing(Ledger(path, "folder:/images")) as ledger:
         ledger.list_files(listing)
         ledger.forget_unlisted()
-        pending = {name for (name,) in ledger._db.execute("SELECT name FROM files WHERE pending")}
-        ledger._db.execute("UPDATE files SET pending = 0, fault = CASE WHEN name = ? THEN 'broken' END", (broken,))
         listed = [*ledger.in_order()]
-        ledger._db.execute("COMMIT")
-        return listed, pending
+        ledger.save(saved)
+    saved.replace(path)
+    with closing(sqlite3.connect(path)) as db:
+        pending = {name for (name,) in db.execute("SELECT name FROM files WHERE pending")}
+        db.execute("UPDATE files SET pending = 0, fault = CASE WHEN name = ? THEN 'broken' END", (broken,))
+        db.commit()
+    return listed, pending
 
 
 @pytest.mark.parametrize("order", ["sorted", "folders", "shuffled"])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_names_gives_the_same_ledger(tmp_path: Path, monkeypatch, order: str, seed: int) -> None:
+def test_any_order_of_names_gives_the_same_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, seed: int
+) -> None:
     monkeypatch.setattr("evernear.data.ledger.PAGE_NAMES", 7)
     monkeypatch.setattr("evernear.data.listed_files._MAX_ROWS", 28)
     mixed = random.Random(seed)

@@ -245,8 +245,8 @@ class Ledger:
         """The number of pending files: new, changed and broken files, and files to be
         decoded again.
         """
-        # "+" prevents SQLite from reading all files of the source instead of the index of
-        # pending files.
+        # "+" prevents SQLite from reading all files of the source instead of the index
+        # of pending files.
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND +source = ?", self._source)
 
     def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:

@@ -114,7 +114,7 @@ def test_error_in_a_folder_ends_all_threads(serve: Callable[..., list[str]]) -> 
 def test_abandoned_listing_ends_all_threads(serve: Callable[..., list[str]]) -> None:
     before = threading.active_count()
     serve(NAMES)
-    listing = iter(open_store("s3://names").list(""))
+    listing = open_store("s3://names").list("")
     assert next(listing).key == "0/00.png"
-    listing.close()
+    del listing
     assert threading.active_count() == before
