@@ -227,15 +227,15 @@ def _save_results(parts: Parts, _: OpenWorker) -> None:
     assert isinstance(parts.store, SlowStore)
     before = parts.store.written_bytes
     for number in parts.missing():
-        entries = IngestPart.from_json(parts.part(number), "").entries
-        digests = [hashlib.sha256(entry.name.encode()).digest() for entry in entries]
+        names = IngestPart.from_json(parts.part(number), "").names
+        digests = [hashlib.sha256(name.encode()).digest() for name in names]
         rows = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32)
         pixels = np.tile(rows, (1, SIZE_PX**2 // 32 + 1))[:, : SIZE_PX**2].tobytes()
         sha256 = sha256_bytes(pixels)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, pixels)
-        outcomes = tuple(Outcome(position, digest.hex(), SIZE_PX, SIZE_PX) for position, digest in enumerate(digests))
-        parts.save_result(number, DecodedPart(outcomes=outcomes, pixels=key, sha256=sha256).to_json())
+        outcomes = (Outcome(position, digest.hex(), SIZE_PX, SIZE_PX) for position, digest in enumerate(digests))
+        parts.save_result(number, DecodedPart.of(outcomes, key, sha256).to_json())
     parts.store.decoded_bytes += parts.store.written_bytes - before
 
 

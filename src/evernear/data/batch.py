@@ -1,15 +1,15 @@
 """Batches of images that are passed from a source to a shard."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
 
-from evernear.data.decoding import DecodedImage, ImageForm
+from evernear.data.decoding import ImageForm
 from evernear.data.manifest import Split
-from evernear.data.preprocess import Flaw, Pixels, pixels_digest, to_array
+from evernear.data.preprocess import Pixels, pixels_digest, to_array
 from evernear.data.sources import ArrayBlock
 
 _MAX_IMAGES = 256
@@ -27,12 +27,13 @@ class Batch:
     C), in which each image has the dataset's shape.
     """
 
-    names: list[str]
-    labels: list[str]
-    explicit_splits: list[Split | None]
-    digests: list[bytes]
-    sizes: list[tuple[int, int]]
-    flaws: list[Flaw]
+    names: Sequence[str]
+    labels: Sequence[str]
+    explicit_splits: Sequence[Split | None]
+    digests: Sequence[bytes]
+    widths_px: Sequence[int]
+    heights_px: Sequence[int]
+    flaws: Sequence[int]
     pixels: Pixels
     former_splits: Mapping[str, Split] = field(default_factory=dict[str, Split])
     """Maps file names to former splits, for unchanged files that are decoded again."""
@@ -54,21 +55,8 @@ class Batch:
             labels=block.labels,
             explicit_splits=[block.explicit_split] * count,
             digests=[pixels_digest("L", width, height, row.tobytes()) for row in flat],
-            sizes=[(width, height)] * count,
-            flaws=[Flaw(int(constant)) for constant in flat.min(axis=1) == flat.max(axis=1)],
+            widths_px=[width] * count,
+            heights_px=[height] * count,
+            flaws=(flat.min(axis=1) == flat.max(axis=1)).astype(int).tolist(),
             pixels=pixels,
-        )
-
-    @classmethod
-    def of_files(cls, images: list[DecodedImage], former_splits: Mapping[str, Split]) -> "Batch":
-        """Make a batch of images that were decoded from image files."""
-        return cls(
-            names=[image.entry.name for image in images],
-            labels=[image.entry.label for image in images],
-            explicit_splits=[image.entry.explicit_split for image in images],
-            digests=[image.digest for image in images],
-            sizes=[image.size for image in images],
-            flaws=[image.flaws for image in images],
-            pixels=np.stack([image.pixels for image in images]),
-            former_splits=former_splits,
         )

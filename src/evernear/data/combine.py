@@ -7,17 +7,16 @@ with the files, because files may have been removed or relabeled.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from evernear.common.output import quantity
 from evernear.data.batch import Batch
-from evernear.data.decoding import DecodedImage, DecodeFailure, ImageForm
+from evernear.data.decode_part import DecodedFiles
+from evernear.data.decoding import ImageForm
 from evernear.data.groups import Grouping
-from evernear.data.ledger import Ledger, NewImage
+from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.placing import Placer
 from evernear.data.sources import ArraySource
-from evernear.data.sqlite import batched
 from evernear.data.writer import ShardWriter
 from evernear.errors import ConflictError
 from evernear.settings import DataSettings
@@ -32,28 +31,43 @@ def array_batches(source: ArraySource, form: ImageForm, ledger: Ledger) -> Itera
     ledger.forget_unlisted()
 
 
-def file_batches(results: Iterator[DecodedImage | DecodeFailure], ledger: Ledger, size: int) -> Iterator[Batch]:
+def file_batches(decoded: Iterator[DecodedFiles], ledger: Ledger, size: int) -> Iterator[Batch]:
     """Record the results for files that are unchanged since they were decoded, and
     yield their images in batches of at most ``size`` images. ``size`` is at most 500.
     """
-    for page in batched(results, size):
-        listed = ledger.pending([result.entry.name for result in page])
-        images, outcomes = list[DecodedImage](), list[tuple[str, bytes | None, str | None]]()
-        for result in page:
-            entry = listed.pop(result.entry.name, None)
-            if entry is None or entry.etag != result.entry.etag:
-                continue  # a different plan also had the file, or the file has changed since
-            if isinstance(result, DecodedImage):
-                # The label and the explicit split may have changed since the part was
-                # planned.
-                images.append(result if result.entry == entry else replace(result, entry=entry))
-                outcomes.append((entry.name, result.digest, None))
-            else:
-                outcomes.append((entry.name, None, result.reason))
-        former_splits = ledger.former_splits([image.entry.name for image in images])
-        ledger.record_results(outcomes)
-        if images:
-            yield Batch.of_files(images, former_splits)
+    for files in decoded:
+        for page in files.pages(size):
+            batch = _file_batch(page, ledger)
+            if batch.names:
+                yield batch
+
+
+def _file_batch(page: DecodedFiles, ledger: Ledger) -> Batch:
+    """Record the results of at most 500 files, and return their images."""
+    listed = ledger.pending(page.names)
+    # A different plan may also have the file, and the file may have changed since.
+    current = [
+        row
+        for row, (name, etag) in enumerate(zip(page.names, page.etags, strict=True))
+        if name in listed and listed[name][0] == etag
+    ]
+    ledger.record_results((page.names[row], page.digests[row] or None, page.faults[row]) for row in current)
+    images = [row for row in current if page.digests[row]]
+    stored = [row for row, digest in enumerate(page.digests) if digest]
+    kept = set(images)
+    names = [page.names[row] for row in images]
+    return Batch(
+        names=names,
+        # The label and the explicit split may have changed since the part was planned.
+        labels=[listed[name][1] for name in names],
+        explicit_splits=[listed[name][2] for name in names],
+        digests=[page.digests[row] for row in images],
+        widths_px=[page.widths_px[row] for row in images],
+        heights_px=[page.heights_px[row] for row in images],
+        flaws=[page.flaws[row] for row in images],
+        pixels=page.pixels if images == stored else page.pixels[[row in kept for row in stored]],
+        former_splits=ledger.former_splits(names),
+    )
 
 
 def combine(
@@ -81,6 +95,7 @@ def combine(
     for batch in batches:
         _add(batch, placer, numbers, ledger, writer)
         on_images(len(batch.names))
+    ledger.apply_results()
     writer.close()
     if changed := ledger.count_pending():
         raise ConflictError(f"{quantity(changed, 'file')} of the source changed during the ingest; run again.")
@@ -114,7 +129,5 @@ def _add(batch: Batch, placer: Placer, numbers: dict[str, int], ledger: Ledger, 
             labels = [numbers[batch.labels[row]] for row in rows]
             digests = [batch.digests[row] for row in rows]
             slots = writer.append(split, batch.pixels[rows], labels, digests)
-            ledger.add_images(
-                NewImage(digest, label, slot, *batch.sizes[row], batch.flaws[row])
-                for row, digest, label, slot in zip(rows, digests, labels, slots, strict=True)
-            )
+            described = ([column[row] for row in rows] for column in (batch.widths_px, batch.heights_px, batch.flaws))
+            ledger.add_images(zip(digests, labels, slots, *described, strict=True))

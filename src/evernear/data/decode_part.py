@@ -7,15 +7,18 @@ files. Parts are processed independently of each other.
     <folder>/<sha256>.raw     the pixels of one part's images
 
 The result of a part describes each of its files, in decoding order, and contains the
-name of the object with the pixels.
+name of the object with the pixels. Parts and results are stored as columns, because
+columns are parsed faster than rows.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +28,8 @@ from evernear.common.parts import Part, Parts, Worker, concurrently
 from evernear.common.threads import available_cpus
 from evernear.data.batch import images_at_once
 from evernear.data.decoding import DecodedImage, DecodeFailure, Decoder, ImageForm
-from evernear.data.preprocess import Flaw, Pixels
+from evernear.data.manifest import Split
+from evernear.data.preprocess import Pixels
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sqlite import batched
 from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
@@ -39,9 +43,34 @@ class LostPartsError(StoreError):
 
 
 class IngestPart(Part):
-    """Files to decode, in the order of decoding. Each unit is a file."""
+    """Files to decode, in the order of decoding. Each unit is a file. Each tuple
+    contains a field of `FileEntry` for every file.
+    """
 
-    entries: tuple[FileEntry, ...]
+    names: tuple[str, ...]
+    etags: tuple[str, ...]
+    labels: tuple[str, ...]
+    explicit_splits: tuple[Split | None, ...]
+    sizes_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, entries: Sequence[FileEntry]) -> "IngestPart":
+        """The part with ``entries``, which is not empty."""
+        names, etags, labels, explicit_splits, sizes_bytes = zip(*entries, strict=True)
+        return cls(
+            units=len(entries),
+            names=names,
+            etags=etags,
+            labels=labels,
+            explicit_splits=explicit_splits,
+            sizes_bytes=sizes_bytes,
+        )
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """The files."""
+        columns = self.names, self.etags, self.labels, self.explicit_splits, self.sizes_bytes
+        return [FileEntry(*row) for row in zip(*columns, strict=True)]
 
 
 class Shared(Frozen):
@@ -66,15 +95,77 @@ class Outcome(NamedTuple):
 
 
 class DecodedPart(Frozen):
-    """The result of a part."""
+    """The result of a part. Each tuple contains a field of `Outcome` for every file, in
+    decoding order.
+    """
 
-    outcomes: tuple[Outcome, ...]
-    """The outcomes in decoding order."""
+    positions: tuple[int, ...]
+    digests: tuple[str, ...]
+    widths_px: tuple[int, ...]
+    heights_px: tuple[int, ...]
+    flaws: tuple[int, ...]
+    faults: tuple[str | None, ...]
     pixels: str = ""
     """The name of the object with the images' pixels, as a uint8 array of shape (N, H,
     W, C) without a header. Empty if the part has no images.
     """
     sha256: str = ""
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome], pixels: str = "", sha256: str = "") -> "DecodedPart":
+        """The result of a part with ``outcomes``, which are not empty."""
+        positions, digests, widths_px, heights_px, flaws, faults = zip(*outcomes, strict=True)
+        return cls(
+            positions=positions,
+            digests=digests,
+            widths_px=widths_px,
+            heights_px=heights_px,
+            flaws=flaws,
+            faults=faults,
+            pixels=pixels,
+            sha256=sha256,
+        )
+
+
+@dataclass(frozen=True)
+class DecodedFiles:
+    """Decoded files, in decoding order. Each sequence contains one value for every
+    file. The digest is empty if the file is broken or not an image. The fault is None
+    if the file is not broken.
+
+    ``pixels`` is a uint8 array of shape (N, H, W, C) with the N images among the files.
+    """
+
+    names: Sequence[str]
+    etags: Sequence[str]
+    explicit_splits: Sequence[Split | None]
+    digests: Sequence[bytes]
+    widths_px: Sequence[int]
+    heights_px: Sequence[int]
+    flaws: Sequence[int]
+    faults: Sequence[str | None]
+    pixels: Pixels
+
+    def pages(self, size: int) -> Iterator["DecodedFiles"]:
+        """Yield pages of at most ``size`` files."""
+        first = 0
+        for start in range(0, len(self.names), size):
+            columns = [column[start : start + size] for column in self._columns()]
+            images = sum(map(bool, self.digests[start : start + size]))
+            yield DecodedFiles(*columns, self.pixels[first : first + images])
+            first += images
+
+    @staticmethod
+    def joined(pages: Sequence["DecodedFiles"]) -> "DecodedFiles":
+        """Join consecutive pages."""
+        columns = zip(*(page._columns() for page in pages), strict=True)
+        return DecodedFiles(
+            *([*chain.from_iterable(column)] for column in columns), np.concatenate([page.pixels for page in pages])
+        )
+
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        sizes = self.widths_px, self.heights_px
+        return self.names, self.etags, self.explicit_splits, self.digests, *sizes, self.flaws, self.faults
 
 
 def open_here(
@@ -112,7 +203,7 @@ def _decode_part(
     part's `DecodedPart` as JSON.
     """
     part = IngestPart.from_json(value, f"part {number} in {parts.store.uri}")
-    positions = {entry.name: position for position, entry in enumerate(part.entries)}
+    positions = {name: position for position, name in enumerate(part.names)}
     requests, threads, at_once = (
         settings.requests_in_flight,
         settings.decode_threads or available_cpus(),
@@ -128,11 +219,11 @@ def _decode_part(
                 _append(path, (result.pixels for result in batch if isinstance(result, DecodedImage)))
                 on_files(len(batch))
         if not any(outcome.digest for outcome in outcomes):
-            return DecodedPart(outcomes=tuple(outcomes)).to_json()
+            return DecodedPart.of(outcomes).to_json()
         sha256 = sha256_file(path)
         key = f"{parts.folder}/{sha256}.raw"
         parts.store.put(key, path)
-    return DecodedPart(outcomes=tuple(outcomes), pixels=key, sha256=sha256).to_json()
+    return DecodedPart.of(outcomes, key, sha256).to_json()
 
 
 def _outcome(result: DecodedImage | DecodeFailure, position: int) -> Outcome:
@@ -148,19 +239,22 @@ def _append(path: Path, images: Iterable[Pixels]) -> None:
             file.write(pixels.tobytes())
 
 
-def stored_outcomes(parts: Parts) -> Iterator[tuple[FileEntry, Outcome]]:
-    """Yield each file of the finished parts with its outcome, in decoding order.
+def decoded_names(parts: Parts) -> Iterator[tuple[str, str]]:
+    """Yield the name and the etag of each file in the finished parts that is not
+    broken.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
     """
-    for part, decoded in concurrently(lambda number: _stored_part(parts, number), _numbers(parts)):
-        yield from ((part.entries[outcome.position], outcome) for outcome in decoded.outcomes)
+    for part, decoded in concurrently(partial(_stored_part, parts), _numbers(parts)):
+        for position, fault in zip(decoded.positions, decoded.faults, strict=True):
+            if fault is None:
+                yield part.names[position], part.etags[position]
 
 
-def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedImage | DecodeFailure]:
-    """Yield the results of `Decoder.decode_all` for the files in the finished parts.
-    The pixels of at most three parts are on disk at the same time.
+def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedFiles]:
+    """Yield the decoded files of each finished part. The pixels of at most three parts
+    are on disk at the same time.
 
     Raises:
         LostPartsError: an object of a part is missing or damaged.
@@ -178,16 +272,21 @@ def stored_results(parts: Parts, scratch: Path) -> Iterator[DecodedImage | Decod
         return part, decoded, path
 
     for part, decoded, path in concurrently(fetch, _numbers(parts), ahead=1):
-        images = iter(np.empty((0, *shape), np.uint8))
+        pixels = np.empty((0, *shape), np.uint8)
         if decoded.pixels:
-            images = iter(np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape)))
+            pixels = np.asarray(np.memmap(path, np.uint8, "r").reshape(-1, *shape))
             path.unlink()  # the memory mapping stays valid
-        for position, digest, width, height, flaws, fault in decoded.outcomes:
-            entry = part.entries[position]
-            if digest:
-                yield DecodedImage(entry, bytes.fromhex(digest), (width, height), Flaw(flaws), next(images))
-            else:
-                yield DecodeFailure(entry, fault)
+        yield DecodedFiles(
+            names=[part.names[position] for position in decoded.positions],
+            etags=[part.etags[position] for position in decoded.positions],
+            explicit_splits=[part.explicit_splits[position] for position in decoded.positions],
+            digests=[bytes.fromhex(digest) for digest in decoded.digests],
+            widths_px=decoded.widths_px,
+            heights_px=decoded.heights_px,
+            flaws=decoded.flaws,
+            faults=decoded.faults,
+            pixels=pixels,
+        )
 
 
 def _stored_part(parts: Parts, number: int) -> tuple[IngestPart, DecodedPart]:

@@ -10,17 +10,17 @@ import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from evernear.common.class_names import class_name
 from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
 from evernear.data.ledger_problems import list_problems
-from evernear.data.ledger_schema import SCHEMA, add_missing_tables, source_uri, without_journal
+from evernear.data.ledger_schema import INDEXES, SCHEMA, add_missing_tables, source_uri, without_journal
 from evernear.data.listed_files import PAGE_NAMES, ListedFiles
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.members import members
-from evernear.data.preprocess import Flaw, Resize
+from evernear.data.preprocess import Resize
 from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
 from evernear.data.sources.named_groups import NamedGroups
@@ -30,6 +30,7 @@ from evernear.data.sqlite import batched, marks, sqlite_errors
 # Maximum number of rows per query, because SQLite limits the number of parameters in a
 # statement.
 _PAGE = 500
+_HELD_OUT: tuple[Split, ...] = ("test", "query", "gallery")
 # All files, with names that are unique across sources.
 _NAMED = """
 CREATE TEMP VIEW named AS
@@ -45,17 +46,6 @@ SELECT rule, CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || nam
 FROM notes JOIN sources ON sources.id = notes.source
 UNION ALL SELECT 'not_an_image', name, 1 FROM named WHERE digest IS NULL AND fault IS NULL AND NOT pending
 """
-
-
-class NewImage(NamedTuple):
-    """A row of ``images``."""
-
-    digest: bytes
-    label: int
-    slot: int
-    width_px: int
-    height_px: int
-    flaws: Flaw
 
 
 class Ledger:
@@ -89,12 +79,14 @@ class Ledger:
             self._listed = ListedFiles(self._db, self._source)
             self._db.execute("CREATE TEMP TABLE changes (digest BLOB PRIMARY KEY, slot INTEGER, label INTEGER)")
             self._db.execute("CREATE TEMP TABLE decoded (name TEXT PRIMARY KEY) WITHOUT ROWID")
+            self._db.execute("CREATE TEMP TABLE results (name TEXT, digest BLOB, fault TEXT)")
         self.groups = GroupTable(self._db, self._source)
         self.reviewed = ReviewedImages(self._db)
         self.named_groups = NamedGroups(self._db, self._source)
 
     def save(self, path: Path) -> None:
         """Write a compact copy to ``path``."""
+        self._index_files()
         with sqlite_errors():
             self._db.execute("COMMIT")
             self._db.execute("VACUUM INTO ?", (str(path),))
@@ -167,7 +159,10 @@ class Ledger:
                 " digest = CASE WHEN etag = excluded.etag THEN digest END,"
                 " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
                 " size_bytes = excluded.size_bytes, turn = excluded.turn",
-                ((self._source, *entry, decode_order(entry, in_order)) for entry in self._listed.changed(page)),
+                (
+                    (self._source, *entry, decode_order(entry.name, entry.explicit_split, in_order))
+                    for entry in self._listed.changed(page)
+                ),
             )
 
     def list_decoded(self, rows: Iterable[tuple[str, str, Split | None, bytes]]) -> None:
@@ -209,12 +204,19 @@ class Ledger:
 
     def read_all_again(self) -> None:
         """Make all files of the source pending."""
-        self._all("UPDATE files SET pending = 1 WHERE source = ?", self._source)
+        self._all("UPDATE files SET pending = 1 WHERE source = ? AND NOT pending", self._source)
 
     def forget_unlisted(self) -> None:
         """Delete files that the source no longer lists."""
         self._listed.forget_others()
         self.named_groups.forget_unlisted()
+
+    def _index_files(self) -> None:
+        """Create the indexes of a new ledger. Indexes are sorted faster than filled one
+        file at a time.
+        """
+        for index in INDEXES:
+            self._all(index)
 
     def record_empty_folders(self, names: Iterable[str]) -> None:
         """Replace the list of class folders without an image."""
@@ -249,11 +251,12 @@ class Ledger:
         # of pending files.
         return self._int("SELECT COUNT(*) FROM files WHERE pending AND +source = ?", self._source)
 
-    def pending(self, names: Sequence[str]) -> dict[str, FileEntry]:
-        """The pending files among ``names`` (at most 500), as currently listed."""
-        query = "SELECT name, etag, label, given, size_bytes FROM files WHERE pending AND source = ?"
-        rows = self._all(f"{query} AND name IN ({marks(names)})", self._source, *names)
-        return {row[0]: FileEntry(*row) for row in rows}
+    def pending(self, names: Sequence[str]) -> dict[str, tuple[str, str, Split | None]]:
+        """Maps each pending file among ``names`` (at most 500) to its etag, label and
+        explicit split, as currently listed.
+        """
+        query = f"SELECT name, etag, label, given FROM files WHERE pending AND source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
+        return {name: listed for name, *listed in self._all(query, self._source, *names)}
 
     def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
         """Exclude pending files with these names and etags from `to_decode`, because a
@@ -269,20 +272,16 @@ class Ledger:
         """The number of files that `to_decode` yields."""
         return self.count_pending() - self._int("SELECT COUNT(*) FROM decoded")
 
-    def to_decode(self, page: int) -> Iterator[FileEntry]:
+    def to_decode(self) -> Iterator[FileEntry]:
         """Yield the pending files that no part has decoded. Held-out splits come first.
         The order mixes the classes.
         """
-        after: tuple[int, str] = (-1, "")
         query = (
-            # Without the index, each page would sort all pending files.
-            "SELECT name, etag, label, given, size_bytes, turn FROM files INDEXED BY files_by_turn"
-            " WHERE pending AND source = ? AND (turn, name) > (?, ?) AND name NOT IN (SELECT name FROM decoded)"
-            " ORDER BY turn, name LIMIT ?"
+            "SELECT name, etag, label, given, size_bytes FROM files"
+            " WHERE pending AND source = ? AND name NOT IN (SELECT name FROM decoded) ORDER BY turn, name"
         )
-        while rows := self._all(query, self._source, *after, page):
-            after = (rows[-1][5], rows[-1][0])
-            yield from (FileEntry(*row[:5]) for row in rows)
+        with sqlite_errors():
+            yield from map(FileEntry._make, self._db.execute(query, (self._source,)))
 
     def in_order(self) -> Iterator[FileEntry]:
         """Yield the source's files, sorted by name."""
@@ -308,17 +307,30 @@ class Ledger:
         count = min(count, total)
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
-    def record_results(self, decoded: Iterable[tuple[str, bytes | None, str | None]]) -> None:
-        """Record decoding results. Each result is (name, digest or None, fault or
-        None). A file with neither a digest nor a fault is not an image.
+    def record_results(self, results: Iterable[tuple[str, bytes | None, str | None]]) -> None:
+        """Record decoding results, which take effect in `apply_results`. Each result is
+        (name, digest or None, fault or None). A file with neither a digest nor a fault
+        is not an image.
 
         The next ingest reads broken files again, but reads other files only if they
         change.
         """
-        self._many(
-            "UPDATE files SET pending = 0, digest = ?, fault = ? WHERE source = ? AND name = ?",
-            ((digest, fault, self._source, name) for name, digest, fault in decoded),
+        self._many("INSERT INTO results VALUES (?, ?, ?)", results)
+
+    def apply_results(self) -> None:
+        """Apply all recorded results to the files, in the order of their names. The
+        results are recorded in decoding order, in which each would change a different
+        page of a large ledger.
+
+        If a file has several results, an image precedes a fault.
+        """
+        self._all(
+            "UPDATE files SET pending = 0, digest = result.digest, fault = result.fault"
+            " FROM (SELECT name, digest, fault, MAX(digest IS NOT NULL) FROM results GROUP BY name) AS result"
+            " WHERE source = ? AND files.name = result.name",
+            self._source,
         )
+        self._all("DELETE FROM results")
 
     # Labels
 
@@ -352,19 +364,26 @@ class Ledger:
     def removed_splits(self, digests: Sequence[bytes]) -> dict[bytes, Split]:
         """Maps the digests of removed images among ``digests`` to the images' former
         splits."""
-        return dict(self._of_digests("SELECT digest, split FROM removed", digests))
+        return dict(self._of_digests("SELECT digest, split FROM removed", digests)) if self._has_removed() else {}
 
     def former_splits(self, names: Sequence[str]) -> dict[str, Split]:
         """Maps the names of files that are unchanged but decoded again to the files'
         former splits. Only files among ``names`` (at most 500) are included.
         """
+        if not self._has_removed():
+            return {}
         query = (
             f"SELECT name, split FROM files JOIN removed USING (digest) WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         )
         return dict(self._all(query, self._source, *names))
 
-    def add_images(self, images: Iterable[NewImage]) -> None:
-        """Record images that were written to a shard."""
+    def _has_removed(self) -> bool:
+        return bool(self._all("SELECT 1 FROM removed LIMIT 1"))
+
+    def add_images(self, images: Iterable[tuple[bytes, int, int, int, int, int]]) -> None:
+        """Record images that were written to a shard. Each image is (digest, label,
+        slot, width in pixels, height in pixels, flaws).
+        """
         self._many("INSERT INTO images VALUES (?, ?, ?, ?, ?, ?)", images)
 
     # Shards
@@ -410,6 +429,7 @@ class Ledger:
         relabeled. An image whose files have conflicting labels is removed until the
         labels agree, and is then decoded again.
         """
+        self._index_files()
         self._all("DELETE FROM changes")
         self._all(
             f"INSERT INTO changes SELECT i.digest, i.slot, NULL FROM {self._unreconciled}"  # noqa: S608 - our own words
@@ -501,7 +521,7 @@ class Ledger:
             self._db.executemany(query, rows)
 
 
-def decode_order(entry: FileEntry, in_order: bool) -> int:
+def decode_order(name: str, explicit_split: Split | None, in_order: bool) -> int:
     """The key that sorts images in decoding order. Held-out splits come first, so an
     image that is also in ``train`` is held out.
 
@@ -510,10 +530,9 @@ def decode_order(entry: FileEntry, in_order: bool) -> int:
     """
     if in_order:
         mixed = 0
-    elif (exported := exported_position(entry.name)) is not None:
+    elif (exported := exported_position(name)) is not None:
         mixed = exported
     else:
-        mixed = int.from_bytes(hashlib.sha256(entry.name.encode()).digest()[:7])
-    held_out = ("test", "query", "gallery")
-    rank = held_out.index(entry.explicit_split) if entry.explicit_split in held_out else len(held_out)
+        mixed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
+    rank = _HELD_OUT.index(explicit_split) if explicit_split in _HELD_OUT else len(_HELD_OUT)
     return rank << 56 | mixed

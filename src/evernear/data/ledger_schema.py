@@ -31,8 +31,6 @@ CREATE TABLE files (
   fault TEXT,                -- why it cannot be decoded
   PRIMARY KEY (source, name)
 ) WITHOUT ROWID;
-CREATE INDEX files_by_digest ON files (digest) WHERE digest IS NOT NULL;
-CREATE INDEX files_by_turn ON files (source, turn, name) WHERE pending;
 CREATE TABLE images (
   digest BLOB PRIMARY KEY,
   label INTEGER NOT NULL,
@@ -42,6 +40,10 @@ CREATE TABLE images (
   constant INTEGER NOT NULL  -- the image's flaws; once there was only one
 ) WITHOUT ROWID;
 """
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS files_by_digest ON files (digest) WHERE digest IS NOT NULL",
+    "CREATE INDEX IF NOT EXISTS files_by_turn ON files (source, turn, name) WHERE pending",
+)
 
 
 def without_journal(db: sqlite3.Connection) -> None:

@@ -19,13 +19,22 @@ from uuid import uuid4
 from evernear.common.disk import sha256_bytes
 from evernear.common.parts import OpenWorker, Parts
 from evernear.common.store import Store
-from evernear.data.decode_part import KIND, IngestPart, LostPartsError, Shared, open_here, stored_outcomes
-from evernear.data.decoding import DecodedImage, DecodeFailure, ImageForm
+from evernear.data.decode_part import (
+    KIND,
+    DecodedFiles,
+    IngestPart,
+    LostPartsError,
+    Shared,
+    decoded_names,
+    open_here,
+)
+from evernear.data.decoding import ImageForm
 from evernear.data.ledger import Ledger, decode_order
 from evernear.data.manifest import Manifest
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileEntry, FileSource
 from evernear.data.sources.packed import PackedFiles
+from evernear.data.sqlite import batched
 from evernear.errors import EvernearError
 from evernear.settings import DataSettings
 
@@ -37,6 +46,7 @@ PART_SIZE_BYTES = 2**30
 """Maximum total size of the files in a part, and also of their pixels in the form of
 the dataset.
 """
+_MERGED_FILES = 256
 _OF_SPEED = {"requests_in_flight", "decode_threads", "part_names", "nodes", "reread"}
 """Settings that do not change the outcome of decoding a file."""
 
@@ -94,21 +104,14 @@ def decode_in_parts(
     while (earlier := Parts.find(store, f"{folder}/{len(plans)}")) is not None:
         with suppress(EvernearError):  # files may have been deleted since, and the next plan has the remaining files
             run_plan(earlier)
-        ledger.note_decoded(_decoded(earlier))
+        ledger.note_decoded(decoded_names(earlier))
         plans.insert(0, earlier)
     if ledger.count_to_decode():
-        parts = cut(ledger.to_decode(page=1024), source, settings.part_names, math.prod(form.shape))
+        parts = cut(ledger.to_decode(), source, settings.part_names, math.prod(form.shape))
         shared = Shared(settings=settings, form=form).model_dump(mode="json")
         plans.insert(0, Parts.make(store, f"{folder}/{len(plans)}", KIND, shared, parts))
         run_plan(plans[0])
     return plans
-
-
-def _decoded(parts: Parts) -> Iterator[tuple[str, str]]:
-    """Yield the name and the etag of each file that was decoded in the parts. Broken
-    files are omitted, so that they are read again.
-    """
-    return ((entry.name, entry.etag) for entry, outcome in stored_outcomes(parts) if outcome.fault is None)
 
 
 def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_bytes: int) -> Iterator[IngestPart]:
@@ -123,12 +126,12 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
     for unit in _units(entries, source):
         unit_bytes = sum(entry.size_bytes for entry in unit)
         if part and (len(part) + len(unit) > names or size_bytes + unit_bytes > PART_SIZE_BYTES):
-            yield IngestPart(units=len(part), entries=tuple(part))
+            yield IngestPart.of(part)
             part, size_bytes = [], 0
         part += unit
         size_bytes += unit_bytes
     if part:
-        yield IngestPart(units=len(part), entries=tuple(part))
+        yield IngestPart.of(part)
 
 
 def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[FileEntry]]:
@@ -140,17 +143,17 @@ def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[Fi
     return ([entry] for entry in entries)
 
 
-def in_order(
-    results: list[Iterator[DecodedImage | DecodeFailure]], source: FileSource
-) -> Iterator[DecodedImage | DecodeFailure]:
-    """Merge the results of several plans, in the order in which a single plan would
-    decode the files.
+def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterator[DecodedFiles]:
+    """Merge the decoded files of several plans, in the order in which a single plan
+    would decode the files.
     """
-
-    def order(result: DecodedImage | DecodeFailure) -> tuple[int, str]:
-        entry = result.entry
+    if len(plans) == 1:
+        return plans[0]
+    def order(file: DecodedFiles) -> tuple[int, str]:
+        (name,), (split,) = file.names, file.explicit_splits
         if isinstance(source, PackedFiles):
-            return decode_order(entry, in_order=True), source.file_of(entry.name)
-        return decode_order(entry, in_order=False), entry.name
+            return decode_order(name, split, in_order=True), source.file_of(name)
+        return decode_order(name, split, in_order=False), name
 
-    return merge(*results, key=order)
+    files = merge(*((file for part in plan for file in part.pages(1)) for plan in plans), key=order)
+    return map(DecodedFiles.joined, batched(files, _MERGED_FILES))

@@ -39,12 +39,15 @@ def choose_split(digest: bytes, counts: Mapping[Split, int], fractions: Mapping[
     """
     if fractions.get("gallery") and not counts["gallery"]:
         return "gallery"
-    total = 1 + sum(counts[split] for split in fractions)
-    behind: dict[Split, float] = {split: total * fraction - counts[split] for split, fraction in fractions.items()}
-    furthest_behind = max(behind, key=behind.__getitem__)
-    if behind[furthest_behind] > min(_MAX_BEHIND, total // _EXACT_IMAGES):
-        return furthest_behind
-    return hash_split(digest, fractions)
+    total = 1  # plain loops, because this function is called for each image
+    for split in fractions:
+        total += counts[split]
+    furthest, most_behind = None, float(min(_MAX_BEHIND, total // _EXACT_IMAGES))
+    for split, fraction in fractions.items():
+        behind = total * fraction - counts[split]
+        if behind > most_behind:
+            furthest, most_behind = split, behind
+    return furthest or hash_split(digest, fractions)
 
 
 def choose_group_split(group: str, counts: Sequence[Mapping[Split, int]], fractions: Mapping[Split, float]) -> Split:
