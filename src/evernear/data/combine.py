@@ -51,7 +51,7 @@ def _file_batch(page: DecodedFiles, ledger: Ledger) -> Batch:
         for row, (name, etag) in enumerate(zip(page.names, page.etags, strict=True))
         if name in listed and listed[name][0] == etag
     ]
-    ledger.record_results((page.names[row], page.digests[row] or None, page.faults[row]) for row in current)
+    ledger.record_results((page.names[row], page.digests[row], page.faults[row]) for row in current)
     images = [row for row in current if page.digests[row]]
     stored = [row for row, digest in enumerate(page.digests) if digest]
     kept = set(images)

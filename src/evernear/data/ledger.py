@@ -307,15 +307,15 @@ class Ledger:
         count = min(count, total)
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
-    def record_results(self, results: Iterable[tuple[str, bytes | None, str | None]]) -> None:
+    def record_results(self, results: Iterable[tuple[str, bytes, str | None]]) -> None:
         """Record decoding results, which take effect in `apply_results`. Each result is
-        (name, digest or None, fault or None). A file with neither a digest nor a fault
-        is not an image.
+        (name, digest or nothing, fault or None). A file with neither a digest nor a
+        fault is not an image.
 
         The next ingest reads broken files again, but reads other files only if they
         change.
         """
-        self._many("INSERT INTO results VALUES (?, ?, ?)", results)
+        self._many("INSERT INTO results VALUES (?, NULLIF(?, x''), ?)", results)
 
     def apply_results(self) -> None:
         """Apply all recorded results to the files, in the order of their names. The

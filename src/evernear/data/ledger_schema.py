@@ -52,6 +52,7 @@ def without_journal(db: sqlite3.Connection) -> None:
     """
     db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     db.execute("PRAGMA journal_mode = OFF")
+    db.execute("PRAGMA temp.journal_mode = OFF")
     db.execute("PRAGMA synchronous = OFF")
 
 

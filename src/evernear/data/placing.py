@@ -53,39 +53,36 @@ class Placer:
         reviewed = self._ledger.reviewed.among(digests)
         earlier = self._ledger.removed_splits(digests)
         groups = [self._group(name, label) for name, label in zip(names, labels, strict=True)]
-        placed = self._ledger.groups.placed(set(groups) - {""})
-        listed = self._ledger.groups.labels(set(groups) - {""})
+        keys = set(groups) - {""}
+        placed, listed = self._ledger.groups.placed(keys), self._ledger.groups.labels(keys)
         splits: dict[int, Split] = {}
         for row, (name, label, digest, group) in enumerate(zip(names, labels, digests, groups, strict=True)):
             if digest in known:
                 continue
             known.add(digest)
-            members = placed[group] if group else Counter()
-            candidates: tuple[Split, ...] = self._candidates
+            candidates, counts = self._candidates, self._counts[label]
             split = explicit_splits[row] or earlier.get(digest) or former_splits.get(name)
             if digest in reviewed or is_reviewed(name):
                 candidates = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]
                 split = split if split in TRAINING else None
-            split = split or self._choose(label, digest, group, members, listed[group], candidates)
-            self._counts[label][split] += (label, split) not in members
-            members[label, split] += 1
+            if group:
+                members = placed[group]
+                split = split or self._choose_for_group(label, group, members, listed[group], candidates)
+                counts[split] += (label, split) not in members
+                members[label, split] += 1
+            else:
+                split = split or choose_split(digest, counts, self._fractions(candidates))
+                counts[split] += 1
             splits[row] = split
-        placed.pop("", None)
         self._ledger.groups.place(placed)
         return splits
 
-    def _choose(
-        self,
-        label: str,
-        digest: bytes,
-        group: str,
-        members: Members,
-        labels: Sequence[str],
-        candidates: tuple[Split, ...],
+    def _choose_for_group(
+        self, label: str, group: str, members: Members, labels: Sequence[str], candidates: tuple[Split, ...]
     ) -> Split:
-        """Choose the split of an image. ``labels`` are all labels of its group."""
-        if not group:
-            return choose_split(digest, self._counts[label], self._fractions(candidates))
+        """Choose the split of an image in a group. ``labels`` are all labels of the
+        group.
+        """
         if followed := _followed(members, candidates):
             return followed
         others = [other for other in labels if other != label]

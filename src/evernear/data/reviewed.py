@@ -73,6 +73,8 @@ class ReviewedImages:
 
     def among(self, digests: Sequence[bytes]) -> set[bytes]:
         """Images from review among ``digests``, which contains at most 500 digests."""
+        if not self._all("SELECT 1 FROM reviewed LIMIT 1"):
+            return set()
         query = f"SELECT digest FROM reviewed WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         return {row[0] for row in self._all(query, *digests)}
 

@@ -95,5 +95,8 @@ def exported_position(path: str) -> int | None:
     """The position in the file name of ``path`` if `exported_stem` made this name, and
     otherwise None.
     """
-    matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", path.rpartition("/")[2])
+    name = path.rpartition("/")[2]
+    if not name[:9].isdecimal():  # false for most names, and faster than a regular expression match
+        return None
+    matched = re.fullmatch(r"([0-9]{9,16})-[0-9a-f]{64}\.[^.]+", name)
     return int(matched[1]) if matched else None
