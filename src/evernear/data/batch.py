@@ -12,7 +12,7 @@ from evernear.data.manifest import Split
 from evernear.data.preprocess import Pixels, pixels_digest, to_array
 from evernear.data.sources import ArrayBlock
 
-_MAX_IMAGES = 256
+_MAX_IMAGES = 500
 _MAX_BYTES = 16 * 2**20
 
 

@@ -16,6 +16,7 @@ from evernear.data.groups import Grouping
 from evernear.data.ledger import Ledger
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.placing import Placer
+from evernear.data.preprocess import Pixels
 from evernear.data.sources import ArraySource
 from evernear.data.writer import ShardWriter
 from evernear.errors import ConflictError
@@ -51,23 +52,30 @@ def _file_batch(page: DecodedFiles, ledger: Ledger) -> Batch:
         for row, (name, etag) in enumerate(zip(page.names, page.etags, strict=True))
         if name in listed and listed[name][0] == etag
     ]
-    ledger.record_results((page.names[row], page.digests[row], page.faults[row]) for row in current)
     images = [row for row in current if page.digests[row]]
-    stored = [row for row, digest in enumerate(page.digests) if digest]
-    kept = set(images)
-    names = [page.names[row] for row in images]
+    failures = [row for row in current if not page.digests[row]]
+    names, digests = [page.names[row] for row in images], [page.digests[row] for row in images]
+    former_splits = ledger.former_splits(names)
+    ledger.record_results(zip(names, digests, strict=True), ((page.names[row], page.faults[row]) for row in failures))
     return Batch(
         names=names,
         # The label and the explicit split may have changed since the part was planned.
         labels=[listed[name][1] for name in names],
         explicit_splits=[listed[name][2] for name in names],
-        digests=[page.digests[row] for row in images],
+        digests=digests,
         widths_px=[page.widths_px[row] for row in images],
         heights_px=[page.heights_px[row] for row in images],
         flaws=[page.flaws[row] for row in images],
-        pixels=page.pixels if images == stored else page.pixels[[row in kept for row in stored]],
-        former_splits=ledger.former_splits(names),
+        pixels=_pixels_of(page, images),
+        former_splits=former_splits,
     )
+
+
+def _pixels_of(page: DecodedFiles, rows: list[int]) -> Pixels:
+    """The pixels of the images in ``rows`` of a page."""
+    stored = [row for row, digest in enumerate(page.digests) if digest]
+    wanted = set(rows)
+    return page.pixels if rows == stored else page.pixels[[row in wanted for row in stored]]
 
 
 def combine(
@@ -123,6 +131,7 @@ def _refresh_groups(settings: DataSettings, group: Grouping, ledger: Ledger) -> 
 def _add(batch: Batch, placer: Placer, numbers: dict[str, int], ledger: Ledger, writer: ShardWriter) -> None:
     """Add each new image in a batch to a shard of the image's split."""
     splits = placer.place(batch.names, batch.labels, batch.digests, batch.explicit_splits, batch.former_splits)
+    images = list[tuple[bytes, int, int, int, int, int]]()
     for split in SPLITS:
         rows = [row for row, chosen in splits.items() if chosen == split]
         if rows:
@@ -130,4 +139,5 @@ def _add(batch: Batch, placer: Placer, numbers: dict[str, int], ledger: Ledger, 
             digests = [batch.digests[row] for row in rows]
             slots = writer.append(split, batch.pixels[rows], labels, digests)
             described = ([column[row] for row in rows] for column in (batch.widths_px, batch.heights_px, batch.flaws))
-            ledger.add_images(zip(digests, labels, slots, *described, strict=True))
+            images += zip(digests, labels, slots, *described, strict=True)
+    ledger.add_images(images)

@@ -152,7 +152,7 @@ class DecodedFiles:
         for start in range(0, len(self.names), size):
             columns = [column[start : start + size] for column in self._columns()]
             images = sum(map(bool, self.digests[start : start + size]))
-            yield DecodedFiles(*columns, self.pixels[first : first + images])
+            yield DecodedFiles(*columns, pixels=self.pixels[first : first + images])
             first += images
 
     @staticmethod
@@ -160,7 +160,8 @@ class DecodedFiles:
         """Join consecutive pages."""
         columns = zip(*(page._columns() for page in pages), strict=True)
         return DecodedFiles(
-            *([*chain.from_iterable(column)] for column in columns), np.concatenate([page.pixels for page in pages])
+            *([*chain.from_iterable(column)] for column in columns),
+            pixels=np.concatenate([page.pixels for page in pages]),
         )
 
     def _columns(self) -> tuple[Sequence[Any], ...]:

@@ -25,7 +25,7 @@ from evernear.data.reviewed import ReviewedImages
 from evernear.data.sources import FileEntry, NameSample
 from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.names import exported_position
-from evernear.data.sqlite import batched, marks, sqlite_errors
+from evernear.data.sqlite import batched, insert_rows, marks, sqlite_errors
 
 # Maximum number of rows per query, because SQLite limits the number of parameters in a
 # statement.
@@ -46,6 +46,11 @@ SELECT rule, CASE WHEN (SELECT COUNT(*) FROM sources) > 1 THEN uri || '/' || nam
 FROM notes JOIN sources ON sources.id = notes.source
 UNION ALL SELECT 'not_an_image', name, 1 FROM named WHERE digest IS NULL AND fault IS NULL AND NOT pending
 """
+_COPIES = (
+    "(SELECT digest FROM files GROUP BY digest HAVING COUNT(*) > 1) copies"
+    " CROSS JOIN images i ON i.digest = copies.digest"
+)
+"""The images ``i`` with several files."""
 
 
 class Ledger:
@@ -57,7 +62,7 @@ class Ledger:
         """Open or create the ledger for one ingest of ``source``. If the images have
         moved, ``moved_from`` is the previous source.
         """
-        is_new = not path.exists()
+        self._is_new = is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with sqlite_errors():
             without_journal(self._db)
@@ -69,7 +74,6 @@ class Ledger:
             if not is_new:
                 ledger_changes.track_changes(self._db)
                 ledger_changes.track_images(self._db)
-            self._unreconciled = "images i" if is_new else ledger_changes.TOUCHED_IMAGES
             self._has_moved = bool(moved_from) and self._move_source(source_uri(moved_from), source_uri(source))
             self._db.execute("INSERT OR IGNORE INTO sources (uri) VALUES (?)", (source_uri(source),))
             row = self._db.execute("SELECT id FROM sources WHERE uri = ?", (source_uri(source),)).fetchone()
@@ -256,7 +260,7 @@ class Ledger:
         explicit split, as currently listed.
         """
         query = f"SELECT name, etag, label, given FROM files WHERE pending AND source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
-        return {name: listed for name, *listed in self._all(query, self._source, *names)}
+        return {row[0]: row[1:] for row in self._all(query, self._source, *names)}
 
     def note_decoded(self, files: Iterable[tuple[str, str]]) -> None:
         """Exclude pending files with these names and etags from `to_decode`, because a
@@ -307,15 +311,18 @@ class Ledger:
         count = min(count, total)
         return [FileEntry(*row) for row in self._all(query, self._source, count, total, count, total)]
 
-    def record_results(self, results: Iterable[tuple[str, bytes, str | None]]) -> None:
-        """Record decoding results, which take effect in `apply_results`. Each result is
-        (name, digest or nothing, fault or None). A file with neither a digest nor a
-        fault is not an image.
+    def record_results(self, images: Iterable[tuple[str, bytes]], failures: Iterable[tuple[str, str | None]]) -> None:
+        """Record decoding results, which take effect in `apply_results`. Each image is
+        (name, digest). Each failure is (name, fault), and its fault is None if the file
+        is not an image.
 
         The next ingest reads broken files again, but reads other files only if they
         change.
         """
-        self._many("INSERT INTO results VALUES (?, NULLIF(?, x''), ?)", results)
+        with sqlite_errors():
+            rows = ((name, bytearray(digest)) for name, digest in images)
+            insert_rows(self._db, "results", "(?, ?, NULL)", rows)
+            insert_rows(self._db, "results", "(?, NULL, ?)", failures)
 
     def apply_results(self) -> None:
         """Apply all recorded results to the files, in the order of their names. The
@@ -384,7 +391,9 @@ class Ledger:
         """Record images that were written to a shard. Each image is (digest, label,
         slot, width in pixels, height in pixels, flaws).
         """
-        self._many("INSERT INTO images VALUES (?, ?, ?, ?, ?, ?)", images)
+        with sqlite_errors():
+            rows = ((bytearray(digest), *columns) for digest, *columns in images)
+            insert_rows(self._db, "images", "(?, ?, ?, ?, ?, ?)", rows)
 
     # Shards
 
@@ -423,21 +432,23 @@ class Ledger:
         """Update ``images`` from the files. The `changed_slots` must be rewritten.
 
         In a published ledger, images and files agree. Therefore only the images that
-        this ingest has touched are compared with their files.
+        this ingest has touched are compared with their files. In a new ledger, only
+        images with several files may have another label than a file.
 
         An image without files is removed. An image whose files all have a new label is
         relabeled. An image whose files have conflicting labels is removed until the
         labels agree, and is then decoded again.
         """
         self._index_files()
+        unreconciled = "images i" if self._is_new else ledger_changes.TOUCHED_IMAGES
         self._all("DELETE FROM changes")
         self._all(
-            f"INSERT INTO changes SELECT i.digest, i.slot, NULL FROM {self._unreconciled}"  # noqa: S608 - our own words
+            f"INSERT INTO changes SELECT i.digest, i.slot, NULL FROM {unreconciled}"  # noqa: S608 - our own words
             " WHERE NOT EXISTS (SELECT 1 FROM files WHERE files.digest = i.digest)"
         )
         self._all(
             "INSERT INTO changes SELECT i.digest, i.slot, CASE WHEN COUNT(DISTINCT every.label) = 1 THEN l.id END"  # noqa: S608 - our own words
-            f" FROM {self._unreconciled} CROSS JOIN files f ON f.digest = i.digest"
+            f" FROM {_COPIES if self._is_new else unreconciled} CROSS JOIN files f ON f.digest = i.digest"
             " JOIN labels l ON l.name = f.label CROSS JOIN files every ON every.digest = f.digest"
             " WHERE l.id != i.label GROUP BY i.digest"
         )

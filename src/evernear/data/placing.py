@@ -56,12 +56,14 @@ class Placer:
         keys = set(groups) - {""}
         placed, listed = self._ledger.groups.placed(keys), self._ledger.groups.labels(keys)
         splits: dict[int, Split] = {}
-        for row, (name, label, digest, group) in enumerate(zip(names, labels, digests, groups, strict=True)):
+        rows = zip(names, labels, digests, groups, explicit_splits, strict=True)
+        for row, (name, label, digest, group, explicit) in enumerate(rows):
             if digest in known:
                 continue
             known.add(digest)
-            candidates, counts = self._candidates, self._counts[label]
-            split = explicit_splits[row] or earlier.get(digest) or former_splits.get(name)
+            candidates: tuple[Split, ...] = self._candidates
+            counts = self._counts[label]
+            split = explicit or earlier.get(digest) or former_splits.get(name)
             if digest in reviewed or is_reviewed(name):
                 candidates = tuple(each for each in candidates if each in TRAINING) or TRAINING[:1]
                 split = split if split in TRAINING else None

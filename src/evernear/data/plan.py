@@ -123,8 +123,7 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
     """
     names = min(names, max(1, PART_SIZE_BYTES // image_bytes))
     part, size_bytes = list[FileEntry](), 0
-    for unit in _units(entries, source):
-        unit_bytes = sum(entry.size_bytes for entry in unit)
+    for unit, unit_bytes in _units(entries, source):
         if part and (len(part) + len(unit) > names or size_bytes + unit_bytes > PART_SIZE_BYTES):
             yield IngestPart.of(part)
             part, size_bytes = [], 0
@@ -134,13 +133,14 @@ def cut(entries: Iterable[FileEntry], source: FileSource, names: int, image_byte
         yield IngestPart.of(part)
 
 
-def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[list[FileEntry]]:
+def _units(entries: Iterable[FileEntry], source: FileSource) -> Iterator[tuple[list[FileEntry], int]]:
     """Yield units that cannot be divided, which are single files or all images in a
-    packed file.
+    packed file. Each unit is yielded with its size in bytes.
     """
-    if isinstance(source, PackedFiles):
-        return (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
-    return ([entry] for entry in entries)
+    if not isinstance(source, PackedFiles):
+        return (([entry], entry.size_bytes) for entry in entries)
+    units = (list(images) for _, images in groupby(entries, key=lambda entry: source.file_of(entry.name)))
+    return ((unit, sum(entry.size_bytes for entry in unit)) for unit in units)
 
 
 def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterator[DecodedFiles]:
@@ -149,6 +149,7 @@ def in_order(plans: list[Iterator[DecodedFiles]], source: FileSource) -> Iterato
     """
     if len(plans) == 1:
         return plans[0]
+
     def order(file: DecodedFiles) -> tuple[int, str]:
         (name,), (split,) = file.names, file.explicit_splits
         if isinstance(source, PackedFiles):
