@@ -66,7 +66,7 @@ def settings_of(preset: str, *overrides: str) -> Settings:
 
 
 def ingest_dataset(source: str, scratch: Path, preset: str = "default", *overrides: str) -> Dataset:
-    settings = settings_of(preset, *overrides, f"data.source={source}").data
+    settings = settings_of(preset, *overrides, f"data.source={source}").images()
     save_manifest(ingest_source(settings, (scratch / "store").as_uri()), scratch)
     return Dataset.open(scratch)
 

@@ -5,9 +5,9 @@ compared with whitened features and with logistic regression on the same feature
 class folders of photographs in ``DIRECTORY/train`` and ``DIRECTORY/test``. The settings
 are those of the preset photos, whose queries are used by no method. Each method knows
 the same training and gallery images: all of them, or a random sample of 5 or 20 images
-of each class. The features, the whitening, the head, the center and the choice of the
-gallery are those of the train, export and index steps. A test image is recognized by
-its nearest neighbor in the gallery, as in serving. The logistic regression of
+of each class. The features, the whitening, the head and the center are those of the
+train and export steps. A test image is recognized by the nearest of the known images,
+which are the gallery of a release with a frozen backbone. The logistic regression of
 scikit-learn (C = 1) trains on the features, each divided by its standard deviation.
 
 The results are written after each sample. ``--add`` keeps them, so that only missing
@@ -34,7 +34,6 @@ from torch import Tensor
 from benchmarks import machine
 from benchmarks.accuracy import ingest_dataset, settings_of
 from evernear.common.store import open_store
-from evernear.data.gallery import MIN_GALLERY_IMAGES
 from evernear.data.manifest import Split
 from evernear.data.shards import Block, Dataset
 from evernear.embedding.data_loader import TrainingImages
@@ -150,11 +149,10 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
     splits: tuple[Split, ...] = ("gallery", "train")
     gallery, train = (read(pretrained, dataset, split, images) for split in splits)
     test = read(pretrained, dataset, "test", everything)
-    known = join(gallery, train)
-    served = join(gallery, joining(gallery, train, images.classes))
+    known = Labeled(*(torch.cat(parts) for parts in zip(gallery, train, strict=True)))
 
     def accuracy(last_layer: Whitening) -> float:
-        return nearest_neighbor_accuracy(embedder(pretrained, last_layer, gallery, images.classes), served, test)
+        return nearest_neighbor_accuracy(embedder(pretrained, last_layer, gallery, images.classes), known, test)
 
     whitened = accuracy(whitening_for(pretrained.features, dataset, images))
     trained = {
@@ -168,7 +166,6 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
     return {
         "known_images": len(known.classes),
         "test_images": len(test.classes),
-        "gallery_images": len(served.classes),
         "regression": regression_accuracy(known, test),
         "whitened": whitened,
         **accuracies,
@@ -181,19 +178,6 @@ def read(pretrained: Pretrained, dataset: Dataset, split: Split, images: Trainin
     """The features and classes of ``split``."""
     batches = list(pretrained.features.batches(dataset, split, images))
     return Labeled(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
-
-
-def join(gallery: Labeled, train: Labeled) -> Labeled:
-    return Labeled(*(torch.cat(parts) for parts in zip(gallery, train, strict=True)))
-
-
-def joining(gallery: Labeled, train: Labeled, classes: int) -> Labeled:
-    """The images of ``train`` that join the gallery, as in
-    `evernear.data.gallery.joining_gallery`.
-    """
-    missing = (MIN_GALLERY_IMAGES - torch.bincount(gallery.classes, minlength=classes)).clamp(min=0)
-    rows = [torch.nonzero(train.classes == number).flatten()[: missing[number]] for number in range(classes)]
-    return Labeled(*(part[torch.cat(rows)] for part in train))
 
 
 def embedder(

@@ -20,6 +20,7 @@ from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import describe_network, export_network, load_network
 from evernear.embedding.features import FrozenFeatures, View
 from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.recipe import shown_images, with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation.measure import measure
 from evernear.evaluation.probe import probe_open_set
@@ -68,6 +69,16 @@ def all_steps(dataset: Dataset, settings: TrainSettings, directory: Path, store:
     recognizer = Recognizer.open(network, index, store=store)
     measure(recognizer, dataset, EvaluationSettings())
     return recognizer
+
+
+@pytest.mark.parametrize("views", [0, 2])
+def test_the_progress_of_training_a_head_counts_each_image_and_view_once(
+    digits: Dataset, frozen: TrainSettings, tmp_path: Path, store: Store, views: int
+) -> None:
+    settings = with_defaults(frozen.model_copy(update={"frozen": False, "views": views}), digits)
+    counted: list[int] = []
+    train_network(digits, settings, tmp_path / "trained", store, on_images=counted.append)
+    assert sum(counted) == shown_images(settings, digits)
 
 
 def test_a_frozen_backbone_sees_each_image_once(

@@ -62,19 +62,28 @@ class FrozenFeatures:
         self.identity = backbone_identity(network, architecture)
         self._store, self._on_images = store, on_images
         self._network = network
+        self._counted: set[tuple[Split, str]] = set()
 
     def blocks(self, dataset: Dataset, split: Split, view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
         """Yield the blocks of ``split`` in the dataset's order,
         with the features (N, F) of their images.
-        """
-        return self.of(
-            ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split)), view
-        )
 
-    def of(self, shards: Iterable[ShardBlocks], view: View | None = None) -> Iterator[tuple[Block, Vectors]]:
+        ``on_images`` is called only the first time that a view of ``split`` is read, so
+        that the progress does not count images twice.
+        """
+        read = split, view.name if view else ""
+        on_images = None if read in self._counted else self._on_images
+        self._counted.add(read)
+        shards = ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
+        return self._vectors(view, on_images).of(shards)
+
+    def of(self, shards: Iterable[ShardBlocks]) -> Iterator[tuple[Block, Vectors]]:
         """Yield the blocks of ``shards`` with the features (N, F) of their images."""
+        return self._vectors(None, self._on_images).of(shards)
+
+    def _vectors(self, view: View | None, on_images: OnImages | None) -> ImageVectors:
         cache = EmbeddingCache(self._store, f"{self.identity}/{view.name}" if view else self.identity, self.dim)
-        return ImageVectors(cache, self._optimized, self._on_images, view.images if view else None).of(shards)
+        return ImageVectors(cache, self._optimized, on_images, view.images if view else None)
 
     def array(self, dataset: Dataset, split: Split, view: View | None = None) -> Vectors:
         """The features (N, F) of ``split`` in the dataset's order, in memory."""
