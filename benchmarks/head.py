@@ -3,12 +3,14 @@ compared with whitened features and with logistic regression on the same feature
 
 ``python benchmarks/head.py --source signs=DIRECTORY --source clothing=DIRECTORY`` with
 class folders of photographs in ``DIRECTORY/train`` and ``DIRECTORY/test``. The settings
-are those of the preset photos, whose queries are used by no method. Each method knows
-the same training and gallery images: all of them, or a random sample of 5 or 20 images
-of each class. The features, the whitening, the head and the center are those of the
-train and export steps. A test image is recognized by the nearest of the known images,
-which are the gallery of a release with a frozen backbone. The logistic regression of
-scikit-learn (C = 1) trains on the features, each divided by its standard deviation.
+are those of the preset photos. Each method knows the same training and gallery images:
+all of them, or a random sample of 5 or 20 images of each class. The features, the
+whitening, the head and the center are those of the train and export steps. A test image
+is recognized by the nearest of the known images, which are the gallery of a release
+with a frozen backbone. A release is served with the head, unless the train step prefers
+whitened features, and with the centroids of the classes, if they recognize clearly more
+queries. The logistic regression of scikit-learn (C = 1) trains on the features, each
+divided by its standard deviation.
 
 The results are written after each sample. ``--add`` keeps them, so that only missing
 samples are measured. ``--directory`` keeps the features too.
@@ -30,6 +32,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks import machine
 from benchmarks.accuracy import ingest_dataset, settings_of
@@ -42,12 +45,13 @@ from evernear.embedding.freeze import Pretrained, open_pretrained
 from evernear.embedding.frozen_backbone import FrozenHead
 from evernear.embedding.head import train_head, whitening_for
 from evernear.embedding.timm_member import Whitening
+from evernear.index.search import vote
 from evernear.settings import TrainSettings
 
 HEADING = (
     "photographs",
     "images of a class",
-    "known images, test images",
+    "known images, test images, seeds",
     "logistic regression",
     "whitened",
     "head, no views",
@@ -55,6 +59,8 @@ HEADING = (
     "as served",
     "errors as served, relative to logistic regression",
 )
+NEIGHBORS = (1, 5, 10)
+SAMPLED: tuple[Split, ...] = ("gallery", "train", "query")
 METHODS = ("regression", "whitened", "head_without_views", "head", "served")
 
 
@@ -76,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     machine_info, runs = machine.describe(), load_runs() if arguments.add else []
-    samples = [(count, seed) for count in (None, *arguments.images_per_class) for seed in arguments.seeds]
+    samples = [(count, seed) for seed in arguments.seeds for count in (None, *arguments.images_per_class)]
     with tempfile.TemporaryDirectory() as scratch:
         for name, _, source in (each.partition("=") for each in arguments.source):
             known = [(run["images_per_class"], run["seed"]) for run in runs if run["source"] == name]
@@ -104,32 +110,31 @@ def load_runs() -> list[dict[str, Any]]:
 
 
 class Sample(TrainingImages):
-    """The train and gallery splits with ``count`` random images of each class, or with
-    all images if ``count`` is None.
+    """A dataset whose train and gallery splits have ``count`` random images of each
+    class together, or all images if ``count`` is None.
 
-    The gallery's share of a sample is that of the dataset, but at least one image of
-    each class.
+    The shares of the gallery and of the queries are those of the dataset, but at least
+    one image of each class.
     """
 
     def __init__(self, dataset: Dataset, count: int | None, seed: int) -> None:
         super().__init__(dataset, frozenset())
-        self._chosen = {
-            split: draw(dataset, split, images, seed) for split, images in split_counts(dataset, count).items()
-        }
-        self.count = len(self._chosen["train"])
-        self._all = self._chosen["train"] | self._chosen["gallery"]
+        counts = split_counts(dataset, count)
+        chosen = {split: draw(dataset, split, counts[split], seed) for split in SAMPLED}
+        self.count = len(chosen["train"])
+        self._chosen = set().union(*chosen.values())
 
     def classes_of(self, block: Block) -> NDArray[np.int64]:
-        return np.where([each.tobytes() in self._all for each in block.digests], super().classes_of(block), -1)
+        return np.where([each.tobytes() in self._chosen for each in block.digests], super().classes_of(block), -1)
 
 
 def split_counts(dataset: Dataset, count: int | None) -> dict[Split, int | None]:
-    """The number of images of each class in a sample's train and gallery splits."""
+    """The number of images of each class in each split of a sample."""
     if count is None:
-        return {"train": None, "gallery": None}
-    gallery, train = (dataset.count(split) for split in ("gallery", "train"))
-    in_gallery = max(1, round(count * gallery / (gallery + train)))
-    return {"train": count - in_gallery, "gallery": in_gallery}
+        return dict.fromkeys(SAMPLED)
+    known = dataset.count("gallery") + dataset.count("train")
+    gallery, queries = (max(1, round(count * dataset.count(split) / known)) for split in ("gallery", "query"))
+    return {"gallery": gallery, "train": count - gallery, "query": queries}
 
 
 def draw(dataset: Dataset, split: Split, count: int | None, seed: int) -> set[bytes]:
@@ -146,15 +151,15 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
     pretrained = open_pretrained(dataset, settings, open_store((directory / "store").as_uri()))
     images = Sample(dataset, count, settings.seed)
     everything = TrainingImages(dataset, frozenset())
-    splits: tuple[Split, ...] = ("gallery", "train")
-    gallery, train = (read(pretrained, dataset, split, images) for split in splits)
+    gallery, train, queries = (read(pretrained, dataset, split, images) for split in SAMPLED)
     test = read(pretrained, dataset, "test", everything)
     known = Labeled(*(torch.cat(parts) for parts in zip(gallery, train, strict=True)))
 
-    def accuracy(last_layer: Whitening) -> float:
-        return nearest_neighbor_accuracy(embedder(pretrained, last_layer, gallery, images.classes), known, test)
+    def recognize(last_layer: Whitening) -> dict[str, Any]:
+        embed = embedder(pretrained, last_layer, gallery, images.classes)
+        return accuracies(correct_answers(embed, known, queries), correct_answers(embed, known, test))
 
-    whitened = accuracy(whitening_for(pretrained.features, dataset, images))
+    whitened = recognize(whitening_for(pretrained.features, dataset, images))
     trained = {
         name: train_head(pretrained.features, pretrained.architecture, dataset, images, chosen)
         for name, chosen in (
@@ -162,14 +167,14 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
             ("head", settings),
         )
     }
-    accuracies = {name: accuracy(head.map) for name, head in trained.items()}
+    recognized = {"whitened": whitened, **{name: recognize(head.map) for name, head in trained.items()}}
     return {
         "known_images": len(known.classes),
         "test_images": len(test.classes),
         "regression": regression_accuracy(known, test),
-        "whitened": whitened,
-        **accuracies,
-        "served": accuracies["head"] if trained["head"].test.used else whitened,
+        **{name: values["neighbors_1"] for name, values in recognized.items()},
+        "served": recognized["head" if trained["head"].test.used else "whitened"]["chosen"],
+        "recognized": recognized,
         "tests": {name: head.test.model_dump() for name, head in trained.items()},
     }
 
@@ -191,10 +196,29 @@ def embedder(
 
 
 @torch.inference_mode()
-def nearest_neighbor_accuracy(embed: Callable[[Tensor], Tensor], gallery: Labeled, test: Labeled) -> float:
-    """Share of ``test`` whose nearest neighbor in ``gallery`` is of the same class."""
-    nearest = (embed(test.features) @ embed(gallery.features).T).argmax(dim=1)
-    return float((gallery.classes[nearest] == test.classes).float().mean())
+def correct_answers(
+    embed: Callable[[Tensor], Tensor], known: Labeled, queries: Labeled
+) -> dict[str, NDArray[np.float64]]:
+    """Whether each of the ``queries`` is recognized, as arrays (N,) of 0 and 1: by the
+    vote of the nearest known images, and by the centroids of the classes.
+    """
+    vectors, references = embed(queries.features), embed(known.features)
+    nearest = (vectors @ references.T).topk(max(NEIGHBORS)).indices
+    labels = known.classes[nearest].numpy().astype(np.int32)
+    sums = torch.zeros(int(known.classes.max()) + 1, references.shape[1]).index_add_(0, known.classes, references)
+    answers = {f"neighbors_{count}": vote(labels[:, :count]) for count in NEIGHBORS}
+    answers["centroids"] = (vectors @ F.normalize(sums).T).argmax(dim=1).numpy()
+    return {rule: (answer == queries.classes.numpy()).astype(np.float64) for rule, answer in answers.items()}
+
+
+def accuracies(queries: dict[str, NDArray[np.float64]], test: dict[str, NDArray[np.float64]]) -> dict[str, Any]:
+    """Test accuracy of each rule, and of the rule that the index step chooses with the
+    queries (`evernear.index.build.choose_rule`).
+    """
+    gained = queries["centroids"] - queries["neighbors_1"]
+    rule = "centroids" if gained.mean() > gained.std() / len(gained) ** 0.5 else "neighbors_1"
+    values = {name: float(correct.mean()) for name, correct in test.items()}
+    return {**values, "rule": rule, "chosen": values[rule]}
 
 
 def regression_accuracy(known: Labeled, test: Labeled) -> float:
@@ -210,7 +234,7 @@ def table(runs: list[dict[str, Any]]) -> list[list[str]]:
     for source, count in dict.fromkeys((run["source"], run["images_per_class"]) for run in runs):
         matching = [run for run in runs if (run["source"], run["images_per_class"]) == (source, count)]
         means = [statistics.mean(run[method] for run in matching) for method in METHODS]
-        images = f"{matching[0]['known_images']:,}, {matching[0]['test_images']:,}"
+        images = f"{matching[0]['known_images']:,}, {matching[0]['test_images']:,}, {len(matching)}"
         errors = f"{(1 - means[-1]) / (1 - means[0]):.2f}" if means[0] < 1 else "-"
         rows.append([source, str(count or "all"), images, *(f"{mean:.1%}" for mean in means), errors])
     return rows
