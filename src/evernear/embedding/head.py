@@ -208,7 +208,7 @@ def compare(
     training image. The head is used unless it is significantly worse than whitened
     features (McNemar 1947, "Note on the sampling error of the difference between
     correlated proportions or percentages"). On a small gallery, a difference of a few
-    images is luck. On photographs, the head is better than whitened features
+    images is luck. On most photographs, the head is better than whitened features
     (docs/decisions/0075-a-head-on-frozen-features.md). Without augmented views, the
     head is usually worse than whitened features, and is used only if it is
     significantly better.
