@@ -16,6 +16,7 @@ from evernear.common.store.s3_connection import _parse_page
 from evernear.data.manifest import Manifest
 from evernear.data.source_diff import SourceDiff, diff_source, fetch_ledger
 from evernear.data.sources.folder import Bucket, Folder
+from evernear.data.stored_ledger import expand
 from evernear.settings import DataSettings
 
 FIRST, SECOND = Path("1", "000.png"), Path("2", "001.png")
@@ -310,7 +311,10 @@ def test_published_changes_of_a_ledger_are_exact(tree, run_ingest, tmp_path: Pat
         path.unlink()
     second = run_ingest(tree, reread=True)
     (changes,) = second.ledger_changes
-    with closing(sqlite3.connect(tmp_path / "store" / "datasets" / "tree" / "ledgers" / f"{changes}.sqlite")) as db:
+    path = tmp_path / "changes.sqlite"
+    shutil.copy(tmp_path / "store" / "datasets" / "tree" / "ledgers" / f"{changes}.sqlite", path)
+    expand(path)
+    with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT name FROM files").fetchall() == [("1/000.png",)]
         assert len(db.execute("SELECT name FROM gone_files").fetchall()) == 3
 

@@ -59,8 +59,11 @@ def track_images(db: sqlite3.Connection) -> None:
         ("files", "UPDATE", relabeled, ("OLD", "NEW")),
         ("files", "DELETE", "", ("OLD",)),
     ):
+        # OR IGNORE has no effect if the statement that fires the trigger is an upsert.
         touch = " ".join(
-            f"INSERT OR IGNORE INTO touched SELECT {row}.digest WHERE {row}.digest IS NOT NULL;" for row in rows
+            f"INSERT INTO touched SELECT {row}.digest"
+            f" WHERE {row}.digest IS NOT NULL AND {row}.digest NOT IN (SELECT digest FROM touched);"
+            for row in rows
         )
         db.execute(
             f"CREATE TEMP TRIGGER {table}_{event}_touches AFTER {event} ON main.{table}{condition} BEGIN {touch} END"
