@@ -180,17 +180,44 @@ def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: TrainSetti
     assert head.warnings == ("The time was enough for 0 of 3 augmented views: the machine became slower.",)
 
 
-def test_fine_tuning_starts_at_the_head(digits: Dataset, of_head: TrainSettings, store: Store) -> None:
-    settings = of_head.model_copy(update={"layers": "all"})
+@pytest.mark.usefixtures("always_used")
+def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(
+    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store
+) -> None:
+    settings = of_head.model_copy(update={"embedding_dim": 0})
+    images, architecture = TrainingImages(digits, frozenset()), choose_architecture(digits, settings)
+    features = features_of(digits, settings, store)
+    whitening = whitening_for(features, digits, images)
+    (plain, _), *_ = features.batches(digits, "train", images)
+    alone, beside = (
+        train_head(features, architecture, digits, images, of_head.model_copy(update={"embedding_dim": dim}))
+        for dim in (architecture.embedding_dim, 0)
+    )
+    with torch.no_grad():
+        similarities = [each @ each.T for each in (F.normalize(embed(plain)) for embed in (whitening, alone.map))]
+        embeddings = F.normalize(beside.map(plain))
+    assert embeddings.shape[1] == 2 * 96, "test_resnet has 96 features, so a projection has no more"
+    difference = embeddings @ embeddings.T - sum(similarities) / 2
+    assert difference.abs().mean() < 0.02
+    train_network(digits, settings, tmp_path / "trained", store)
+    assert load_trained(tmp_path / "trained")[0].architecture.embedding_dim == 2 * 96
+
+
+@pytest.mark.parametrize("embedding_dim", [0, 32])
+def test_fine_tuning_starts_at_the_head(
+    digits: Dataset, of_head: TrainSettings, store: Store, embedding_dim: int
+) -> None:
+    settings = of_head.model_copy(update={"layers": "all", "embedding_dim": embedding_dim})
     training = prepare_training(digits, settings, frozenset(), torch.device("cpu"), store)
     features = features_of(digits, of_head, store)
     (batch, _), *_ = features.batches(digits, "gallery", training.images)
+    architecture = choose_architecture(digits, settings)
     head = train_head(
         features,
-        choose_architecture(digits, of_head),
+        architecture,
         digits,
         training.images,
-        of_head.model_copy(update={"min_steps": -1, "epochs": 0}),
+        of_head.model_copy(update={"min_steps": -1, "epochs": 0, "embedding_dim": architecture.embedding_dim}),
     )
     pixels, expected = next(training.images.gallery())
     with torch.no_grad():

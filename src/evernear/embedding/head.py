@@ -47,6 +47,11 @@ MAX_LOSS_ERRORS = 1.645
 Without augmented views, the head must be better by this number of standard errors. The
 comparison is a one-sided test at the 5% significance level.
 """
+HEAD_SHARE = 0.5
+"""Share of a trained head in the similarity of two embeddings. The rest is the
+similarity of the whitened features. On four sets of photographs, half of each is more
+accurate than a head alone (docs/decisions/0075-a-head-on-frozen-features.md).
+"""
 OnHeadStep = Callable[[int, int], None]
 """Called after each training step with the number of completed steps and the total
 number of steps.
@@ -98,7 +103,7 @@ class Head(NamedTuple):
     """A trained head."""
 
     map: Whitening
-    """The whitening and the projection, combined into one map that a network applies to
+    """The whitening and the head's map, combined into one map that a network applies to
     features."""
     centers: Tensor
     """The class centers, as a tensor (C, D)."""
@@ -124,6 +129,10 @@ def train_head(
     """Train a head on the train split, and compare the head with whitened features on
     the gallery split.
 
+    The head's map is the trained projection beside the whitened features. If
+    ``settings.embedding_dim`` is set, it is the projection alone, which has that
+    dimension.
+
     If ``settings.minutes`` is set, views that cannot be computed within this time are
     left out.
     """
@@ -138,12 +147,13 @@ def train_head(
     with one_torch_thread():
         _start_at_class_means(centers, layer, examples)
         _train(module, examples, settings, on_step)
-    weight = layer.project.weight.detach()
+    projection = layer.project.weight.detach()
+    weight = projection if settings.embedding_dim else beside_whitened(projection, examples)
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
     # The folded map omits the normalization between whitening and projection. The
     # length of the whitened features does not matter, because the network normalizes
     # its output to unit vectors.
-    folded = Whitening(features.dim, architecture.embedding_dim)
+    folded = Whitening(features.dim, len(weight))
     folded.mean.copy_(whitening.mean)
     folded.matrix.copy_(whitening.matrix @ weight.T)
     views = len(examples.features) - 1
@@ -151,6 +161,20 @@ def train_head(
         f"The time was enough for {views} of {quantity(settings.views, 'augmented view')}: the machine became slower."
     )
     return Head(folded, centers.detach(), test, (warning,) if views < settings.views else ())
+
+
+@torch.no_grad()
+def beside_whitened(projection: Tensor, examples: HeadExamples) -> Tensor:
+    """A map (F + D, F) of whitened features to these features followed by their
+    ``projection`` (D, F).
+
+    Both parts are scaled so that the similarity of two embeddings is, for features of
+    average length, the mean of both parts' similarities, weighted by `HEAD_SHARE`.
+    """
+    plain = torch.from_numpy(examples.features[0])
+    scale = plain.norm(dim=1).mean() / (plain @ projection.T).norm(dim=1).mean()
+    whitened = torch.eye(projection.shape[1])
+    return torch.cat([(1 - HEAD_SHARE) ** 0.5 * whitened, HEAD_SHARE**0.5 * scale * projection])
 
 
 def read_examples(
@@ -202,7 +226,7 @@ def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
 def compare(
     weight: Tensor, whitening: Whitening, examples: HeadExamples, gallery: Iterator[tuple[Tensor, Tensor]]
 ) -> HeadTest:
-    """Compare features projected by ``weight`` (D, F) with whitened features.
+    """Compare whitened features mapped by ``weight`` (D, F) with whitened features.
 
     Both kinds of features are used to classify each gallery image by the nearest plain
     training image. The head is used unless it is significantly worse than whitened

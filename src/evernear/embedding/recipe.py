@@ -164,12 +164,12 @@ def size_factor(settings: TrainSettings, epoch: int) -> float:
     return settings.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * settings.epochs else 1)
 
 
-def settings_of_head(settings: TrainSettings) -> TrainSettings:
+def settings_of_head(settings: TrainSettings, embedding_dim: int) -> TrainSettings:
     """The settings of the head from which the training of a pretrained network
-    starts.
+    with embeddings of ``embedding_dim`` dimensions starts.
     """
-    names = {"weights", "backbone", "backbone_size_px", "embedding_dim", "views", "flip", "seed"}
-    return TrainSettings(layers="head", **settings.model_dump(include=names))
+    names = {"weights", "backbone", "backbone_size_px", "views", "flip", "seed"}
+    return TrainSettings(layers="head", embedding_dim=embedding_dim, **settings.model_dump(include=names))
 
 
 def steps_per_epoch(settings: TrainSettings, images: int, batch_size: int) -> int:

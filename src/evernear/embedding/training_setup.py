@@ -87,7 +87,8 @@ def prepare_training(
         from evernear.embedding.head import start_at_head, train_head
 
         features = FrozenFeatures(network, architecture, store, on_images)
-        start_at_head(module, train_head(features, architecture, dataset, images, settings_of_head(settings)))
+        of_head = settings_of_head(settings, architecture.embedding_dim)
+        start_at_head(module, train_head(features, architecture, dataset, images, of_head))
     if settings.trained_layers == "last":
         from evernear.embedding.stages import freeze_first_stages
 

@@ -102,7 +102,10 @@ class TrainSettings(Section):
         default=0,
         ge=0,
         le=2048,
-        description="Dimensions of the embedding, a multiple of train.members; 0: 128, or 256 with train.weights.",
+        description=(
+            "Dimensions of the embedding, a multiple of train.members; 0: 128, or 256 with train.weights. With 0, a "
+            "head keeps the whitened features beside its own dimensions."
+        ),
     )
     backbone: str = Field(
         default="auto",
