@@ -30,8 +30,9 @@ def marks(values: Sequence[object]) -> str:
 
 
 def insert_rows(db: sqlite3.Connection, table: str, row: str, rows: Iterable[Sequence[object]]) -> None:
-    """Insert ``rows`` into ``table``. ``row`` is the SQL for one row, such as ``(?, ?,
-    NULL)``, with at most 9 parameters.
+    """Insert ``rows`` into ``table``.
+
+    ``row`` is the SQL for one row, such as ``(?, ?, NULL)``, with at most 9 parameters.
 
     `executemany` takes three times as long, because it executes one statement for each
     row. Binding ``bytes`` or None takes longer than binding a ``bytearray``, a string
