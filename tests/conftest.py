@@ -32,8 +32,8 @@ LONGEST_FIRST = ("scenarios", "deployment", "notebooks", "kserve", "serving", "e
 they would run alone at the end, on one of two cores.
 """
 SLOW_TIMEOUT_S = 1800
-"""Time limit of a slow test without one of its own: minutes on an idle processor are
-many minutes on a busy one.
+"""Default time limit of a slow test. A test that takes minutes on an idle processor can
+take many times as long on a busy one.
 """
 
 

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,13 +34,6 @@ _PAGE_OBJECTS = 1000
 _FOLDERS_AT_ONCE = 8
 _PAGES_AT_ONCE = 4
 _MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
-# An object in the form in which S3, MinIO and SeaweedFS list it.
-_TEXT = r"([^<&\x00-\x1f]*)"
-_OBJECT = re.compile(
-    rf"<Contents><Key>{_TEXT}</Key><LastModified>{_TEXT}</LastModified>"
-    r'<ETag>(?:&quot;|&#34;|")?([^<&"\x00-\x1f]*)(?:&quot;|&#34;|")?</ETag>'
-    rf"<Size>([0-9]+)</Size>(?:<StorageClass>{_TEXT}</StorageClass>)?</Contents>"
-)
 _NEXT_TOKEN = re.compile(rb"<NextContinuationToken>([^<]+)<")
 
 # Codes for a missing object. A missing bucket is an error.
@@ -282,18 +275,14 @@ def _has_space(url: str) -> bool:
 def _parse_page(data: bytes) -> _Page:
     """Parse a listing page with at most 1,000 objects.
 
-    `Minio.list_objects` takes 60 ms of CPU time for a page, and an XML parser takes 8
-    ms. This function takes 2 ms. Objects in the usual form are found with a regular
-    expression, and the XML parser reads the rest of the page. If the rest contains
-    objects in a different form, the XML parser reads the whole page.
+    `Minio.list_objects` takes 60 ms of CPU time for a page. This function takes 8 ms.
 
     Raises:
         ParseError: ``data`` is not XML.
         ValueError: ``data`` is not a listing, has invalid sizes, or lacks the token for
             the next page.
     """
-    text = data.decode()
-    page = _parse_xml(_OBJECT.sub("", text))
+    page = ElementTree.fromstring(data)  # noqa: S314 - as minio does; expat limits expansion
     if not page.tag.endswith("ListBucketResult"):
         raise ValueError("the listing is another document")
     namespace = page.tag[: page.tag.rfind("}") + 1]
@@ -302,16 +291,16 @@ def _parse_page(data: bytes) -> _Page:
     truncated = page.findtext(f"{namespace}IsTruncated") == "true"
     if truncated and not next_token:
         raise ValueError("a page without NextContinuationToken")
-    fields: Iterable[tuple[str, ...]] = _OBJECT.findall(text)
-    if page.find(f"{namespace}Contents") is not None:
-        names = [f"{namespace}{name}" for name in ("Key", "LastModified", "ETag", "Size", "StorageClass")]
-        items = _parse_xml(text).iterfind(f"{namespace}Contents")
-        fields = (tuple(item.findtext(name, "") for name in names) for item in items)
     return _Page(
         objects=[
-            # The ETag is optional in the protocol. Some gateways do not send it.
-            ListedObject(decode(name), int(size), etag.strip('"') or modified, modified)
-            for name, modified, etag, size, _ in fields
+            ListedObject(
+                name=decode(item.findtext(f"{namespace}Key", "")),
+                size_bytes=int(item.findtext(f"{namespace}Size", "")),
+                # The ETag is optional in the protocol. Some gateways do not send it.
+                etag=item.findtext(f"{namespace}ETag", "").strip('"') or item.findtext(f"{namespace}LastModified", ""),
+                modified=item.findtext(f"{namespace}LastModified", ""),
+            )
+            for item in page.iterfind(f"{namespace}Contents")
         ],
         folders=[
             decode(item.findtext(f"{namespace}Prefix", "")) for item in page.iterfind(f"{namespace}CommonPrefixes")
@@ -321,11 +310,7 @@ def _parse_page(data: bytes) -> _Page:
 
 
 def _unquote(name: str) -> str:
-    return unquote_plus(name) if "%" in name or "+" in name else name
-
-
-def _parse_xml(text: str) -> ElementTree.Element:
-    return ElementTree.fromstring(text)  # noqa: S314 - as minio does; expat limits expansion
+    return unquote_plus(name) if "%" in name or "+" in name else name  # most names need no decoding
 
 
 def _clock_skew(error: S3Error, endpoint: str) -> str:

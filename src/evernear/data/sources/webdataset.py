@@ -2,8 +2,8 @@
 name except for the suffix, as in ``7.jpg`` and ``7.cls``.
 
 The format is described at https://github.com/webdataset/webdataset. The label is the
-``label`` field in ``.json`` or, if there is none, the text in ``.cls``. The ``group``
-field in ``.json`` names the group.
+``label`` field in ``.json``. Without this field, the label is the text in ``.cls``. The
+group is the ``group`` field in ``.json``.
 """
 
 import json
