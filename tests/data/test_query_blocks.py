@@ -1,5 +1,7 @@
 """Independent queries are all kept, and of each block of dependent ones the first."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,16 @@ def test_independent_queries_all_count(how: dict[str, float]) -> None:
         live = queries(np.random.default_rng(seed), 400, **how)
         kept += len(independent_queries(live)[0])
     assert kept >= 0.95 * 20 * 400
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 10])
+def test_independent_queries_in_a_few_batches_all_count(batches: int) -> None:
+    """Otherwise, no drift is found where a client sends its images in batches."""
+    for seed in range(20):
+        live = queries(np.random.default_rng(seed), 400)
+        batch = np.arange(400) * batches // 400
+        together = dataclasses.replace(live, at_s=batch * 3600.0)
+        assert len(independent_queries(together)[0]) == 400
 
 
 @pytest.mark.parametrize("cameras", [1, 3])

@@ -30,11 +30,12 @@ within the window.
 """
 _ALIKE = 0.9
 """Queries count as similar if the distance to the nearest earlier query is at most this
-fraction of the distance to other queries. `_ERRORS` is a second condition.
+fraction of the distance to other queries, and if the difference is significant.
 """
-_ERRORS = 3.0
-"""Minimum difference between the distance to the nearest earlier query and the distance
-to other queries, in standard errors.
+_FALSE_ALARM_RATE = 0.001
+"""Probability with which the queries of a window wrongly count as similar. A wrong
+answer leaves too few queries for the test for drift. The rate is divided by the number
+of comparisons.
 """
 _MIN_CLASS = 10
 
@@ -81,14 +82,20 @@ def _are_alike(queries: Queries, rng: np.random.Generator) -> bool:
     classes = [
         _nearest(points[own], queries.at_s[own], rng) for own in (labels == label for label in np.unique(labels))
     ]
-    return any(_differ(before, others) for before, others in [*classes, tuple(np.concatenate(classes, axis=1))])
+    samples = [*classes, np.concatenate(classes, axis=1)]
+    large = [sample for sample in samples if sample.shape[1] >= _MIN_CLASS]
+    return any(_differ(before, others, _FALSE_ALARM_RATE / len(large)) for before, others in large)
 
 
-def _differ(before: Floats, others: Floats) -> bool:
-    count, less = len(before), others - before
-    if count < _MIN_CLASS or before.mean() > _ALIKE * others.mean():
+def _differ(before: Floats, others: Floats, false_alarm_rate: float) -> bool:
+    """Whether ``before`` is smaller than ``others`` by `_ALIKE` and in a paired
+    t-test.
+    """
+    from scipy.stats import ttest_rel
+
+    if before.mean() > _ALIKE * others.mean():
         return False
-    return bool(less.mean() > _ERRORS * less.std() / np.sqrt(count))
+    return bool(ttest_rel(before, others, alternative="less").pvalue < false_alarm_rate)
 
 
 def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator) -> Floats:
@@ -96,21 +103,22 @@ def _nearest(points: Floats, at_s: NDArray[np.float64], rng: np.random.Generator
     `_COMPARED` other points.
 
     In the first row, each point is compared with the points just before it. In the
-    second row, each point is compared with as many points from other times. The points
-    from other times are drawn from points that are spread over time, so that a burst is
-    not mostly compared with itself.
+    second row, each point is compared with as many points from other times. These are
+    drawn with weights that count a burst as one point (Efraimidis and Spirakis 2006,
+    "Weighted random sampling with a reservoir"), so that a burst is not mostly compared
+    with itself.
     """
     count = len(points)
     spacing_s = (at_s[-1] - at_s[0]) / (2 * count)
-    spread = _apart(at_s, spacing_s)
-    drawn = rng.random((count, len(spread)))
-    drawn[np.abs(at_s[:, None] - at_s[spread]) <= spacing_s] = np.inf
+    in_burst = np.searchsorted(at_s, at_s + spacing_s, "right") - np.searchsorted(at_s, at_s - spacing_s, "left")
+    drawn = rng.exponential(size=(count, count)) * in_burst
+    drawn[np.abs(at_s[:, None] - at_s) <= spacing_s] = np.inf
     order = np.argsort(drawn, axis=1)[:, :_COMPARED]
     available = np.minimum(np.isfinite(drawn).sum(axis=1), np.minimum(np.arange(count), order.shape[1]))
     before, others = np.full((2, count), np.inf, np.float32)
     for number in range(order.shape[1]):
         rows = np.flatnonzero(available > number)
         before[rows] = np.minimum(before[rows], np.linalg.norm(points[rows] - points[rows - number - 1], axis=1))
-        drawn_rows = spread[order[rows, number]]
-        others[rows] = np.minimum(others[rows], np.linalg.norm(points[rows] - points[drawn_rows], axis=1))
+        drawn_points = points[order[rows, number]]
+        others[rows] = np.minimum(others[rows], np.linalg.norm(points[rows] - drawn_points, axis=1))
     return np.stack([before, others])[:, available > 0]
