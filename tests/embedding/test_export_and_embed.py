@@ -95,9 +95,7 @@ def test_load_rejects_a_file_that_is_not_torchscript(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("shape", [(28, 28, 1), (50, 41, 3), (224, 224, 3)], ids=str)
-def test_scripted_and_optimized_networks_of_any_shape_match_eager(
-    shape: tuple[int, int, int], members: int, tmp_path: Path
-) -> None:
+def test_scripted_networks_of_any_shape_match_eager(shape: tuple[int, int, int], members: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     channels = shape[2]
     architecture = Architecture(

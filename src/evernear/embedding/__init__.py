@@ -3,11 +3,19 @@ and embed images.
 """
 
 import os
+from pathlib import Path
 
 # Some virtual machines advertise AMX but raise SIGILL at the first AMX instruction.
 # oneDNN uses AMX for bfloat16. The variable ONEDNN_MAX_CPU_ISA must be set before
 # oneDNN is first used. A value set by the user takes precedence.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+# On Linux, torch then asks for huge pages for tensors of 2 MiB and more. Large tensors
+# are returned to the system after each layer, so with pages of 4 KiB the next layer
+# causes hundreds of thousands of page faults per second. The variable must be set
+# before the first tensor is created. Without kernel support, torch would warn.
+if Path("/sys/kernel/mm/transparent_hugepage").exists():
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 DESCRIPTION_FILE = "network.json"
 """The description of a network, in the output of the train step and of the export

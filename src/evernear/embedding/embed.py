@@ -36,7 +36,7 @@ from evernear.embedding.embedding_cache import EmbeddingCache, Vectors
 from evernear.embedding.embeddings import DESCRIPTION_FILE, EmbeddingsDescription, EmbeddingShard
 from evernear.embedding.export import describe_network, load_network, load_parts
 from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
-from evernear.embedding.torchscript import optimized
+from evernear.embedding.torchscript import freeze_parameters
 from evernear.errors import IntegrityError
 
 KIND = "embed"
@@ -66,7 +66,7 @@ class ExportedEmbedder:
         load: Callable[[], nn.Module] = partial(load_network, network_dir)
         if described.features_dim:
             backbone, self._head = load_parts(network_dir)
-            load = partial(optimized, backbone)
+            load = partial(freeze_parameters, backbone)
         dim = described.features_dim or described.embedding_dim
         cache = EmbeddingCache(store, described.identity, dim, read_only)
         self._vectors = ImageVectors(cache, load, on_images)

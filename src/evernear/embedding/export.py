@@ -28,7 +28,6 @@ from evernear.embedding.network import EmbeddingNetwork
 from evernear.embedding.torchscript import (
     freeze_parameters,
     load_torchscript,
-    optimized,
     read_torchscript,
     to_torchscript,
 )
@@ -204,7 +203,7 @@ def export_network(
 
     The description of the network is written next to it. Parity is the largest absolute
     difference of any coordinate between the eager network and the file as it will be
-    served (read back and optimized). The difference is measured on images of the query
+    served (read back and frozen). The difference is measured on images of the query
     split, or of the gallery split if the query split is empty. The features of a frozen
     network come from ``store`` if they are cached there, so the parity check covers the
     cached features. ``on_images`` is called as features are computed.
@@ -297,7 +296,7 @@ def untrained_classes(network_dir: Path, dataset: Dataset, store: Store, classes
 
 
 def load_network(network_dir: Path) -> torch.jit.ScriptModule:
-    """Load the network that `export_network` wrote, and optimize it for big batches.
+    """Load the network that `export_network` wrote.
 
     The file is verified against its description. The network maps uint8 images (N, C,
     H, W) to unit vectors (N, D) of float32.
@@ -306,14 +305,14 @@ def load_network(network_dir: Path) -> torch.jit.ScriptModule:
         IntegrityError: the file is missing, is not TorchScript,
             or does not match its description.
     """
-    return optimized(load_torchscript(_verified(network_dir)))
+    return load_torchscript(_verified(network_dir))
 
 
 def load_parts(network_dir: Path) -> tuple[torch.jit.ScriptModule, torch.jit.ScriptModule]:
     """Load a frozen network in two parts: its backbone,
     and the head on the backbone's features.
 
-    The file is verified as in `load_network`. The backbone is not optimized yet,
+    The file is verified as in `load_network`. The backbone is not frozen yet,
     because it is not needed if all features are cached.
     """
     network = read_torchscript(_verified(network_dir))

@@ -6,6 +6,7 @@ backbone processes each image once, whether in this run or an earlier one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -23,11 +24,11 @@ from evernear.embedding.frozen_backbone import FrozenBackbone, backbone_identity
 from evernear.embedding.image_vectors import ImageVectors, OnImages, ShardBlocks
 from evernear.embedding.network import EmbeddingNetwork
 from evernear.embedding.timm_member import TimmMember, feature_dim
-from evernear.embedding.torchscript import optimized
+from evernear.embedding.torchscript import freeze_parameters
 
 BATCH_SIZE = 32
-"""Number of images in a batch, small enough that the activations stay in the
-processor's cache.
+"""Number of images in a batch. The backbone splits a batch further to limit memory
+use.
 """
 
 
@@ -83,7 +84,7 @@ class FrozenFeatures:
 
     def _vectors(self, view: View | None, on_images: OnImages | None) -> ImageVectors:
         cache = EmbeddingCache(self._store, f"{self.identity}/{view.name}" if view else self.identity, self.dim)
-        return ImageVectors(cache, self._optimized, on_images, view.images if view else None)
+        return ImageVectors(cache, lambda: self._backbone, on_images, view.images if view else None)
 
     def array(self, dataset: Dataset, split: Split, view: View | None = None) -> Vectors:
         """The features (N, F) of ``split`` in the dataset's order, in memory."""
@@ -106,8 +107,9 @@ class FrozenFeatures:
             if (included := classes >= 0).any():
                 yield torch.from_numpy(features[included]), torch.from_numpy(classes[included])
 
-    def _optimized(self) -> torch.jit.ScriptModule:
-        return optimized(FrozenBackbone(self._network))
+    @cached_property
+    def _backbone(self) -> torch.jit.ScriptModule:
+        return freeze_parameters(FrozenBackbone(self._network))
 
     def compute(self, dataset: Dataset, splits: Sequence[Split]) -> None:
         """Compute the features of ``splits``,

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INFERENCE_BYTES = 128 * 2**20
+INFERENCE_BYTES = 64 * 2**20
 """Maximum size in bytes of the activations that exist at the same time during
 inference, per embedding thread.
+
+A layer's input and output then have at most half that size. glibc returns larger
+tensors to the system after each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and a layer
+spends more time on page faults than on its result.
 """
 TRAINING_BYTES = 2**30
 """Maximum size in bytes of the activations that a training step on a CPU stores for the

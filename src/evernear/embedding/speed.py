@@ -17,7 +17,7 @@ from evernear.embedding.image_vectors import one_torch_thread
 from evernear.embedding.monitor import measure_gallery
 from evernear.embedding.plan import Plan, Speed, find_plan
 from evernear.embedding.recipe import choose_device
-from evernear.embedding.torchscript import optimized
+from evernear.embedding.torchscript import freeze_parameters
 from evernear.embedding.train import train_step
 from evernear.embedding.training_setup import Training, prepare_training
 from evernear.settings import TrainSettings
@@ -91,7 +91,7 @@ def _embed_s(network: nn.Module, pixels: Tensor) -> float:
     """Seconds per image of embedding on the CPU,
     with one concurrent batch per thread.
     """
-    scripted = optimized(network)
+    scripted = freeze_parameters(network)
 
     def embed(batch: Tensor) -> Tensor:
         with torch.inference_mode():

@@ -43,24 +43,13 @@ def read_torchscript(file: Path) -> torch.jit.ScriptModule:
             raise IntegrityError(f"{file} is not a TorchScript network; run the export step again.") from error
 
 
-def freeze_parameters(network: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """Turn the parameters of a network into constants."""
-    with ignore_torchscript_deprecation():
-        return torch.jit.freeze(network.eval())
-
-
-def optimized(network: nn.Module) -> torch.jit.ScriptModule:
-    """Put the network in eval mode, script it, and optimize it for large batches on
-    this machine.
-
-    With oneDNN's operators and memory layout, a batch of 256 images takes 2% to 14%
-    less time than without optimization. A single image takes up to 3 times as long as
-    without optimization, so servers do not use optimized networks. An optimized graph
-    cannot be saved.
+def freeze_parameters(network: nn.Module) -> torch.jit.ScriptModule:
+    """Put the network in eval mode, script it, and turn its parameters into
+    constants.
     """
     with ignore_torchscript_deprecation():
         scripted = network if isinstance(network, torch.jit.ScriptModule) else torch.jit.script(network.eval())
-        return torch.jit.optimize_for_inference(scripted)
+        return torch.jit.freeze(scripted.eval())
 
 
 @contextmanager
