@@ -110,6 +110,7 @@ def _training(workload: Workload, images: Any) -> Callable[[], object]:
 def _embedding(workload: Workload, images: Any) -> Callable[[], object]:
     from concurrent.futures import ThreadPoolExecutor
 
+    import numpy as np
     import torch
 
     from evernear.embedding.image_vectors import embed_images
@@ -118,7 +119,7 @@ def _embedding(workload: Workload, images: Any) -> Callable[[], object]:
     network, threads = freeze_parameters(_network(workload)), torch.get_num_threads()
     torch.set_num_threads(1)
     pool, pixels = ThreadPoolExecutor(threads), images.permute(0, 2, 3, 1).contiguous().numpy()
-    return lambda: list(pool.map(lambda part: embed_images(network, part), [pixels[::2], pixels[1::2]]))
+    return lambda: list(pool.map(lambda part: embed_images(network, part), np.array_split(pixels, threads)))
 
 
 def _network(workload: Workload) -> Any:

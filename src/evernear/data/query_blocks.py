@@ -33,9 +33,9 @@ _ALIKE = 0.9
 fraction of the distance to other queries, and if the difference is significant.
 """
 _FALSE_ALARM_RATE = 0.001
-"""Probability with which the queries of a window wrongly count as similar. A wrong
-answer leaves too few queries for the test for drift. The rate is divided by the number
-of comparisons.
+"""Probability that the independent queries of a window count as similar. They would
+then be discarded, and too few would remain to test for drift. The rate is divided by
+the number of comparisons.
 """
 _MIN_CLASS = 10
 

@@ -10,10 +10,11 @@ from pathlib import Path
 # oneDNN is first used. A value set by the user takes precedence.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-# On Linux, torch then asks for huge pages for tensors of 2 MiB and more. Large tensors
-# are returned to the system after each layer, so with pages of 4 KiB the next layer
-# causes hundreds of thousands of page faults per second. The variable must be set
-# before the first tensor is created. Without kernel support, torch would warn.
+# With this variable, torch requests huge pages for tensors of 2 MiB or more. The memory
+# of large tensors is returned to the system after each layer. With pages of 4 KiB, the
+# next layer would cause hundreds of thousands of page faults per second. The variable
+# must be set before the first tensor is created. On kernels without huge pages, torch
+# would warn.
 if Path("/sys/kernel/mm/transparent_hugepage").exists():
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 

@@ -10,9 +10,9 @@ INFERENCE_BYTES = 64 * 2**20
 """Maximum size in bytes of the activations that exist at the same time during
 inference, per embedding thread.
 
-A layer's input and output then have at most half that size. glibc returns larger
-tensors to the system after each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and a layer
-spends more time on page faults than on its result.
+A layer's input and output together have at most half that size. glibc returns larger
+tensors to the system after each layer (``M_MMAP_THRESHOLD``, mallopt(3)), and the page
+faults of the next layer can take longer than its computation.
 """
 TRAINING_BYTES = 2**30
 """Maximum size in bytes of the activations that a training step on a CPU stores for the
