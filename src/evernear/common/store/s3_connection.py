@@ -138,7 +138,7 @@ class S3Connection:
         folders = [prefix] if top.next_token else top.folders
         if not top.next_token:
             yield from top.objects
-        with ThreadPoolExecutor(_FOLDERS_AT_ONCE) as pool:
+        with ThreadPoolExecutor(_FOLDERS_AT_ONCE, "listing") as pool:
             waiting, listings = deque(folders), deque[tuple[str, Future[Sequence[bytes]]]]()
             while waiting or listings:
                 while waiting and len(listings) < _FOLDERS_AT_ONCE:
