@@ -1,7 +1,7 @@
 """Retries: which exceptions, how often, after which pauses."""
 
-import time
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +12,7 @@ from evernear.common.retry import doubling, retry
 def slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses, which take no time."""
     pauses_s: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses_s.append)
+    monkeypatch.setattr("evernear.common.retry.time", SimpleNamespace(sleep=pauses_s.append))
     return pauses_s
 
 

@@ -68,8 +68,9 @@ def upload(bucket: str, tree: Path) -> str:
     """
     from tests.data.test_sources_s3 import client
 
+    images = client()
     for path in filter(Path.is_file, tree.rglob("*")):
-        client().fput_object(bucket, path.relative_to(tree).as_posix(), str(path))
+        images.fput_object(bucket, path.relative_to(tree).as_posix(), str(path))
     return f"s3://{bucket}"
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -165,7 +166,7 @@ def test_failed_attempts_are_repeated_with_longer_pauses(
     now_s = 0.0
     monkeypatch.setattr(follow, "FIRST_PAUSE_S", 10.0)
     monkeypatch.setattr(follow, "JITTER", 0.0)
-    monkeypatch.setattr(follow.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: now_s))
     attempts: list[float] = []
     while now_s < 100:
         before = len(target.switched)

@@ -2,9 +2,9 @@
 
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,7 +77,7 @@ def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, mon
     def start_server(_: float) -> None:
         service.api_client.configuration.host = address
 
-    monkeypatch.setattr(time, "sleep", start_server)
+    monkeypatch.setattr("evernear.common.retry.time", SimpleNamespace(sleep=start_server))
     created = connection_.call("experiment_service_create_experiment", experiment={"display_name": "x"})
     assert created.display_name == "x"
 

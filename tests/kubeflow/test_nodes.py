@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +44,7 @@ def auto(parts: Parts, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float
     says.
     """
     now, job = [0.0], RecordedJob()
-    monkeypatch.setattr(nodes_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(nodes_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def open_here(_: Parts) -> Worker:
         def work(number: int, _: bytes) -> bytes:

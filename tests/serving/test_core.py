@@ -2,6 +2,7 @@ import random
 import subprocess
 import sys
 from io import BytesIO
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_small_images_are_decoded_first_and_none_after_the_timeout(
         return decode_image(file, shape)
 
     monkeypatch.setattr(core_module, "decode_image", reading)
-    monkeypatch.setattr(core_module.time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(core_module, "time", SimpleNamespace(perf_counter=lambda: now_s))
     (image, query), *_ = parts.smoke_queries()
     large = [hostile.png(width, 10) for width in (900, 500, 700)]
     batch = [large[0], b"no image", image, large[1], large[2], image]

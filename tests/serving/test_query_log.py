@@ -5,9 +5,11 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,6 +246,23 @@ def test_unwritable_directory_fails_the_file_but_not_the_prediction(parts: Relea
     log.record([make_prediction()], None, None)
 
 
+@pytest.fixture
+def idle_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After the test, the thread that writes files waits for the end of the process."""
+    ended, idle = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> None:
+        if ended.wait(seconds):
+            idle.set()
+            threading.Event().wait()
+
+    monkeypatch.setattr(query_log, "time", SimpleNamespace(time=time.time, sleep=pause))
+    yield
+    ended.set()
+    assert idle.wait(30)
+
+
+@pytest.mark.usefixtures("idle_thread")
 def test_thread_survives_write_errors(parts: ReleaseParts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "queries").write_text("in the way")
     log = QueryLog(configuration(tmp_path / "queries", period_s=0.02), parts)
