@@ -248,6 +248,42 @@ def test_internal_error_is_retried(
     assert "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.parametrize("event", ["failure", "change"])
+def test_process_ends_after_a_check_that_requires_another(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    checking, services = threading.Event(), list[WatchService]()
+
+    def check(self: CountedWatcher, act: bool = True) -> CheckReport:
+        checking.set()
+        await_(lambda: services and not services[0]._scheduler.running)
+        if event == "failure":
+            raise StoreError("The store is unreachable.")
+        return Watcher.check(self, act=False)
+
+    monkeypatch.setattr(CountedWatcher, "check", check)
+    with running(settings, tmp_path) as (service, _):
+        services.append(service)
+        assert checking.wait(30)
+        if event == "change":
+            service.changed()
+
+
+def test_process_ends_after_a_prune_that_fails(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruning = threading.Event()
+
+    def prune(*_: object) -> None:
+        pruning.set()
+        await_(lambda: not service._scheduler.running)
+        raise StoreError("The store is unreachable.")
+
+    monkeypatch.setattr(service_module, "prune_store", prune)
+    with running(make_settings(tmp_path, prune_keep=1), tmp_path) as (service, _):
+        assert pruning.wait(30)
+
+
 def test_failed_listener_reconnects(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

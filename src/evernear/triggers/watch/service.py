@@ -62,6 +62,8 @@ class WatchService:
         self._settings = settings
         self._scheduler = BackgroundScheduler(timezone=UTC)
         self._lock = threading.Lock()
+        self._is_ended = False
+        """Whether no job is scheduled anymore."""
         self._changed_s: float | None = None
         """Time of the first change since the last check began."""
         self._failures = 0
@@ -109,6 +111,8 @@ class WatchService:
                 while not self.stopping.wait(CLOCK_CHECK_S):
                     self._follow_clock()
             finally:
+                with self._lock:
+                    self._is_ended = True
                 self._scheduler.shutdown(wait=True)
 
     def check(self) -> None:
@@ -132,7 +136,7 @@ class WatchService:
             with self._lock:
                 is_changed = self._changed_s is not None
             if is_changed:  # during the check
-                self._check_in(self._settings.watch.debounce_s)
+                self._run_in(_JOB, timedelta(seconds=self._settings.watch.debounce_s))
 
     def prune(self) -> None:
         """Prune the store to ``watch.prune_keep`` releases.
@@ -143,9 +147,7 @@ class WatchService:
             pruning = prune_store(open_store(self._settings.store_uri), self._settings.watch.prune_keep)
         except EvernearError as error:
             self._print(f"{error} Pruning again in {PRUNE_RETRY.total_seconds() / 3600:.0f} h.")
-            job = self._scheduler.get_job(_PRUNE_JOB)
-            if job is not None and not self.stopping.is_set():
-                job.modify(next_run_time=datetime.now(UTC) + PRUNE_RETRY)
+            self._run_in(_PRUNE_JOB, PRUNE_RETRY)
         else:
             self._print(f"Pruned the store: deleted {pruning}.")
 
@@ -174,7 +176,7 @@ class WatchService:
         with self._lock:
             self._changed_s = self._changed_s or now_s
             left_s = self._changed_s + DEBOUNCE_MAX * debounce_s - now_s
-        self._check_in(max(0.0, min(debounce_s, left_s)))
+        self._run_in(_JOB, timedelta(seconds=max(0.0, min(debounce_s, left_s))))
 
     def health(self) -> tuple[bool, dict[str, object]]:
         """Whether checks complete, with details."""
@@ -198,12 +200,18 @@ class WatchService:
         self._failures += 1
         wait_s = min(self._settings.watch.interval_s, FIRST_RETRY_S * 2 ** min(self._failures - 1, 16))
         self._report(f"{sentence} Retrying in {wait_s:.0f} s.")
-        self._check_in(wait_s)
+        self._run_in(_JOB, timedelta(seconds=wait_s))
 
-    def _check_in(self, wait_s: float) -> None:
-        job = self._scheduler.get_job(_JOB)
-        if job is not None and not self.stopping.is_set():
-            job.modify(next_run_time=datetime.now(UTC) + timedelta(seconds=wait_s))
+    def _run_in(self, job_id: str, wait: timedelta) -> None:
+        """Set the next start of a job to ``wait`` from now, unless the process ends.
+
+        While the scheduler waits for its jobs to end, it holds the lock that
+        `BackgroundScheduler.get_job` needs. Jobs must not call it then.
+        """
+        with self._lock:
+            job = None if self._is_ended else self._scheduler.get_job(job_id)
+            if job is not None:
+                job.modify(next_run_time=datetime.now(UTC) + wait)
 
     def _follow_clock(self) -> None:
         """Correct the schedule after the clock was set back.
