@@ -12,6 +12,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.export import export_network
 from evernear.embedding.train import train_network
 from evernear.settings import DataSettings, TrainSettings
+from tests.scenarios.workspace import write_digits
 
 TINY = TrainSettings(epochs=4, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
 """Trains in about a second."""
@@ -29,6 +30,16 @@ def digits_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digits(digits_dir: Path) -> Dataset:
     return Dataset.open(digits_dir)
+
+
+@pytest.fixture(scope="session")
+def few_digits(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """60 images of each digit, for networks that take milliseconds for an image."""
+    directory = tmp_path_factory.mktemp("few-digits")
+    write_digits(directory / "source", "0123456789", per_class=60)
+    settings = DataSettings(source=f"folder:{directory / 'source'}", gallery_fraction=0.2, query_fraction=0.1)
+    save_manifest(ingest_source(settings, (directory / "store").as_uri()), directory)
+    return Dataset.open(directory)
 
 
 @pytest.fixture

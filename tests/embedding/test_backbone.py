@@ -52,6 +52,11 @@ def settings(**changes: Any) -> TrainSettings:
 
 
 @pytest.fixture(scope="module")
+def digits(few_digits: Dataset) -> Dataset:
+    return few_digits
+
+
+@pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights as timm saves them, of a color network with a classifier of 7 classes."""
     import timm

@@ -32,11 +32,17 @@ from evernear.settings import EvaluationSettings, IndexSettings, ServingSettings
 from tests.releases import System, decided
 
 
-@pytest.fixture
-def frozen(digits: Dataset, tmp_path: Path) -> TrainSettings:
+@pytest.fixture(scope="module")
+def digits(few_digits: Dataset) -> Dataset:
+    return few_digits
+
+
+@pytest.fixture(scope="module")
+def frozen(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
     first = TrainSettings(backbone="test_resnet", epochs=1, min_steps=1, backbone_size_px=16)
-    train_network(digits, first, tmp_path / "first")
-    weights = tmp_path / "first" / "weights.pt"
+    directory = tmp_path_factory.mktemp("first")
+    train_network(digits, first, directory)
+    weights = directory / "weights.pt"
     return TrainSettings(backbone="test_resnet", weights=str(weights), frozen=True, backbone_size_px=16)
 
 

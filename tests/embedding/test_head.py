@@ -39,6 +39,11 @@ TINY = "test_resnet"
 
 
 @pytest.fixture(scope="module")
+def digits(few_digits: Dataset) -> Dataset:
+    return few_digits
+
+
+@pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import timm
     from safetensors.torch import save_file
