@@ -13,8 +13,10 @@ from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import embed_dataset
 from evernear.embedding.embeddings import Embeddings
+from evernear.evaluation import embedding_map
+from evernear.evaluation.embedding_map import map_positions, project
 from evernear.evaluation.evaluate import Evaluation, evaluate_systems
-from evernear.evaluation.example_collector import MAP_POINTS, SAMPLES_PER_CLASS, ExampleCollector, project
+from evernear.evaluation.example_collector import MAP_POINTS, SAMPLES_PER_CLASS, ExampleCollector
 from evernear.evaluation.examples import BINS, Examples
 from evernear.evaluation.image_sheet import SHEET_COLUMNS, Sheet
 from evernear.evaluation.open_set import OpenSet
@@ -135,6 +137,19 @@ def test_new_images_are_those_of_added_shards(system: System, recognizer: Recogn
     assert {sample.label for sample in examples.new_images} == set(system.dataset.labels)
     for sample in examples.new_images:
         assert {train[tile_of(examples.images, tile).tobytes()] for tile in sample.tiles} == {sample.label}
+
+
+def test_map_of_the_same_embeddings_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path.as_uri())
+    embeddings = np.random.default_rng(0).normal(size=(40, 16)).astype(np.float32)
+    first = map_positions(embeddings, store)
+    np.testing.assert_array_equal(first, project(embeddings))
+    computed: list[int] = []
+    monkeypatch.setattr(embedding_map, "project", lambda rows: computed.append(len(rows)) or project(rows))
+    np.testing.assert_array_equal(map_positions(embeddings, store), first)
+    assert computed == []
+    assert (map_positions(embeddings[:39], store)).shape == (39, 2)
+    assert computed == [39]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 40])

@@ -18,6 +18,7 @@ from evernear.data.gallery import image_blocks
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.preprocess import Pixels
 from evernear.data.shards import Block, Dataset
+from evernear.evaluation.embedding_map import map_positions
 from evernear.evaluation.examples import (
     BINS,
     Examples,
@@ -170,7 +171,7 @@ class ExampleCollector:
     def _points(self) -> tuple[MapPoint, ...]:
         if not self._map:
             return ()
-        positions = project(np.stack([embedding for _, embedding, *_ in self._map]))
+        positions = map_positions(np.stack([embedding for _, embedding, *_ in self._map]), self._dataset.store)
         return tuple(
             MapPoint(
                 x=round(float(x), 4),
@@ -234,27 +235,6 @@ def _clearest_mistakes(labels: NDArray[np.int64], answers: "Classifications") ->
     """
     wrong = np.flatnonzero(answers.labels != labels)
     return wrong[np.lexsort((answers.distances[wrong], answers.unknown[wrong]))][:MISTAKES]
-
-
-def project(embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Positions in the unit square, an array of shape (N, 2), that t-SNE computes for
-    ``embeddings``, an array of shape (N, D).
-
-    Principal components as the starting positions halve the number of iterations that
-    a map needs (Kobak and Berens 2019, https://doi.org/10.1038/s41467-019-13056-x).
-    If there are fewer than four embeddings, or if all embeddings are equal, all
-    positions are in the middle.
-    """
-    from sklearn.manifold import TSNE
-
-    count = len(embeddings)
-    if count < 4 or np.ptp(embeddings, axis=0).max() < 1e-6:
-        return np.full((count, 2), 0.5, np.float32)
-    init = "pca" if embeddings.shape[1] > 1 else "random"
-    model = TSNE(perplexity=min(30.0, (count - 1) / 3), init=init, random_state=0, max_iter=500)
-    positions = model.fit_transform(embeddings)
-    low, high = positions.min(axis=0), positions.max(axis=0)
-    return (positions - low) / np.maximum(high - low, 1e-9)
 
 
 def _samples(dataset: Dataset, tiles: Tiles) -> tuple[Sample, ...]:
