@@ -1,11 +1,11 @@
 """Invalid input: one error message, an exit code, and no partial results."""
 
-import json
 from pathlib import Path
 
 import pytest
 from minio import Minio
 
+from evernear.embedding.embeddings import Embeddings
 from tests.scenarios.workspace import Workspace, write_digits, write_negatives
 
 
@@ -96,8 +96,7 @@ def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoi
         client.fput_object(bucket, f"arrivals/negative/{image.name}", str(image))
     again = workspace.run(*words, command="reindex")
     assert again["promoted"], again["reasons"]
-    embedded = json.loads(Path(again["paths"]["embed.embeddings"], "embeddings.json").read_text())
-    assert embedded["reused"] > 0
+    assert Embeddings.open(Path(again["paths"]["embed.embeddings"])).reused > 0
     keys = {item.object_name for item in client.list_objects(bucket, "evernear/", recursive=True)}
     assert any(key.startswith("evernear/embeddings/") for key in keys)
     assert "evernear/releases/champion.json" in keys

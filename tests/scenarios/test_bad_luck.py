@@ -90,7 +90,8 @@ def test_killed_step_fails_the_run_with_an_error_message(workspace: Workspace) -
         output, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     assert process.returncode == 1
     assert "Traceback" not in output
-    assert "log.txt" in output
+    assert "The step was killed by SIGKILL" in output
+    assert "run.html" in output
 
 
 def test_temporary_files_are_removed_even_after_a_kill(workspace: Workspace) -> None:
