@@ -85,6 +85,6 @@ def test_interrupted_start_leaves_no_process(make_release: MakeRelease, tmp_path
         _, stderr = server.communicate(timeout=60)
     assert (server.returncode, stderr) == (
         130,
-        "evernear: Interrupted. TorchServe was stopped; `evernear serve` tries again.\n",
+        f"evernear: Interrupted. TorchServe was stopped; `evernear serve --workdir {tmp_path}` tries again.\n",
     )
     assert torchserve.processes(home) == []

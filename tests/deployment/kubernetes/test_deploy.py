@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from evernear import deployment, steps
 from evernear.cli.app import app
+from evernear.common.retry import retry
 from evernear.common.store import FileStore, open_store
 from evernear.deployment import kubernetes
 from evernear.deployment.kubernetes import rollout
-from evernear.deployment.kubernetes.cluster import Cluster
+from evernear.deployment.kubernetes.cluster import Cluster, ObjectConflictError
 from evernear.deployment.kubernetes.lease import LeaseLock
 from evernear.errors import (
     BusyError,
@@ -523,10 +524,13 @@ def test_lost_lease_stops_the_deployment(
     sandbox.deploy(releases[0])
     verify = kubernetes.verify
 
-    def verify_and_lose(*arguments: Any) -> int:
+    def take_lease() -> None:
         manifest = sandbox.cluster.get("Lease", NAME)
         assert manifest is not None
         sandbox.cluster.replace(manifest | {"spec": {**manifest["spec"], "holderIdentity": "somebody else"}})
+
+    def verify_and_lose(*arguments: Any) -> int:
+        retry(take_lease, on=ObjectConflictError, pauses_s=[0.01] * 100)  # its holder renews it meanwhile
         threading.Event().wait(sandbox.settings.kubernetes.lease_s)
         return verify(*arguments)
 

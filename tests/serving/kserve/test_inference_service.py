@@ -493,10 +493,11 @@ class TestOperation:
     @pytest.mark.slow
     def test_hanging_predictor_is_504(self, service: dict[str, Server], images: list[bytes]) -> None:
         transformers = [server for name, server in service.items() if name != "predictor"]
+        assert all(server.predict(images).status_code == 200 for server in transformers)  # connected
         with service["predictor"].frozen(), ThreadPoolExecutor() as pool:
             answers = list(pool.map(lambda server: server.predict(images), transformers))
         for answer in answers:
-            assert answer.status_code == 504
+            assert answer.status_code == 504, answer.text
             assert "takes too long" in answer.json()["error"]
         assert all(server.predict(images).status_code == 200 for server in transformers)
 
