@@ -96,7 +96,7 @@ def test_bucket_as_source_and_store(workspace: Workspace, bucket: str, s3_endpoi
         client.fput_object(bucket, f"arrivals/negative/{image.name}", str(image))
     again = workspace.run(*words, command="reindex")
     assert again["promoted"], again["reasons"]
-    assert Embeddings.open(Path(again["paths"]["embed.embeddings"])).reused > 0
+    assert Embeddings.open(Path(again["paths"]["embed.embeddings"])).description.reused > 0
     keys = {item.object_name for item in client.list_objects(bucket, "evernear/", recursive=True)}
     assert any(key.startswith("evernear/embeddings/") for key in keys)
     assert "evernear/releases/champion.json" in keys
