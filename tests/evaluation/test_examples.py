@@ -148,7 +148,7 @@ def test_map_of_the_same_embeddings_is_computed_once(tmp_path: Path, monkeypatch
     monkeypatch.setattr(embedding_map, "project", lambda rows: computed.append(len(rows)) or project(rows))
     np.testing.assert_array_equal(map_positions(embeddings, store), first)
     assert computed == []
-    assert (map_positions(embeddings[:39], store)).shape == (39, 2)
+    assert map_positions(embeddings[:39], store).shape == (39, 2)
     assert computed == [39]
 
 

@@ -43,7 +43,7 @@ def augment_photographs(images: Tensor, seeds: list[int], mirror: bool, erase: b
     with torch.random.fork_rng(devices=[]):
         for row, (image, seed) in enumerate(zip(images.cpu(), seeds, strict=True)):
             # `torch.manual_seed` also seeds the GPUs,
-            # which takes half a millisecond even without a GPU.
+            # which takes about a millisecond even without a GPU.
             torch.default_generator.manual_seed(seed)
             augmented[row] = transform(image)
     return augmented.to(images.device)

@@ -24,7 +24,7 @@ def map_positions(embeddings: NDArray[np.float32], store: Store) -> NDArray[np.f
     def compute() -> Computed:
         return Computed("map of embeddings", {"positions": project(embeddings).tolist()})
 
-    sha256 = hashlib.sha256(np.ascontiguousarray(embeddings).tobytes()).hexdigest()
+    sha256 = hashlib.sha256(embeddings.tobytes()).hexdigest()
     key = result_key(__name__, LIBRARIES, embeddings=sha256, shape=[*embeddings.shape])
     computed = compute_once(store, key, None, compute)
     return np.array(computed.output["positions"], np.float32)

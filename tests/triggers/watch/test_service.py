@@ -248,40 +248,49 @@ def test_internal_error_is_retried(
     assert "ZeroDivisionError" in caplog.text
 
 
+class Shutdown:
+    """Delays a job until its service shuts down."""
+
+    def __init__(self) -> None:
+        self.job_runs = threading.Event()
+        self.service: WatchService | None = None
+
+    def await_(self) -> None:
+        self.job_runs.set()
+        await_(lambda: self.service and not self.service._scheduler.running)
+
+
 @pytest.mark.parametrize("event", ["failure", "change"])
 def test_process_ends_after_a_check_that_requires_another(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
-    checking, services = threading.Event(), list[WatchService]()
+    shutdown = Shutdown()
 
     def check(self: CountedWatcher, act: bool = True) -> CheckReport:
-        checking.set()
-        await_(lambda: services and not services[0]._scheduler.running)
+        shutdown.await_()
         if event == "failure":
             raise StoreError("The store is unreachable.")
         return Watcher.check(self, act=False)
 
     monkeypatch.setattr(CountedWatcher, "check", check)
-    with running(settings, tmp_path) as (service, _):
-        services.append(service)
-        assert checking.wait(30)
+    with running(settings, tmp_path) as (shutdown.service, _):
+        assert shutdown.job_runs.wait(30)
         if event == "change":
-            service.changed()
+            shutdown.service.changed()
 
 
 def test_process_ends_after_a_prune_that_fails(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pruning = threading.Event()
+    shutdown = Shutdown()
 
     def prune(*_: object) -> None:
-        pruning.set()
-        await_(lambda: not service._scheduler.running)
+        shutdown.await_()
         raise StoreError("The store is unreachable.")
 
     monkeypatch.setattr(service_module, "prune_store", prune)
-    with running(make_settings(tmp_path, prune_keep=1), tmp_path) as (service, _):
-        assert pruning.wait(30)
+    with running(make_settings(tmp_path, prune_keep=1), tmp_path) as (shutdown.service, _):
+        assert shutdown.job_runs.wait(30)
 
 
 def test_failed_listener_reconnects(

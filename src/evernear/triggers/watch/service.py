@@ -62,8 +62,6 @@ class WatchService:
         self._settings = settings
         self._scheduler = BackgroundScheduler(timezone=UTC)
         self._lock = threading.Lock()
-        self._is_ended = False
-        """Whether no job is scheduled anymore."""
         self._changed_s: float | None = None
         """Time of the first change since the last check began."""
         self._failures = 0
@@ -111,8 +109,8 @@ class WatchService:
                 while not self.stopping.wait(CLOCK_CHECK_S):
                     self._follow_clock()
             finally:
-                with self._lock:
-                    self._is_ended = True
+                with self._lock:  # no job is scheduled at this moment, nor later
+                    self.stopping.set()
                 self._scheduler.shutdown(wait=True)
 
     def check(self) -> None:
@@ -205,11 +203,11 @@ class WatchService:
     def _run_in(self, job_id: str, wait: timedelta) -> None:
         """Set the next start of a job to ``wait`` from now, unless the process ends.
 
-        While the scheduler waits for its jobs to end, it holds the lock that
-        `BackgroundScheduler.get_job` needs. Jobs must not call it then.
+        `BackgroundScheduler.shutdown` holds the scheduler's lock until the jobs have
+        ended. A job that called the scheduler during the shutdown would wait forever.
         """
         with self._lock:
-            job = None if self._is_ended else self._scheduler.get_job(job_id)
+            job = None if self.stopping.is_set() else self._scheduler.get_job(job_id)
             if job is not None:
                 job.modify(next_run_time=datetime.now(UTC) + wait)
 
