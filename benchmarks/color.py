@@ -11,7 +11,7 @@ time of our training in epochs of airbench94.
 ``called_unknown`` is the share of test images of known classes that the release calls
 unknown, and ``auroc`` how well distances separate the probe's held-out classes from the
 others.
-"""  # noqa: W505
+"""
 
 import argparse
 import contextlib

@@ -7,7 +7,7 @@ digits; a seventh of each is the test split, as in MNIST. The training and the p
 for one epoch, so that the work of every step is proportional to its images. The growth
 of a step is the exponent p of time ~ images^p between the two largest sets: 1 is
 linear.
-"""  # noqa: W505
+"""
 
 import argparse
 import math

@@ -11,7 +11,7 @@ number of times.
 The division into parts depends on a listing and a fixed part size. The division and the
 results do not depend on the number of processes. `evernear.common.run_parts` runs the
 parts.
-"""  # noqa: W505
+"""
 
 import json
 from collections import deque

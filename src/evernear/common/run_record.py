@@ -8,7 +8,7 @@ own state::
     runs/<run>/stop.json            the person who stopped the run, and the time
     runs/<run>/<name>.json          data of a step for the exit step, such as the verdict
     runs/<run>/run.html             the run page (`evernear.reporting.page`)
-"""  # noqa: W505
+"""
 
 import json
 import os

@@ -9,7 +9,7 @@
 A part is a range of whole shards. No two parts share a cached object, and the batches
 are the same for any number of machines. The result of a part names the object that the
 part wrote. Combining the results reads no embeddings.
-"""  # noqa: W505
+"""
 
 import json
 import tempfile

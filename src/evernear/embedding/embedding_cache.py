@@ -12,7 +12,7 @@ identifies the shard in later snapshots. If the first image is removed from the 
 the shard is embedded again. Within an object, images are looked up by digest rather
 than by position. Labels are not cached, because they belong to the dataset and may be
 corrected.
-"""  # noqa: W505
+"""
 
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -12,7 +12,7 @@ measures the same figures as without parts.
     <folder>/evaluate-<identity>/...              the plan, its parts and their results
     <folder>/evaluate-<identity>/<sha256>.npz     the answers of one part
     <folder>/evaluate-<identity>/candidate/...    network and index, if other machines run parts
-"""  # noqa: W505
+"""
 
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping

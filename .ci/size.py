@@ -1,0 +1,113 @@
+"""Print the size of the code and the number of choices that it offers. Fail if a
+count exceeds its limit.
+
+Lower a limit when its count falls. A commit that raises one says what users gain.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any
+
+import typer
+import yaml
+from pydantic import BaseModel
+
+from evernear import errors
+from evernear.cli.app import app
+from evernear.settings import Settings
+
+LIMITS = {
+    "lines of src": 61_000,
+    "files of src": 422,
+    "lines of tests": 61_700,
+    "words of docs": 70_000,
+    "settings": 269,
+    "commands": 55,
+    "options": 361,
+    "error classes": 42,
+    "exit codes": 16,
+    "parameters of continuous-training": 16,
+    "parameters of reindex": 12,
+    "parameters of predict": 9,
+    "parameters of promote": 11,
+    "parameters of rollback": 11,
+    "mean line length": 48.94,
+    "statements per line": 0.5633,
+    "lines of a function, 95th percentile": 30,
+}
+
+
+def main() -> None:
+    counts = dict(chain(_code(), _choices()))
+    width = max(map(len, counts))
+    for name, count in counts.items():
+        print(f"{name:{width}}  {count:>9,.4g}" if isinstance(count, float) else f"{name:{width}}  {count:>9,}")
+    if grown := [f"{name} {count} > {LIMITS[name]}" for name, count in counts.items() if count > LIMITS[name]]:
+        sys.exit(f"Larger than .ci/size.py allows: {'; '.join(grown)}.")
+
+
+def _code() -> Iterator[tuple[str, float]]:
+    sources = _texts("src/*.py")
+    lines = list(chain.from_iterable(text.splitlines() for text in sources))
+    nodes = [node for text in sources for node in ast.walk(ast.parse(text))]
+    yield "lines of src", len(lines)
+    yield "files of src", len(sources)
+    yield "lines of tests", sum(len(text.splitlines()) for text in _texts("tests/*.py"))
+    yield "words of docs", sum(len(text.split()) for text in _texts("docs/*.md"))
+    yield "mean line length", mean(map(len, filter(str.strip, lines)))
+    yield "statements per line", sum(isinstance(node, ast.stmt) for node in nodes) / len(lines)
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Error")]
+    yield "error classes", sum(_is_exception(node) for node in classes)
+    lengths = [
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    yield "lines of a function, 95th percentile", round(quantiles(lengths, n=20)[-1])
+
+
+def _is_exception(node: ast.ClassDef) -> bool:
+    return any(isinstance(base, ast.Name) and base.id.endswith(("Error", "Exception")) for base in node.bases)
+
+
+def _texts(pattern: str) -> list[str]:
+    names = subprocess.run(["git", "ls-files", "-z", pattern], capture_output=True, check=True, text=True).stdout
+    return [Path(name).read_text() for name in names.split("\0") if name]
+
+
+def _choices() -> Iterator[tuple[str, float]]:
+    yield "settings", _settings(Settings)
+    visible = list(_commands(typer.main.get_command(app)))
+    yield "commands", len(visible)
+    yield "options", sum(len(command.params) for command in visible)
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.EvernearError)
+    ]
+    yield "exit codes", len({kind.exit_code for kind in kinds})
+    for path in sorted(Path("pipelines/golden").glob("*.yaml")):
+        pipeline = next(yaml.safe_load_all(path.read_text()))
+        yield f"parameters of {path.stem.replace('_', '-')}", len(pipeline["root"]["inputDefinitions"]["parameters"])
+
+
+def _settings(section: type[BaseModel]) -> int:
+    nested = (field.annotation for field in section.model_fields.values())
+    return sum(_settings(kind) if isinstance(kind, type) and issubclass(kind, BaseModel) else 1 for kind in nested)
+
+
+def _commands(command: Any) -> Iterator[Any]:
+    """The visible commands below ``command``, of the classes in typer's copy of click."""
+    if command.hidden:
+        return
+    if not hasattr(command, "commands"):
+        yield command
+    for child in getattr(command, "commands", {}).values():
+        yield from _commands(child)
+
+
+if __name__ == "__main__":
+    main()
