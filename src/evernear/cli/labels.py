@@ -1,9 +1,10 @@
-"""``evernear labels``: search for wrong labels."""
+"""``evernear labels``: search for wrong labels, and import labels of live queries."""
 
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import typer
 
@@ -18,14 +19,12 @@ from evernear.cli.options import (
     WorkdirOption,
     run_settings,
 )
+from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.settings.layers import command_for
 
-if TYPE_CHECKING:
-    from evernear.common.store import Store
-
 app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels, and exchange them with other tools."
+    rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels, and import those of live queries."
 )
 _PRINTED = 10
 
@@ -71,33 +70,48 @@ def check(
         print_line(f"Next: {command_for(settings.workdir, 'review')}    a person relabels or keeps them")
 
 
-def import_live_labels(store: "Store", file: Path) -> None:
-    """Import a CSV file with the true labels of live queries,
-    and print the weekly accuracy of each release.
+@app.command(name="import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE.csv", help="CSV file with the columns id and label.")],
+    store: StoreOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
+) -> None:
+    """Import true labels of live queries and print each release's weekly accuracy.
 
-    Raises:
-        DataError: the file is unusable. Nothing is stored.
+    The id is the `id` of the server's response. A later row for an id corrects an
+    earlier one, in the file and in the store, so a growing file can be imported again.
+    These labels measure accuracy and do not enter the dataset.
     """
+    from evernear.common.store import open_store
     from evernear.evaluation.live_accuracy import accuracy_by_week
     from evernear.review.live_labels import import_labels, labeled_queries, read_labels
 
-    labels = read_labels(file)
-    result = import_labels(store, labels, datetime.now(UTC))
-    print_line(f"{result.stored:,} of {quantity(len(labels), 'label')} stored.")
+    opened = open_store(registry_settings(store, config, overrides, workdir).store_uri)
+    read = read_labels(file)
+    result = import_labels(opened, read.labels, datetime.now(UTC))
+    print_line(f"{result.stored:,} of {quantity(len(read.labels), 'label')} stored.")
+    if read.corrected:
+        print_line(f"Several labels in the file, of which the last one counts: {_some(read.corrected)}")
+    for count, column in ((read.without_label, "label"), (read.without_id, "id")):
+        if count:
+            print_line(f"{quantity(count, 'row')} left out: no {column}.")
     if result.missing:
         print_line(
             f"{quantity(len(result.missing), 'id')} not in the query log, which has a sample of the queries: "
-            f"{', '.join(result.missing[:_PRINTED])}{' ...' if len(result.missing) > _PRINTED else ''}"
+            f"{_some(result.missing)}"
         )
     if result.unknown_classes:
-        print_line(
-            "No class of the release, so its answer counts as wrong: "
-            f"{', '.join(result.unknown_classes[:_PRINTED])}{' ...' if len(result.unknown_classes) > _PRINTED else ''}"
-        )
-    labels_in_store = labeled_queries(store)
-    for sentence in labels_in_store.damaged.values():
+        print_line(f"No class of the release, so its answer counts as wrong: {_some(result.unknown_classes)}")
+    in_store = labeled_queries(opened)
+    for sentence in in_store.damaged.values():
         print_line(sentence, sys.stderr)
-    weeks = accuracy_by_week(labels_in_store.queries)
+    weeks = accuracy_by_week(in_store.queries)
     rows = [[each.week, each.version, f"{each.accuracy.total:,}", str(each.accuracy)] for each in weeks]
     if rows:
         print_table(["week", "release", "labels", "accuracy (95% interval)"], rows)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_PRINTED]) + (" ..." if len(names) > _PRINTED else "")

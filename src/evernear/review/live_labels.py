@@ -18,7 +18,7 @@ from evernear.common.class_names import class_name
 from evernear.common.csv_rows import column_positions, csv_rows
 from evernear.common.frozen import Frozen
 from evernear.common.store import Store
-from evernear.errors import DataError, IntegrityError, StoreError
+from evernear.errors import IntegrityError, StoreError
 from evernear.evaluation.examples import Examples
 from evernear.evaluation.live_accuracy import LabeledQuery, LiveAccuracy, accuracy_by_week
 from evernear.evaluation.measure import Measurement
@@ -57,23 +57,41 @@ class ImportedLabels(Frozen):
     """
 
 
-def read_labels(path: Path) -> dict[str, str]:
+class LabelFile(NamedTuple):
+    """The rows of a file of labels. A file may be a growing log, in which a later row
+    for an id corrects an earlier one."""
+
+    labels: dict[str, str]
+    """The last label of each query, keyed by query ID."""
+    corrected: tuple[str, ...]
+    """IDs with rows of different labels."""
+    without_label: int
+    """Number of rows that have an ID and no label."""
+    without_id: int
+
+
+def read_labels(path: Path) -> LabelFile:
     """Read a CSV file with the columns ``id`` and ``label``.
 
     Raises:
-        DataError: the file is unreadable, lacks a column or a value, or has two labels
-            for one query. The message contains the line number.
+        DataError: the file is unreadable or lacks a column.
     """
     rows = csv_rows(path, str(path))
     at = column_positions(next(rows)[1], str(path), _COLUMNS)
     labels: dict[str, str] = {}
-    for line, cells in rows:
+    corrected: dict[str, None] = {}
+    without_label = without_id = 0
+    for _, cells in rows:
         query, label = cells[at["id"]].strip(), class_name(cells[at["label"]])
-        if not query or not label:
-            raise DataError(f"{path}, line {line:,}: the id or the label is empty.")
-        if labels.setdefault(query, label) != label:
-            raise DataError(f"{path}, line {line:,}: the id {query} has a second label.")
-    return labels
+        if not query:
+            without_id += 1
+        elif not label:
+            without_label += 1
+        else:
+            if labels.get(query, label) != label:
+                corrected[query] = None
+            labels[query] = label
+    return LabelFile(labels, tuple(corrected), without_label, without_id)
 
 
 def import_labels(store: Store, labels: Mapping[str, str], now: datetime) -> ImportedLabels:

@@ -1,1 +1,0 @@
-"""Convert the review queue and suspect labels to Label Studio tasks."""
