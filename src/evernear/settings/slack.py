@@ -23,7 +23,6 @@ class SlackSettings(Section):
     may_promote: tuple[str, ...] = Field(default=(), description="Who may promote a release that the gate held.")
     may_roll_back: tuple[str, ...] = Field(default=(), description="Who may roll back to the previous champion.")
     may_schedule: tuple[str, ...] = Field(default=(), description="Who may pause and resume the watcher.")
-    may_label: tuple[str, ...] = Field(default=(), description="Who may see live queries and label them.")
     parameters: tuple[str, ...] = Field(
         default=(
             "preset",

@@ -39,7 +39,7 @@ TEXT_MAX_CHARACTERS = 2000
 """Maximum length of a command's text."""
 TRAINING = "continuous-training"
 
-Kind = Literal["run", "stop", "promote", "roll_back", "label", "help"]
+Kind = Literal["run", "stop", "promote", "roll_back", "help"]
 State = Literal["pending", "accepted", "declined", "expired", "started", "ended", "failed"]
 _NEXT: dict[State, tuple[State, ...]] = {
     "pending": ("accepted", "declined", "expired", "failed"),

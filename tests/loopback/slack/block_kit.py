@@ -45,7 +45,7 @@ def visible(blocks: list[Block]) -> str:
             texts.append(block["text"]["text"])
         texts += [field["text"] for field in block.get("fields", ())]
         for element in block.get("elements", ()):
-            text = element.get("text") or element["placeholder"]
+            text = element["text"]
             texts.append(text if isinstance(text, str) else f"[{text['text']}]")
     return "\n".join(texts)
 
@@ -85,28 +85,7 @@ def _actions(block: Block) -> list[str]:
     if len(set(ids)) < len(ids):
         result.append("a duplicate action_id")
     for element in block["elements"]:
-        result += _select(element) if element.get("type") == "static_select" else _button(element)
-    return result
-
-
-def _select(menu: Block) -> list[str]:
-    result = _keys(menu, {"type", "action_id", "placeholder", "options", "initial_option", "confirm"})
-    result += _text(menu["placeholder"], 150, "plain_text")
-    if not 1 <= len(menu["options"]) <= 100:
-        result.append(f"{len(menu['options'])} options, 1 to 100")
-    for option in menu["options"]:
-        result += _keys(option, {"text", "value", "description"}) + _text(option["text"], 75, "plain_text")
-        if not 1 <= len(option["value"]) <= 150:
-            result.append(f"value of {len(option['value'])} characters, 1 to 150")
-    return result
-
-
-def _image(block: Block) -> list[str]:
-    result = _keys(block, {"type", "slack_file", "image_url", "alt_text", "title", "block_id"})
-    if ("slack_file" in block) is ("image_url" in block):
-        result.append("an image needs slack_file or image_url")
-    if not 1 <= len(block.get("alt_text", "")) <= 2000:
-        result.append("alt_text of 1 to 2000 characters")
+        result += _button(element)
     return result
 
 
@@ -155,7 +134,6 @@ _BLOCKS: dict[Any, Callable[[Block], list[str]]] = {
     "section": _section,
     "header": _header,
     "context": _context,
-    "image": _image,
     "actions": _actions,
     "divider": lambda block: _keys(block, {"type", "block_id"}),
 }

@@ -81,9 +81,7 @@ class Click:
             "is_ephemeral": self.is_ephemeral,
         }
         action = {
-            key: self.button[key]
-            for key in ("type", "action_id", "text", "value", "style", "selected_option")
-            if key in self.button
+            key: self.button[key] for key in ("type", "action_id", "text", "value", "style") if key in self.button
         }
         return {
             "type": "block_actions",

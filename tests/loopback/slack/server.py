@@ -63,8 +63,6 @@ class SlackServer:
         self.is_down = False
         self.closed_channels: set[str] = set()
         self.groups: dict[str, list[str]] = {}
-        self.file_delays = 0
-        """Messages to refuse because an image that they show is not processed yet."""
         self.refused_blocks: list[str] = []
         """Block Kit violations; any that remain fail the test."""
         self.acks: dict[str, Payload] = {}
@@ -264,10 +262,6 @@ class SlackServer:
             return {"error": "no_text"}
         blocks = arguments.get("blocks") or []
         arguments["blocks"] = json.loads(blocks) if isinstance(blocks, str) else blocks
-        if self.file_delays and any("slack_file" in block for block in arguments["blocks"]):
-            self.file_delays -= 1
-            fault = "invalid slack file [json-pointer:/blocks/0/slack_file]"
-            return {"error": "invalid_blocks", "errors": [fault]}
         if faults := block_kit.faults(arguments["blocks"]):
             self.refused_blocks += faults
             return {"error": "invalid_blocks", "response_metadata": {"messages": faults}}

@@ -59,9 +59,13 @@ def test_internal_error_is_reported(bot: Bot, runs: MemoryRuns, monkeypatch: pyt
     )
 
 
-@pytest.mark.parametrize("text", ["/evernear", "/evernear help", "/evernear champion now", "/evernear <!channel>"])
+@pytest.mark.parametrize(
+    "text", ["/evernear", "/evernear help", "/evernear review", "/evernear champion now", "/evernear <!channel>"]
+)
 def test_unknown_commands_get_help(bot: Bot, text: str) -> None:
-    assert "/evernear rollback" in bot.command(BOB, text).body
+    answer = bot.command(BOB, text).body
+    assert "/evernear rollback" in answer
+    assert "Live queries are labeled on the Review page of the console" in answer
 
 
 def test_stop_needs_a_run(bot: Bot) -> None:

@@ -13,8 +13,6 @@ their verdicts.
                                 prompts.py: ask for confirmation
                                 runs.py: start, follow, stop
                                 promotions.py: promote, roll back
-                                reviews.py: label live queries that the release was unsure of
-                                random_queries.py: label random live queries, which measure accuracy
 
     blocks.py      Block Kit, escaping         access.py      the allow-lists
     client.py      Slack's Web API             services.py    the dependencies of all of these

@@ -12,14 +12,13 @@ from evernear.settings import SlackSettings
 from evernear.triggers.requests import Person
 from evernear.triggers.slack.client import SlackClient
 
-Permission = Literal["start", "stop", "promote", "roll_back", "schedule", "label"]
+Permission = Literal["start", "stop", "promote", "roll_back", "schedule"]
 _VERBS: dict[Permission, str] = {
     "start": "start runs",
     "stop": "stop runs",
     "promote": "promote a release that the gate held",
     "roll_back": "roll back",
     "schedule": "pause or resume the watcher",
-    "label": "label images",
 }
 _GROUP_CACHE_TIME = timedelta(minutes=1)
 
@@ -64,7 +63,6 @@ class Access:
             "promote": settings.may_promote,
             "roll_back": settings.may_roll_back,
             "schedule": settings.may_schedule,
-            "label": settings.may_label,
         }
         self._slack = slack
         self._clock = clock

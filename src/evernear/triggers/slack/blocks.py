@@ -17,14 +17,10 @@ from slack_sdk.models.blocks import (
     ConfirmObject,
     ContextBlock,
     HeaderBlock,
-    ImageBlock,
     MarkdownTextObject,
-    Option,
     PlainTextObject,
     SectionBlock,
-    StaticSelectElement,
 )
-from slack_sdk.models.blocks.basic_components import SlackFile
 
 from evernear.common.output import printable
 from evernear.common.progress import duration as seconds_in_words
@@ -154,21 +150,6 @@ def button(
     return ButtonElement(
         text=_plain(text), action_id=action, value=value, style=style, url=url, confirm=confirm
     ).to_dict()
-
-
-def select(placeholder: str, action: str, options: Mapping[str, str]) -> Block:
-    """A menu of up to 100 options. The menu sends the chosen value to the handler of
-    ``action``.
-
-    ``options`` maps texts of at most 75 characters to values of at most 150 characters.
-    """
-    choices = [Option(text=_plain(text), value=value) for text, value in options.items()]
-    return StaticSelectElement(placeholder=_plain(placeholder), action_id=action, options=choices).to_dict()
-
-
-def image(file: str, alt_text: str) -> Block:
-    """An image that was uploaded to Slack. ``file`` is its file id."""
-    return ImageBlock(slack_file=SlackFile(id=file), alt_text=alt_text).to_dict()
 
 
 def link_button(url: str, value: str) -> list[Block]:

@@ -53,10 +53,6 @@ class NotWritableError(SlackError):
     """The bot cannot write to the channel or message."""
 
 
-class FileNotReadyError(NotWritableError):
-    """A block shows an uploaded image that Slack has not processed yet."""
-
-
 @dataclass(frozen=True)
 class Message:
     """A message with blocks, and with ``text`` for notifications and for clients that
@@ -126,13 +122,6 @@ class SlackClient:
                 channel=channel, thread_ts=ts, content=data, filename=filename, title=title, alt_txt=alt_text
             )
 
-    def upload_image(self, data: bytes, filename: str) -> str:
-        """Upload an image for a message block, and return its file id."""
-        with translated_errors("files.upload"):
-            response = self._client.files_upload_v2(content=data, filename=filename)
-            files: list[dict[str, Any]] = response.get("files") or []
-        return str(files[0]["id"])
-
     def members(self, group: str) -> frozenset[str]:
         """The user ids of all members of a user group."""
         with translated_errors("usergroups.users.list"):
@@ -165,8 +154,6 @@ def translate(call: str, error: SlackApiError) -> SlackError:
         return RateLimitedError(f"Slack limits the rate of {call}.", wait)
     if status >= 500 or code in _UNAVAILABLE:
         return _unavailable(call, f"status {status}" if status >= 500 else code)
-    if code == "invalid_blocks" and "invalid slack file" in str(body):
-        return FileNotReadyError(f"Slack refused {call}: an uploaded image cannot be shown yet.")
     if code in _NOT_WRITABLE:
         return NotWritableError(f"Slack refused {call}: {code}.")
     if code == "missing_scope":

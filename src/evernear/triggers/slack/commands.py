@@ -114,8 +114,9 @@ def help_message() -> Message:
         for command in COMMANDS.values()
     ]
     intro = "I start training runs, follow them and report their results."
+    review = "Live queries are labeled on the Review page of the console, `evernear console`."
     names = ", ".join(COMMANDS)
-    return Message(text=f"{intro} Commands: {names}.", blocks=(section("\n".join([intro, *lines])),))
+    return Message(text=f"{intro} Commands: {names}.", blocks=(section("\n".join([intro, *lines, review])),))
 
 
 def status_message(

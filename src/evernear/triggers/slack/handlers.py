@@ -86,10 +86,9 @@ class Handlers:
         call.record("help", request_id("help", call.trigger))
 
     def click(self, ack: Ack, action: Payload, body: Payload, context: BoltContext) -> BoltResponse:
-        """Run the handler of a button or a menu."""
+        """Run the handler of a button."""
         button = BUTTONS[str(action["action_id"])]
-        option: Payload = action.get("selected_option") or action
-        value = str(option.get("value") or "")
+        value = str(action.get("value") or "")
         call = self._call(context, body, str(body.get("trigger_id") or ""), value, _thread(body))
         if button.permission:
             call.require(button.permission)

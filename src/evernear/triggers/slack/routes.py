@@ -2,8 +2,7 @@
 
 To add a command, decorate a function with a decorator from this module. `handlers`
 checks the permission, and `/evernear help` lists the command. The modules `commands`,
-`prompts`, `runs`, `promotions`, `reviews` and `random_queries` register their commands
-and buttons on import.
+`prompts`, `runs` and `promotions` register their commands and buttons on import.
 """
 
 import logging

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from evernear.common.output import log_fields
 from evernear.errors import ConflictError, EvernearError, SlackError
 from evernear.triggers.requests import POLICY, Request
-from evernear.triggers.slack import promotions, prompts, random_queries, reviews
+from evernear.triggers.slack import promotions, prompts
 from evernear.triggers.slack.blocks import duration, error_text, line
 from evernear.triggers.slack.client import NotWritableError, RateLimitedError
 from evernear.triggers.slack.commands import help_message
@@ -115,10 +115,6 @@ class Worker:
                 self._runs.start(request)
             case "stop", _:
                 self._runs.stop(request)
-            case "label", _ if random_queries.is_for_one(request):
-                random_queries.answer(services, request)
-            case "label", _:
-                reviews.answer(services, request)
             case "help", _:
                 services.slack.post(request.channel, help_message(), request.thread)
                 services.finish(request, "ended")
