@@ -6,10 +6,10 @@
 The pages are the Markdown files of `PAGES`, which also read well on GitHub, the
 notebooks with their committed outputs, and a reference of the settings. Links between
 pages stay relative. Links to other files of the repository lead to GitHub where the
-environment names the repository (``GITHUB_REPOSITORY``, as in a workflow), and to the
-checkout otherwise. Every link target must exist, and a built page loads nothing from
-another host. ``--check`` also searches the pages and the comments of the code for
-`docs.wrapping.damage`.
+environment names the repository (``GITHUB_REPOSITORY``, as in a workflow), and are text
+otherwise. Every link of a built page leads to the web or into the site, and it loads
+nothing from another host. ``--check`` also searches the pages and the comments of the
+code for `docs.wrapping.damage`.
 """
 
 import argparse
@@ -19,9 +19,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import click
 
@@ -45,9 +45,13 @@ PAGES = (
     | {path: f"notebooks/{path.stem}.md" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 )
 """Pages outside of ``docs/`` and their paths in the site."""
-LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?(?P<after>\))")
+LINK = re.compile(
+    r"(?P<code>^ *```.*?^ *```$|`[^`]+`)"
+    r"|\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)",
+    re.DOTALL | re.MULTILINE,
+)
+"""A link, or code, which may resemble one."""
 PICTURE = re.compile(r"!\[(?:png|jpeg)\]\((\S+)\)")
-FENCE = re.compile(r"^\s*```")
 SEARCHED_FOLDERS = (".github", "benchmarks", "components", "deploy", "docs", "notebooks", "pipelines", "src", "tests")
 SEARCHED_NAMES = re.compile(r"Makefile|Dockerfile.*|.*\.(?:md|py|pyi|sh|toml|ya?ml)(?<!_pb2\.py)")
 """Files whose text `check_wrapping` searches, without generated ones."""
@@ -139,21 +143,18 @@ def rewrite_links(source: Path, text: str, pages: dict[Path, str]) -> str:
     Raises:
         DataError: a link leads to a file that does not exist.
     """
-    lines: list[str] = []
-    fenced = False
-    for number, line in enumerate(text.splitlines(), 1):
-        fenced ^= bool(FENCE.match(line))
 
-        def resolved(link: re.Match[str], number: int = number) -> str:
-            location = f"{source.relative_to(ROOT)}:{number}"
-            target = _target(source, link["target"], pages, location)
-            return link["before"] + target + (link["anchor"] or "") + link["after"]
+    def rewritten(link: re.Match[str]) -> str:
+        if link["code"]:
+            return link[0]
+        line = text.count("\n", 0, link.start("target")) + 1
+        target = _target(source, link["target"], pages, f"{source.relative_to(ROOT)}:{line}")
+        return f"[{link['text']}]({target}{link['anchor'] or ''})" if target else link["text"]
 
-        lines.append(line if fenced else LINK.sub(resolved, line))
-    return "\n".join([*lines, ""])
+    return LINK.sub(rewritten, text)
 
 
-def _target(source: Path, target: str, pages: dict[Path, str], location: str) -> str:
+def _target(source: Path, target: str, pages: dict[Path, str], location: str) -> str | None:
     if re.match(r"[a-z]+:", target):
         return target
     path = (source.parent / target).resolve()
@@ -168,7 +169,7 @@ def _target(source: Path, target: str, pages: dict[Path, str], location: str) ->
     if repository := os.environ.get("GITHUB_REPOSITORY"):
         server = os.environ.get("GITHUB_SERVER_URL", "https://github.com")
         return f"{server}/{repository}/blob/{os.environ.get('GITHUB_SHA', 'main')}/{relative}"
-    return path.as_uri()
+    return None
 
 
 def check_index_of_decisions(folder: Path) -> None:
@@ -189,8 +190,8 @@ def build(work: Path) -> None:
     """Build ``work/site`` from ``work/docs``.
 
     Raises:
-        DataError: the site generator warns,
-            a page loads something from another host, or a list is not rendered.
+        DataError: the site generator warns, a page loads something from another host,
+            a link leads nowhere, or a list is not rendered.
     """
     shutil.copy(ROOT / "zensical.toml", work)
     command = [str(Path(sys.executable).parent / "zensical"), "build", "--strict"]
@@ -200,7 +201,8 @@ def build(work: Path) -> None:
         raise DataError("The site generator reports problems, see above; correct the pages that it names.")
     if foreign := sorted(foreign_resources(work / "site")):
         raise DataError(f"Pages must not load anything from another host: {', '.join(foreign)}.")
-
+    if dead := sorted(dead_links(work / "site")):
+        raise DataError(f"Links must lead to the web or to a file of the site: {', '.join(dead)}.")
     if unrendered := sorted(unrendered_lists(work / "site")):
         raise DataError(f"Lists need an empty line before them, and nested text four spaces: {', '.join(unrendered)}.")
 
@@ -219,29 +221,48 @@ def foreign_resources(site: Path) -> set[str]:
     """Addresses on other hosts that the pages of a built site load,
     as opposed to link to.
     """
-    return {url for page in site.rglob("*.html") for url in _loaded(page) if re.match(r"(https?:)?//", url)}
+    pages = [_addresses(page) for page in site.rglob("*.html")]
+    return {url for page in pages for url in page.loaded if re.match(r"(https?:)?//", url)}
 
 
-def _loaded(page: Path) -> Iterator[str]:
-    parser = _Resources()
+def dead_links(site: Path) -> set[str]:
+    """Links of a built site that lead neither to the web nor to a file of the site."""
+    return {
+        f"{page.relative_to(site)} -> {url}"
+        for page in site.rglob("*.html")
+        for url in _addresses(page).links
+        if not re.match(r"(?:https?|mailto):", url) and not _file(site, page, url).is_file()
+    }
+
+
+def _file(site: Path, page: Path, url: str) -> Path:
+    path = unquote(url.partition("#")[0])
+    return site / path[1:] if path.startswith("/") else page.parent / path if path else page
+
+
+def _addresses(page: Path) -> "_Addresses":
+    parser = _Addresses()
     parser.feed(page.read_text())
-    yield from parser.urls
+    return parser
 
 
-class _Resources(HTMLParser):
-    """Collects what a browser fetches without a click."""
+class _Addresses(HTMLParser):
+    """Collects what a browser fetches without a click, and where a click leads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.urls: list[str] = []
+        self.loaded: list[str] = []
+        self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Record the address of a script, a style, an image or a frame."""
+        """Record the address of a link, a script, a style, an image or a frame."""
         values = dict(attrs)
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"] or "")
         if tag in ("script", "img", "iframe", "source", "video"):
-            self.urls.append(values.get("src") or "")
+            self.loaded.append(values.get("src") or "")
         if tag == "link" and values.get("rel") not in ("canonical", "prev", "next"):
-            self.urls.append(values.get("href") or "")
+            self.loaded.append(values.get("href") or "")
 
 
 if __name__ == "__main__":

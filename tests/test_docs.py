@@ -67,7 +67,26 @@ def test_the_index_lists_every_decision(page: Path) -> None:
 def test_links_of_the_readme_lead_to_pages(page: Path) -> None:
     readme = page.parent.parent / "README.md"
     text = build.rewrite_links(readme, "[other](docs/other.md) ![picture](docs/images/a.svg)", build.all_pages())
-    assert text == "[other](other.md) ![picture](images/a.svg)\n"
+    assert text == "[other](other.md) ![picture](images/a.svg)"
+
+
+@pytest.mark.parametrize("text", ["[the `steps`](../src/steps.py) and", "[the\nsteps](../src/steps.py#here) and"])
+def test_link_to_code_is_text_where_the_repository_is_unknown(
+    page: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.delenv("GITHUB_REPOSITORY")
+    assert rewritten(page, f"See {text} [a page](other.md).") == (
+        f"See {text[1 : text.index(']')]} and [a page](other.md)."
+    )
+
+
+def test_link_to_a_file_of_the_machine_or_to_a_missing_page_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "there is.html").write_text("")
+    (tmp_path / "page.html").write_text(
+        '<a href="https://example.org/"></a><a href="there%20is.html#part"></a><a href="#here"></a><a>none</a>'
+        '<a href="mailto:a@example.org"></a><a href="/page.html"></a><a href="file:///src/steps.py"></a><a href="../outside.html"></a>'
+    )
+    assert build.dead_links(tmp_path) == {"page.html -> file:///src/steps.py", "page.html -> ../outside.html"}
 
 
 def test_missing_link_target_is_an_error_with_file_and_line(page: Path) -> None:
@@ -75,8 +94,8 @@ def test_missing_link_target_is_an_error_with_file_and_line(page: Path) -> None:
         rewritten(page, "# Title\n\n[text](gone.md)")
 
 
-def test_code_blocks_are_left_alone(page: Path) -> None:
-    text = "```python\nhandlers[name](gone)\n```"
+@pytest.mark.parametrize("text", ["```python\nhandlers[name](gone)\n```", "`handlers[name](gone)`"])
+def test_code_is_left_alone(page: Path, text: str) -> None:
     assert rewritten(page, text) == text
 
 
