@@ -13,7 +13,7 @@ WORKDIR ?= evernear-work$(if $(filter-out digits,$(SOURCE)),-$(firstword $(subst
 BIN := .venv/bin
 UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
-TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements-torch-backend.lock,--requirements requirements-torch.lock)
+TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements/torch-backend.lock,--requirements requirements/torch.lock)
 # All extras except kserve, which requires old versions of psutil and pandas.
 CORE_EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console)
 EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
@@ -79,7 +79,7 @@ notebook: .venv/.installed ## Open the notebooks in JupyterLab (EXECUTE=1: run t
 
 # Known vulnerabilities in the locked packages. A package that cannot be looked up is a failure (--strict).
 # The torch lock is excluded, because vulnerability databases list those wheels under another version.
-LOCKS := requirements.lock requirements-kserve.lock $(wildcard tests/*/requirements-*.lock tests/*/*/requirements-*.lock)
+LOCKS := requirements/main.lock requirements/kserve.lock $(wildcard tests/*/requirements-*.lock tests/*/*/requirements-*.lock)
 AUDIT ?=
 audit: .venv/.installed ## Look up known vulnerabilities of the locked packages
 	set -e; for lock in $(LOCKS); do \
@@ -102,13 +102,13 @@ frontend: .venv/.installed ## Rebuild TorchServe's frontend after changes to its
 	$(BIN)/python -m evernear.serving.frontend.build
 
 lock: $(UV) ## Upgrade the lock files
-	$(COMPILE) --upgrade --excludes requirements-torch.in pyproject.toml $(EXTRAS) --group dev --group integrations -o requirements.lock
-	$(COMPILE) --upgrade --constraints requirements.lock requirements-torch.in -o requirements-torch.lock
+	$(COMPILE) --upgrade --excludes requirements/torch.in pyproject.toml $(EXTRAS) --group dev --group integrations -o requirements/main.lock
+	$(COMPILE) --upgrade --constraints requirements/main.lock requirements/torch.in -o requirements/torch.lock
 # For other backends: torch itself without hashes, and without the GPU packages, which differ.
-	(grep '^torch' requirements-torch.in; awk '/^[a-z]/ {other = /^(torch|triton|cuda-|nvidia-)/} !other' requirements-torch.lock) > requirements-torch-backend.lock
-	cp requirements.lock requirements-kserve.lock  # pins to start from, so that the locks differ only where necessary
-	$(COMPILE) --excludes requirements-torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements-kserve.lock
-	$(COMPILE) --upgrade requirements-build.in -o requirements-build.lock
+	(grep '^torch' requirements/torch.in; awk '/^[a-z]/ {other = /^(torch|triton|cuda-|nvidia-)/} !other' requirements/torch.lock) > requirements/torch-backend.lock
+	cp requirements/main.lock requirements/kserve.lock  # pins to start from, so that the locks differ only where necessary
+	$(COMPILE) --excludes requirements/torch.in pyproject.toml --extra model --extra kserve --extra milvus --extra tracing -o requirements/kserve.lock
+	$(COMPILE) --upgrade requirements/build.in -o requirements/build.lock
 	$(COMPILE) --upgrade tests/deploy/requirements-checkov.in -o tests/deploy/requirements-checkov.lock
 	$(COMPILE) --upgrade tests/integrations/mlflow/requirements-mlflow.in -o tests/integrations/mlflow/requirements-mlflow.lock
 
@@ -121,34 +121,34 @@ $(UV):
 
 # What the demo runs, and pip for the packages that messages name, at the versions of the lock. `.installed` adds
 # everything else to the same environment.
-.venv/.demo: $(UV) pyproject.toml requirements.lock requirements-torch.lock
+.venv/.demo: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --constraints requirements.lock \
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --constraints requirements/main.lock \
 	    --requirements pyproject.toml $(addprefix --extra ,$(DEMO_EXTRAS)) pip
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 
-.venv/.installed: $(UV) pyproject.toml requirements.lock requirements-torch.lock
+.venv/.installed: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements.lock
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --requirements requirements/main.lock
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch .venv/.demo $@
 
 # Without the libraries of the integrations, which the core must not need.
-.venv/core/.installed: $(UV) pyproject.toml requirements.lock requirements-torch.lock
+.venv/core/.installed: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/core
-	$(UV) pip install --quiet --python .venv/core/bin/python $(TORCH) --constraints requirements.lock \
+	$(UV) pip install --quiet --python .venv/core/bin/python $(TORCH) --constraints requirements/main.lock \
 	    --requirements pyproject.toml $(CORE_EXTRAS) --group dev
 	$(UV) pip install --quiet --python .venv/core/bin/python --no-deps --editable .
 	@touch $@
 
 # KServe's SDK in a separate environment. uv links both copies of torch to one in its cache.
-.venv/kserve/.installed: $(UV) pyproject.toml requirements-kserve.lock requirements-torch.lock
+.venv/kserve/.installed: $(UV) pyproject.toml requirements/kserve.lock requirements/torch.lock
 	@echo "Installing KServe's SDK into .venv/kserve ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv/kserve
-	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements-kserve.lock
+	$(UV) pip install --quiet --python .venv/kserve/bin/python $(TORCH) --requirements requirements/kserve.lock
 	$(UV) pip install --quiet --python .venv/kserve/bin/python --no-deps --editable .
 	@touch $@
 

@@ -105,8 +105,8 @@ def test_layer_of_torch_depends_on_the_backend_and_the_locks_of_torch_alone(back
     mounts = re.findall(r"--mount=type=bind,(?:from=(\w+),)?source=(\S+),target=", installing)
     assert mounts == [
         ("build", "/usr/local/bin/uv"),
-        ("", "requirements-torch.lock"),
-        ("", "requirements-torch-backend.lock"),
+        ("", "requirements/torch.lock"),
+        ("", "requirements/torch-backend.lock"),
     ]
     assert layer["torch"].variables["TORCH_BACKEND"] == backend
     differing = {"EXTRA", "EXTRAS", "ALSO", "LOCK"}
@@ -153,9 +153,9 @@ def requirers(lock: str) -> dict[str, set[str]]:
 
 def test_only_torch_of_the_default_index_brings_gpu_packages() -> None:
     """PyTorch's CPU build requires none, so a CPU image contains no nvidia-*."""
-    for lock in ("requirements.lock", "requirements-kserve.lock"):
+    for lock in ("requirements/main.lock", "requirements/kserve.lock"):
         assert [name for name in requirers(lock) if GPU.match(name)] == []
-    packages = requirers("requirements-torch.lock")
+    packages = requirers("requirements/torch.lock")
     gpu = {name: by for name, by in packages.items() if GPU.match(name)}
     assert len([name for name in gpu if name.startswith("nvidia-")]) > 10
     assert all(by <= {"torch", *gpu} for by in gpu.values()), gpu
@@ -173,16 +173,16 @@ def pins(lock: str) -> dict[str, set[str]]:
 
 
 def test_other_layers_replace_no_package_of_the_layer_of_torch() -> None:
-    torch = pins("requirements-torch.lock")
-    for lock in ("requirements.lock", "requirements-kserve.lock"):
+    torch = pins("requirements/torch.lock")
+    for lock in ("requirements/main.lock", "requirements/kserve.lock"):
         assert {name: pin for name, pin in pins(lock).items() if name in torch and pin != torch[name]} == {}
 
 
 def test_lock_for_another_backend_has_the_rest_of_the_lock_of_torch() -> None:
-    default, backend = (ROOT / f"requirements-torch{suffix}.lock" for suffix in ("", "-backend"))
+    default, backend = (ROOT / f"requirements/torch{suffix}.lock" for suffix in ("", "-backend"))
     entries = re.split(r"\n(?=[a-z0-9])", default.read_text().strip())
     rest = [entry for entry in entries if not re.match(r"torch|triton|nvidia-|cuda-", entry)]
-    inputs = [line for line in (ROOT / "requirements-torch.in").read_text().splitlines() if not line.startswith("#")]
+    inputs = [line for line in (ROOT / "requirements/torch.in").read_text().splitlines() if not line.startswith("#")]
     assert backend.read_text().strip() == "\n".join([*inputs, *rest])
     assert 5 < len(rest) < len(entries) - 10
 
@@ -234,8 +234,8 @@ def test_build_context_contains_exactly_the_copied_files() -> None:
         source for word, text in texts if word == "COPY" and "--from=" not in text for source in text.split()[:-1]
     }
     mounted = {source for _, text in texts for source in re.findall(r"--mount=type=bind,source=([^, ]+)", text)}
-    assert copied == {"src", "pipelines/golden", "pyproject.toml", "README.md", "requirements*.lock"} | {
-        "requirements-build.lock"
+    assert copied == {"src", "pipelines/golden", "pyproject.toml", "README.md", "requirements/*.lock"} | {
+        "requirements/build.lock"
     }
     assert all(any(fnmatch.fnmatch(source, pattern) for pattern in sent) for source in copied | mounted)
     assert sent <= copied

@@ -129,7 +129,7 @@ def locked(*files: str) -> dict[str, set[str]]:
     return versions
 
 
-def require(image: Image, has: set[str], absent: set[str], lock: str = "requirements.lock") -> None:
+def require(image: Image, has: set[str], absent: set[str], lock: str = "requirements/main.lock") -> None:
     """Require packages ``has``, reject packages ``absent``,
     and require that every package is locked.
     """
@@ -137,7 +137,7 @@ def require(image: Image, has: set[str], absent: set[str], lock: str = "requirem
     assert has <= set(installed)
     assert not (absent | BUILDERS | DEVELOPERS) & set(installed)
     assert not COMPILERS & image.programs()
-    versions = locked(lock, "requirements-torch.lock")
+    versions = locked(lock, "requirements/torch.lock")
     unlocked = {name: version for name, version in installed.items() if version not in versions.get(name, ())}
     assert set(unlocked) == {"evernear"}
     assert "--help" in image.runs("evernear", "--help")
@@ -158,7 +158,7 @@ def test_triggers_image_has_kfp_and_no_torch(tmp_path: Path) -> None:
 
 def test_kserve_image_has_the_sdk_and_no_torchserve(tmp_path: Path) -> None:
     image = Image(tmp_path, "Dockerfile.serve", EXTRA="kserve", TORCH_BACKEND="")
-    require(image, {"kserve", "torch", "faiss-cpu"}, SERVE | TRAIN | TRIGGERS | {"kfp"}, "requirements-kserve.lock")
+    require(image, {"kserve", "torch", "faiss-cpu"}, SERVE | TRAIN | TRIGGERS | {"kfp"}, "requirements/kserve.lock")
     assert "--model_dir" in image.runs("python", "-m", "evernear.serving.kserve.predictor", "--help")
     assert "--predictor_host" in image.runs("python", "-m", "evernear.serving.kserve.transformer", "--help")
 
