@@ -164,6 +164,78 @@ def test_pattern_that_leaves_nothing_to_test_is_refused_before_the_ingest(tmp_pa
     assert not (tmp_path / "store").exists() or not list((tmp_path / "store").rglob("head.json"))
 
 
+def table_of(path: Path, make_image, groups: list[str]) -> str:
+    """A table of images of three classes that are in the given groups."""
+    for number in range(len(groups)):
+        add(path / f"im/{number:03}.png", make_image(number))
+    rows = [f'im/{number:03}.png,{"abc"[number % 3]},"{group}"' for number, group in enumerate(groups)]
+    (path / "labels.csv").write_text("\n".join(["path,label,group", *rows]))
+    return f"table:{path / 'labels.csv'}"
+
+
+@pytest.mark.parametrize("value", ["nan", "-", "0", "no scene", "n/a\u00a0"])
+def test_value_that_means_no_group_stops_the_first_ingest(tmp_path: Path, run_ingest, make_image, value: str):
+    groups = [value if number % 2 else f"scene {number // 4}" for number in range(60)]
+    source = table_of(tmp_path, make_image, groups)
+    sentence = rf"one group of '{value.strip()}' with 30 of 60 images \(50%\), of 3 classes.*leave the group empty"
+    with pytest.raises(DataError, match=sentence):
+        run_ingest(source, group="column")
+    # the remedy
+    manifest = run_ingest(table_of(tmp_path, make_image, [g if "scene " in g else "" for g in groups]), group="column")
+    assert manifest.groups == 15
+
+
+@pytest.mark.parametrize("value", ["nan", "?"])
+def test_value_that_means_no_group_is_a_finding_with_its_share(tmp_path: Path, run_ingest, make_image, value: str):
+    groups = [f"scene {number // 8}" if number % 4 else value for number in range(80)]
+    manifest = run_ingest(table_of(tmp_path, make_image, groups), group="column")
+    report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
+    (finding,) = [finding for finding in report.findings if finding.rule == "few_groups"]
+    assert f"'{value}' with 20 of 80 images (25%), of 3 classes" in finding.message
+    assert "no problems" not in report.summary()
+
+
+def test_later_images_of_one_value_are_a_finding(tmp_path: Path, run_ingest, make_image):
+    groups = [f"scene {number // 4}" for number in range(60)]
+    run_ingest(table_of(tmp_path, make_image, groups), group="column")
+    manifest = run_ingest(table_of(tmp_path, make_image, [*groups, *["none"] * 90]), group="column")
+    report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
+    assert "'none' with 90 of 150 images (60%), of 3 classes" in report.summary()
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "value"),
+    [
+        ("stem", "{label}/{scene}IMG_{number:03}.png", "IMG"),
+        ("folder", "{label}/{scene}misc/{number:03}.png", "misc"),
+        (r"_(scene\d+|x)", "{label}/{number:03}_{scene}x.png", "x"),
+        (r"/(\D*)\d+_(scene\d+)?", "{label}/a{number:03}_{scene}.png", "a/"),
+    ],
+)
+def test_large_group_of_names_is_refused(tmp_path: Path, run_ingest, make_image, setting: str, name: str, value: str):
+    for number in range(60):
+        scene = "" if number % 2 else f"scene{number // 6}"
+        add(tmp_path / "in" / name.format(label="abc"[number % 3], scene=scene, number=number), make_image(number))
+    with pytest.raises(DataError, match=rf"'{value}' with 30 of 60 images.* finds none in names such as [abc]/"):
+        run_ingest(tmp_path / "in", group=setting)
+
+
+@pytest.mark.parametrize("of_class", ["", "{label}-"])
+def test_three_scenes_of_a_class_are_no_finding(tmp_path: Path, run_ingest, make_image, of_class: str):
+    sizes = [14, 10, 8]  # images of each scene in each class
+    scenes = [scene for scene, size in enumerate(sizes) for _ in range(size)]
+    for number in range(96):
+        label, scene = "abc"[number // 32], scenes[number % 32]
+        add(tmp_path / f"in/{label}/{of_class.format(label=label)}scene{scene}/{number}.png", make_image(number))
+    manifest = run_ingest(tmp_path / "in", group="folder")
+    report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
+    assert not any(finding.rule == "few_groups" for finding in report.findings)
+
+
+def test_pattern_whose_parentheses_match_nothing_finds_no_group():
+    assert grouping(r"(a)?(b)?c")("x/c.png", "x") == ""
+
+
 def test_groups_of_all_classes_fill_every_split(tmp_path: Path, run_ingest, make_image):
     """30 persons show each of ten signs. A person counts in all classes at once."""
     for number in range(300):

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from evernear.common.class_names import spelled
 from evernear.data.manifest import Split
 from evernear.data.sources.base import NameSample
 from evernear.data.sources.names import is_reviewed
@@ -23,6 +24,11 @@ FEWEST_GROUPS = 3
 """Minimum number of groups that a class needs to have images in train, test and
 gallery.
 """
+DOMINANT_SHARE = 0.5
+"""Share of the images from which a group that spans several classes stops the first
+ingest.
+"""
+_LARGE_SHARE = 0.2
 _PAGE = 500
 
 _LOCATED = """
@@ -38,11 +44,42 @@ SELECT digest FROM located WHERE split = 'query' AND name IN (
     SELECT name FROM located WHERE split IN ('train', 'gallery')
 )
 """  # noqa: S608 - our own words
+# The groups that span several classes and have at least half of the images, or a large
+# share and more than twice the images of the median group, as one of three equal scenes
+# has not.
+_LARGE_GROUPS = f"""
+WITH sizes AS (SELECT name, SUM(images) AS images, COUNT(*) AS labels FROM ({{}}) GROUP BY name),
+total AS (SELECT SUM(images) AS images FROM sizes),
+named AS (SELECT * FROM sizes WHERE name != ''),
+median AS (SELECT images FROM named ORDER BY images LIMIT 1 OFFSET (SELECT (COUNT(*) - 1) / 2 FROM named))
+SELECT named.name, named.images, total.images, labels FROM named, total, median
+WHERE labels > 1 AND (named.images >= {DOMINANT_SHARE} * total.images
+    OR named.images >= {_LARGE_SHARE} * total.images AND named.images > 2 * median.images)
+ORDER BY named.images DESC, named.name
+"""  # noqa: S608 - our own words
+_STORED = """
+SELECT COALESCE(name, '') AS name, label, COUNT(*) AS images FROM images LEFT JOIN groups USING (digest) GROUP BY 1, 2
+"""
 # An image without a group counts as one group.
 _OF_FEW_GROUPS = f"""
 SELECT labels.name FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (digest)
 GROUP BY labels.name HAVING COUNT(DISTINCT COALESCE(groups.name, hex(digest))) < {FEWEST_GROUPS}
 """  # noqa: S608 - our own words
+
+
+class LargeGroup(NamedTuple):
+    """A group with ``images`` of all ``total`` images, in several classes. Its value
+    may mean that an image has no group.
+    """
+
+    name: str
+    images: int
+    total: int
+    labels: int
+
+    def __str__(self) -> str:
+        share = f"{self.images / self.total:.0%}"
+        return f"{spelled(self.name)} with {self.images:,} of {self.total:,} images ({share}), of {self.labels} classes"
 
 
 class GroupTable:
@@ -51,6 +88,7 @@ class GroupTable:
     def __init__(self, db: sqlite3.Connection, source: int) -> None:
         self._db, self._source = db, source
         self._ungrouped = NameSample()
+        self._all("CREATE TEMP TABLE listed_groups (name, label, images, PRIMARY KEY (name, label)) WITHOUT ROWID")
 
     def refresh(self, group: Callable[[str, str], str]) -> None:
         """Set the group of every decoded image of the source. ``group`` derives the
@@ -110,17 +148,38 @@ class GroupTable:
                 rows += 1
         return digest.hexdigest() if rows else ""
 
+    # The groups of the listed files, before any file is decoded
+
+    def list_files(self, listed: Iterable[tuple[str, str]]) -> None:
+        """Record the group, which may be empty, and the label of each listed file."""
+        with sqlite_errors():
+            self._db.executemany(
+                "INSERT INTO listed_groups VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET images = images + 1", listed
+            )
+
+    def first_listed(self) -> str:
+        """The first group of the listed files by name, or an empty string."""
+        return self._all("SELECT COALESCE(MIN(name), '') FROM listed_groups WHERE name != ''")[0][0]
+
+    def is_class_divided(self) -> bool:
+        """Whether the listed files of any class are in more than one group. A file
+        without a group counts as one group.
+        """
+        groups = "SUM(CASE name WHEN '' THEN images ELSE 1 END)"
+        return bool(self._all(f"SELECT 1 FROM listed_groups GROUP BY label HAVING {groups} > 1"))  # noqa: S608 - our own words
+
+    def dominant_listed(self) -> LargeGroup | None:
+        """The group that spans several classes and has at least `DOMINANT_SHARE` of the
+        listed files.
+        """
+        for large in map(LargeGroup._make, self._all(_LARGE_GROUPS.format("SELECT * FROM listed_groups"))):
+            return large if large.images >= DOMINANT_SHARE * large.total else None
+        return None
+
     # The splits of groups during an ingest
 
-    def start_placing(self, listed: Iterable[tuple[str, str]] = ()) -> None:
-        """Record the splits of the images in each group, including removed images.
-
-        ``listed`` contains the group and the label of each listed file.
-        """
-        self._all("DROP TABLE IF EXISTS temp.group_labels")
-        self._all("CREATE TEMP TABLE group_labels (name, label, PRIMARY KEY (name, label)) WITHOUT ROWID")
-        with sqlite_errors():
-            self._db.executemany("INSERT OR IGNORE INTO group_labels VALUES (?, ?)", (row for row in listed if row[0]))
+    def start_placing(self) -> None:
+        """Record the splits of the images in each group, including removed images."""
         self._all("DROP TABLE IF EXISTS temp.placed")
         self._all(
             "CREATE TEMP TABLE placed (name, label, split, images, PRIMARY KEY (name, label, split)) WITHOUT ROWID"
@@ -149,7 +208,7 @@ class GroupTable:
         which there are at most 500.
         """
         found: defaultdict[str, list[str]] = defaultdict(list)
-        query = f"SELECT name, label FROM group_labels WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
+        query = f"SELECT name, label FROM listed_groups WHERE name IN ({marks([*names])}) ORDER BY 1, 2"  # noqa: S608 - question marks only
         for name, label in self._all(query, *names):
             found[name].append(label)
         return found
@@ -172,6 +231,8 @@ class GroupTable:
         """
         if self.is_empty():
             return
+        if large := [str(LargeGroup._make(row)) for row in self._all(_LARGE_GROUPS.format(_STORED))]:
+            yield "large_group", large, len(large), "is one group"
         for kind, query, text in (
             ("split_group", _IN_SEVERAL_SPLITS, "has images in several splits"),
             ("few_groups", _OF_FEW_GROUPS, f"has fewer than {FEWEST_GROUPS} groups"),

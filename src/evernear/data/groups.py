@@ -42,7 +42,7 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
     if not setting:
         return lambda name, label: ""
     if setting == COLUMN:
-        return lambda name, label: column(name)
+        return lambda name, label: class_name(column(name))
     if setting in GROUP_FORMS:
         form = _folder if setting == "folder" else _stem
         return lambda name, label: "" if is_reviewed(name) else form(below_class(name, label))
@@ -50,7 +50,8 @@ def grouping(setting: str, column: Callable[[str], str] = lambda name: "") -> Gr
 
     def group(name: str, label: str) -> str:
         found = None if is_reviewed(name) else pattern.search(name)
-        return "/".join(part or "" for part in found.groups()) if found else ""
+        parts = [part or "" for part in found.groups()] if found else []
+        return "/".join(parts) if any(parts) else ""
 
     return group
 

@@ -62,7 +62,7 @@ class Ledger:
         """Open or create the ledger for one ingest of ``source``. If the images have
         moved, ``moved_from`` is the previous source.
         """
-        self._is_new = is_new = not path.exists()
+        self.is_new = is_new = not path.exists()
         self._db = sqlite3.connect(path, isolation_level=None)
         with sqlite_errors():
             without_journal(self._db)
@@ -440,7 +440,7 @@ class Ledger:
         labels agree, and is then decoded again.
         """
         self._index_files()
-        unreconciled = "images i" if self._is_new else ledger_changes.TOUCHED_IMAGES
+        unreconciled = "images i" if self.is_new else ledger_changes.TOUCHED_IMAGES
         self._all("DELETE FROM changes")
         self._all(
             f"INSERT INTO changes SELECT i.digest, i.slot, NULL FROM {unreconciled}"  # noqa: S608 - our own words
@@ -448,7 +448,7 @@ class Ledger:
         )
         self._all(
             "INSERT INTO changes SELECT i.digest, i.slot, CASE WHEN COUNT(DISTINCT every.label) = 1 THEN l.id END"  # noqa: S608 - our own words
-            f" FROM {_COPIES if self._is_new else unreconciled} CROSS JOIN files f ON f.digest = i.digest"
+            f" FROM {_COPIES if self.is_new else unreconciled} CROSS JOIN files f ON f.digest = i.digest"
             " JOIN labels l ON l.name = f.label CROSS JOIN files every ON every.digest = f.digest"
             " WHERE l.id != i.label GROUP BY i.digest"
         )

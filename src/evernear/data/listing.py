@@ -1,7 +1,6 @@
 """List a source, and record the source's files and labels in the dataset's ledger."""
 
 import re
-from itertools import chain
 
 from evernear.common.output import quantity
 from evernear.data.groups import Grouping
@@ -10,6 +9,7 @@ from evernear.data.sources import ArraySource, FileSource, name_of
 from evernear.data.sources.packed import PackedFiles
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings
+from evernear.settings.group import COLUMN
 
 _MAX_NAMES = 5
 
@@ -75,33 +75,40 @@ def require_one_source(ledger: Ledger, name: str, source: str) -> None:
 
 
 def require_groups(source: ArraySource | FileSource, settings: DataSettings, group: Grouping, ledger: Ledger) -> None:
-    """Require that ``data.group`` matches at least one file name of the source, and
-    leaves images to test: a class whose images are one group is in one split.
+    """Record the groups of the listed files. Require that ``data.group`` finds a group
+    in at least one of them, and leaves images to test.
 
     Raises:
-        DataError: no name matches, or every class is one group.
+        DataError: no file has a group, every class is one group, or, in the first
+            ingest of a dataset, one group has half of the images of several classes.
     """
     if not settings.group:
         return
-    first: dict[str, str] = {}
-    grouped, several = "", False
-    for entry in chain(ledger.in_order(), () if isinstance(source, FileSource) else source.entries()):
-        key = group(entry.name, entry.label)
-        grouped = grouped or key
-        several = several or first.setdefault(entry.label, key or entry.name) != (key or entry.name)
-        if grouped and several:
-            return
-    if not grouped:
-        example = next(chain(ledger.in_order(), source.entries())).name
+    groups = ledger.groups
+    entries = ledger.in_order if isinstance(source, FileSource) else source.entries
+    groups.list_files((group(entry.name, entry.label), entry.label) for entry in entries())
+    if not (first := groups.first_listed()):
         raise DataError(
-            f"data.group={settings.group} finds a group in none of the names of {settings.source}, such as {example};"
-            " correct it, or leave it out."
+            f"data.group={settings.group} finds a group in none of the names of {settings.source}, such as"
+            f" {next(entries()).name}; correct it, or leave it out."
         )
-    if "test" in source.chosen_splits:
+    if "test" in source.chosen_splits and not groups.is_class_divided():
         raise DataError(
-            f"data.group={settings.group} makes one group of all images of a class, such as {grouped}, and a group is"
+            f"data.group={settings.group} makes one group of all images of a class, such as {first}, and a group is"
             " in one split, so no image would be left to test; set a pattern that distinguishes scenes, or leave it"
             " out."
+        )
+    large = groups.dominant_listed() if ledger.is_new else None
+    if large:
+        names = (entry.name for entry in entries() if group(entry.name, entry.label) == large.name)
+        remedy = (
+            "leave the group empty there"
+            if settings.group == COLUMN
+            else f"set a pattern that finds none in names such as {next(names)}"
+        )
+        raise DataError(
+            f"data.group={settings.group} makes one group of {large}, and a group is in one split. If this value means"
+            f" that an image has no group, {remedy}; otherwise name smaller groups."
         )
 
 

@@ -29,8 +29,7 @@ class Placer:
         for shard in ledger.shards().values():
             for label, count in shard.label_counts.items():
                 self._counts[label][shard.split] += count
-        listed = ((group(entry.name, entry.label), entry.label) for entry in ledger.in_order())
-        ledger.groups.start_placing(listed if settings.group else ())
+        ledger.groups.start_placing()
         for label, split, groups, images in ledger.groups.units():
             self._counts[label][split] += groups - images
 

@@ -118,6 +118,7 @@ def validate_dataset(
     totals = {label: sum(counts[split][label] for split in SPLITS) for label in manifest.labels}
     all_findings = [
         *_problems(manifest),
+        *_large_groups(manifest),
         *_classes(manifest, totals, settings),
         *_similar(totals),
         *_vanished(totals, champion_labels, classes),
@@ -181,6 +182,16 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
             if by_setting := next((detail for detail in details if PIXEL_SETTING in detail), ""):
                 message += f" {by_setting}"
             yield _finding(rule, message, names, count, details)
+
+
+def _large_groups(manifest: Manifest) -> Iterator[Finding]:
+    large = [name for problem in manifest.problems if problem.kind == "large_group" for name in problem.names]
+    if large:
+        message = (
+            f"A group (data.group) is in one split, and one group spans several classes: {_listed(large)}. If its value"
+            " means that an image has no group, leave it empty in the source, or set a pattern that does not find it."
+        )
+        yield _finding("few_groups", message, large, len(large))
 
 
 def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSettings) -> Iterator[Finding]:

@@ -38,7 +38,11 @@ class ValidationSettings(Section):
         " test_images_unseen fails.",
     )
     split_group: Severity = Field(default="warn", description="A group of data.group has images in several splits.")
-    few_groups: Severity = Field(default="warn", description="A class has fewer than three groups of data.group.")
+    few_groups: Severity = Field(
+        default="warn",
+        description="A class has fewer than three groups of data.group, or one group has a large share of the images of"
+        " several classes.",
+    )
     ungrouped: Severity = Field(default="warn", description="data.group finds no group in the name of an image.")
     conflicting_labels: Severity = Field(
         default="error",
