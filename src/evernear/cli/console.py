@@ -44,7 +44,7 @@ def console(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Serve a web page on which users try images, name unknown images, start runs,
+    """Serve a web page on which users try images, name unknown images, reindex,
     promote and roll back."""
     overrides = assignments(overrides, **{"console.port": port, "console.host": host})
     _serve("", run_layers(source, preset, config, overrides, workdir, retire, rename))

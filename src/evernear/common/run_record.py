@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel
 
 from evernear.common.frozen import Frozen
 from evernear.common.masking import mask
 from evernear.common.store import Store
-from evernear.errors import IntegrityError, MissingObjectError
+from evernear.errors import IntegrityError
 
 RUNS = "runs/"
 STARTING = "starting"
@@ -110,16 +110,6 @@ class StepRecord(Frozen):
         )
 
 
-class RunInProgress(NamedTuple):
-    """A run that has not ended, according to the store."""
-
-    run: str
-    steps: tuple[StepRecord, ...]
-    """The steps in start order."""
-    heard: datetime
-    """Time at which a step last wrote to the store, according to the store's clock."""
-
-
 class StopRecord(Frozen):
     """A request to stop a run."""
 
@@ -135,28 +125,6 @@ def this_host() -> str:
         return f"{socket.gethostname()}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return socket.gethostname()
-
-
-def runs_in_progress(store: Store, heard: Mapping[str, datetime], now: datetime) -> list[RunInProgress]:
-    """The runs in ``heard`` that are in progress, sorted by the time of the last write,
-    newest first.
-
-    ``heard`` maps each run without an outcome to the time at which a step last wrote to
-    the store. A local run whose process has died is not in progress. A run on a
-    different machine counts as in progress until it has an outcome, or until it has
-    written nothing for `ABANDONED_AFTER`.
-
-    Raises:
-        StoreError: the store fails.
-    """
-    found: list[RunInProgress] = []
-    for run, at in heard.items():
-        if now - at < ABANDONED_AFTER:
-            with suppress(IntegrityError, MissingObjectError):  # damaged, or pruned in the meantime
-                steps = RunRecord(store, run).steps()
-                if may_be_active(steps, is_recent=True):
-                    found.append(RunInProgress(run, steps, at))
-    return sorted(found, key=lambda run: run.heard, reverse=True)
 
 
 def may_be_active(steps: Sequence[StepRecord], *, is_recent: bool) -> bool:

@@ -25,7 +25,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.locations import with_absolute_locations
 from evernear.common.masking import copy_masked
 from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
-from evernear.common.run_directories import DIRECTORY_FORMAT, prune_runs
+from evernear.common.run_directories import DIRECTORY_FORMAT, prune_runs, run_directories
 from evernear.common.scratch import scratch, scratch_name
 from evernear.errors import BusyError, EvernearError, SettingsError, StoreError, UserInterruptError, disk_full_message
 from evernear.release.promotions import whoami
@@ -329,6 +329,15 @@ def pipeline_arguments(settings: Settings) -> dict[str, object]:
         "started_by": os.environ.get(STARTED_BY_VARIABLE) or whoami(),
         "settings": settings.model_dump(mode="json", include=sections) | {"workdir": str(settings.workdir.resolve())},
     }
+
+
+def last_outcome(workdir: Path) -> RunOutcome | None:
+    """The outcome of the last run in ``workdir`` that ended, or None before the first
+    one."""
+    directories = run_directories(workdir) if (workdir / "runs").is_dir() else []
+    outcomes = (path for directory in reversed(directories) for path in directory.glob("*/notify/outcome*"))
+    newest = next(outcomes, None)
+    return RunOutcome.load(newest) if newest else None
 
 
 def _result(directory: Path, steps_s: dict[str, float], wall_s: float) -> RunResult:

@@ -14,8 +14,8 @@ def _network(text: str) -> str:
 
 
 class ConsoleSettings(Section):
-    """The console, a web page on which users view releases, try and label images, and
-    decide about runs and promotions.
+    """The console, a web page on which users try and label images, reindex, and decide
+    which release is live.
 
     Without ``identity_header``, anyone with the token that `evernear console` prints
     may do everything. With ``identity_header``, a trusted proxy sends each user's name.
@@ -35,7 +35,7 @@ class ConsoleSettings(Section):
         default=(), description="Addresses or networks of the proxies, such as 10.0.0.0/8."
     )
     may_label: tuple[str, ...] = Field(default=(), description="Who may name images, and undo that.")
-    may_start: tuple[str, ...] = Field(default=(), description="Who may start a training run or a reindex.")
+    may_start: tuple[str, ...] = Field(default=(), description="Who may start a reindex.")
     may_promote: tuple[str, ...] = Field(default=(), description="Who may promote a release, and roll back.")
     max_request_size_bytes: int = Field(default=10 * 2**20, ge=1024, description="Largest image file.")
     max_bodies_size_bytes: int = Field(

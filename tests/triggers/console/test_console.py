@@ -21,12 +21,10 @@ from PIL import Image
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
 from evernear.errors import SettingsError
 from evernear.release.registry import Registry
-from evernear.reporting.notify import RunOutcome
 from evernear.review.answers import ANSWERS, PENDING, Answer
 from evernear.review.submissions import Submissions
 from evernear.review.suspects import SUSPECTS, Suspect, Suspects
@@ -119,7 +117,7 @@ def test_people_without_a_right_only_read(store: Store, source: Path, person: st
     image = re.findall(r'name="image" value="(\w+)"', page)[0]
     response = client.post("/review", data={"image": image, "action": "skip"})
     assert response.status_code == status
-    for url, form in {"/runs": {"pipeline": "reindex"}, "/releases/rollback": {"version": "v", "why": "w"}}.items():
+    for url, form in {"/review/reindex": {}, "/releases/rollback": {"version": "v", "why": "w"}}.items():
         refused = client.post(url, data=form)
         assert (refused.status_code, "console.may_" in refused.text) == (403, True)
     if status == 200:
@@ -264,14 +262,14 @@ def test_pages_show_the_progress_of_the_first_read(store: Store, source: Path, m
     monkeypatch.setattr(RunRecords, "entries", wait)
     with open_console(store, f"folder:{source}") as client:
         assert reading.wait(30)
-        page = client.get(f"/?token={TOKEN}")
+        page = client.get(f"/review?token={TOKEN}")
         assert (page.status_code, page.headers["Refresh"]) == (200, "1")
         assert "It reads the list of runs." in page.text
         may_end.set()
         monkeypatch.setattr("evernear.triggers.console.warm_up.PATIENCE_S", 30.0)
-        page = client.get("/")
+        page = client.get("/review")
         assert "Refresh" not in page.headers
-        assert "Live release" in page.text
+        assert "Nothing to review." in page.text
 
 
 def test_large_bodies_and_images_that_are_none_get_one_sentence(store: Store, source: Path) -> None:
@@ -290,29 +288,10 @@ def test_a_source_that_cannot_be_written_says_so(store: Store) -> None:
 
 def test_every_page_opens_in_an_empty_store(store: Store, source: Path) -> None:
     client = signed_in(store, source)
-    for path in ("/", "/try", "/review", "/data", "/releases", "/static/console.js"):
+    for path in ("/", "/try", "/review", "/review/reindex", "/data", "/releases", "/static/console.js"):
         assert client.get(path).status_code == 200, path
-    home = client.get("/").text
-    assert "No check yet." in home
-    assert "On since" not in home, "no watcher has run"
+    assert client.get("/").url.path == "/try"
     assert [info.key for info in store.list("")] == [], "a page writes nothing"
-
-
-def test_runs_are_listed_filtered_and_paged_without_reading_all_of_them(
-    store: Store, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(60):
-        outcome = RunOutcome(run=f"run-{number}", state="failed" if number % 20 == 0 else "held", step="train")
-        RunRecord(store, outcome.run).save(outcome=outcome.model_dump(mode="json"))
-    client = signed_in(store, source)
-    reads: list[str] = []
-    find = type(store).find
-    monkeypatch.setattr(type(store), "find", lambda self, key: reads.append(key) or find(self, key))
-    page = client.get("/releases").text
-    assert page.count("/runs/run-") == 25
-    assert sum(key.startswith("runs/") for key in reads) < 30
-    assert client.get("/releases/runs?page=3").text.count("/runs/run-") == 10
-    assert client.get("/releases/runs?state=failed").text.count("/runs/run-") == 3
 
 
 def test_images_with_alike_embeddings_are_one_group(store: Store, source: Path) -> None:
@@ -363,16 +342,6 @@ def test_data_counts_the_images_of_all_splits(released: tuple[Store, str], syste
 @pytest.mark.parametrize("path", ["20200101.000000.00000000/0", "x/0"])
 def test_neighbor_of_an_unknown_release_is_forgotten(store: Store, source: Path, path: str) -> None:
     assert signed_in(store, source).get(f"/try/neighbor/{path}").status_code == 404
-
-
-def test_progress_of_a_step_in_a_pod_is_shown(store: Store, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = StepRecord.of_this_process("embed", NOW)
-    progress = StepProgress(at=NOW, message="500 of 900 images", done=500, total=900, left_s=80.0)
-    RunRecord(store, "run-1").save_step(here.model_copy(update={"host": "a-pod", "progress": progress}))
-    monkeypatch.setattr(LocalRuns, "current", lambda self, records: records.in_progress()[0])
-    page = signed_in(store, source).get("/run-state").text
-    assert "500 of 900 images, about 1 min 20 s left" in page
-    assert '<progress value="500" max="900"' in page
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "console.example"])  # noqa: S104

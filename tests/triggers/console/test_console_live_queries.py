@@ -1,7 +1,6 @@
-"""Random live queries on the page Review, and labels by id from systems."""
+"""Random live queries on the page Review."""
 
 import base64
-import json
 import re
 import shutil
 from datetime import UTC, datetime
@@ -66,40 +65,17 @@ def test_twelve_random_queries_are_labeled_without_their_answers(store: Store, s
     assert client.get("/review/live/image?id=other", headers={"HX-Request": "true"}).status_code == 400
 
 
-def test_system_stores_labels_by_id(store: Store, source: Path) -> None:
-    system = open_console(
-        store, f"folder:{source}", *PROXY, address="10.1.2.3", **{"X-Forwarded-Email": "ann@x", "X-Evernear-CSRF": "1"}
-    )
-    system.cookies["evernear-csrf"] = "1"
-    answer = system.post("/labels", content=json.dumps({"q/1": "7", "q/2": "8", "other": "7"}))
-    assert answer.json() == {"stored": 2, "missing": ["other"], "unknown_classes": []}
-    assert system.post("/labels", content=b'{"q/4": "seven"}').json()["unknown_classes"] == ["seven"]
-    contradiction = system.post("/labels", content=b'{"q/5": "7", "q/5": "8"}')
-    assert (contradiction.status_code, contradiction.text) == (400, "The id q/5 has a second label.")
-    assert {query.id: query.correct for query in labeled_queries(store).queries} == {
-        "q/1": True,
-        "q/2": False,
-        "q/4": False,
-    }
-    deep = '{"q/3":' * 30_000 + "1" + "}" * 30_000
-    for body in (deep, "\xff", "NaN", "", "[]", '{"q/3": ""}', '{"q/3": 7}', '{"": "7"}', "\x00"):
-        refused = system.post("/labels", content=body)
-        assert (refused.status_code, "a JSON object with the label of each id" in refused.text) == (400, True)
-    assert system.post("/labels", content=b"x" * (300 * 1024)).status_code == 413
-    assert len(list(store.list(LIVE_LABELS))) == 2
-
-
 def test_labels_need_the_right_and_this_site(store: Store, source: Path) -> None:
     stranger = open_console(store, f"folder:{source}", *PROXY, address="10.1.2.3", **{"X-Forwarded-Email": "bob@x"})
     page = stranger.get("/review/live").text
     assert "live query 12" in page
     assert ">Label<" not in page
     with_csrf(stranger)
-    for path, body in (("/labels", b'{"q/1": "7"}'), ("/review/live", b"query=q/1&label=7")):
-        refused = stranger.post(path, content=body)
-        assert (refused.status_code, "console.may_label" in refused.text) == (403, True)
+    form = {"query": "q/1", "label": "7"}
+    refused = stranger.post("/review/live", data=form)
+    assert (refused.status_code, "console.may_label" in refused.text) == (403, True)
     client = signed_in(store, source)
-    assert client.post("/labels", content=b'{"q/1": "7"}', headers={"Origin": "http://evil"}).status_code == 403
+    assert client.post("/review/live", data=form, headers={"Origin": "http://evil"}).status_code == 403
     assert list(store.list(LIVE_LABELS)) == []
 
 

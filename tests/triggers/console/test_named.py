@@ -75,9 +75,9 @@ def test_class_that_was_named_after_the_run_began_waits_for_the_next() -> None:
 def test_remedy_says_all_that_would_satisfy_a_rule() -> None:
     assert remedy(RECALL, "7") == (
         "Name more images of 7, or run with --set gate.class_recall_floor=0.2, with which this rule passes, or promote "
-        "it anyway on Runs and releases."
+        "it anyway on Releases."
     )
-    assert remedy(Rule(name="parity", passed=False, reason="")) == "Promote it anyway on Runs and releases."
+    assert remedy(Rule(name="parity", passed=False, reason="")) == "Promote it anyway on Releases."
 
 
 def test_review_shows_what_waits_since_the_live_release(store: Store, source: Path, make_release: MakeRelease) -> None:

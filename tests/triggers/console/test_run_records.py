@@ -1,9 +1,6 @@
-"""The console's listing of runs: which are in progress,
-and what it reads of the store.
-"""
+"""The console's listing of runs, and what it reads of the store."""
 
 import os
-import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -61,32 +58,3 @@ def test_a_run_that_was_pruned_is_gone(store: Store, listed: list[str]) -> None:
     for info in list(store.list("runs/run/")):
         store.delete(info.key)
     assert records.entries() == []
-
-
-def test_runs_in_progress_are_those_that_may_still_go_on(store: Store) -> None:
-    assert isinstance(store, FileStore)
-    now = datetime.now(UTC)
-    ended_process = subprocess.Popen(["true"])
-    ended_process.wait()
-    here = StepRecord.of_this_process("train", now)
-    elsewhere = here.model_copy(update={"host": "another-pod"})
-    for run, record in {
-        "here": here,
-        "killed": here.model_copy(update={"process": ended_process.pid}),
-        "in-a-pod": elsewhere,
-        "abandoned": elsewhere,
-        "ended": elsewhere,
-        "damaged": elsewhere,
-    }.items():
-        RunRecord(store, run).save_step(record)
-    RunRecord(store, "ended").save(outcome={})
-    store.put("runs/damaged/steps/train.json", b"{")
-    store.put("runs/starting/0123", b"")
-    long_ago_s = (now - timedelta(days=8)).timestamp()
-    os.utime(store.path("runs/abandoned/steps/train.json"), (long_ago_s, long_ago_s))
-    an_hour_ago_s = (now - timedelta(hours=1)).timestamp()
-    os.utime(store.path("runs/in-a-pod/steps/train.json"), (an_hour_ago_s, an_hour_ago_s))
-    found = RunRecords(store).in_progress()
-    assert [run.run for run in found] == ["here", "in-a-pod"], "the one that was heard of last comes first"
-    assert found[0].steps == (here,)
-    assert {entry.run for entry in RunRecords(store).entries() if entry.ended} == {"ended"}

@@ -1,9 +1,9 @@
-"""Who starts runs and moves the champion through the console,
+"""Who starts a reindex and moves the champion through the console,
 and what of it is recorded where.
 """
 
 import json
-import time
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,12 +12,15 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-from evernear.common.run_record import RunRecord, StepRecord
+from evernear.common.progress import Event
+from evernear.common.run_directories import DIRECTORY_FORMAT
+from evernear.common.run_record import RunRecord, StepProgress, StepRecord
 from evernear.common.store import Store
 from evernear.kubeflow import GOLDEN
 from evernear.kubeflow.local_run import STARTED_BY_VARIABLE, pipeline_arguments
 from evernear.release.promotions import whoami
 from evernear.release.registry import Registry
+from evernear.reporting.notify import RunOutcome
 from evernear.settings import Settings, load
 from evernear.triggers.audit import AUDIT
 from evernear.triggers.console.runs import LocalRuns, PipelineRuns, Runner
@@ -71,20 +74,20 @@ def audited(store: Store) -> list[dict[str, str]]:
 
 def test_run_on_kubeflow_has_the_settings_and_the_person(in_cluster: Settings, store: Store, kfp: KfpServer) -> None:
     client = behind_proxy(in_cluster, store, "ann@x")
-    assert client.post("/runs", data={"pipeline": "continuous-training"}).status_code == 200
+    assert client.post("/review/reindex").status_code == 200
     (run,) = kfp.runs
     sent = run.resource["runtime_config"]["parameters"]
     assert (sent["started_by"], sent["store"], sent["target"]) == ("ann@x", store.uri, "kubernetes")
     assert sent["settings"]["train"] == {"epochs": 3}
     assert "console" not in sent["settings"], "a run needs no settings of the console"
     assert audited(store) == [{"who": "ann@x", "what": "start", "result": "done", "where": "console", "run": run.id}]
-    again = client.post("/runs", data={"pipeline": "continuous-training"})
+    again = client.post("/review/reindex")
     assert (again.status_code, "already in progress" in again.text) == (409, True)
     assert len(kfp.runs) == 1
     assert audited(store)[-1]["result"] == "failed"
     run.begin()
     run.end("FAILED")
-    assert client.post("/runs", data={"pipeline": "continuous-training"}).status_code == 200
+    assert client.post("/review/reindex").status_code == 200
     assert len(kfp.runs) == 2, "a run that has ended does not stand for the next one"
 
 
@@ -92,18 +95,52 @@ def test_two_clicks_at_the_same_time_start_one_run(in_cluster: Settings, store: 
     """Both have read the list of runs before either starts one, as in two replicas."""
     first, second = PipelineRuns(in_cluster, store), PipelineRuns(in_cluster, store)
     listed = second._runs.list("reindex")
-    started = first.start("reindex", "ann@x")
+    started = first.reindex("ann@x")
     second._runs.list = lambda pipeline, limit: listed
-    assert second.start("reindex", "bob@x") == started
+    assert second.reindex("bob@x") == started
     assert len(kfp.runs) == 1
 
 
-def test_run_in_progress_on_kubeflow_is_shown(in_cluster: Settings, store: Store) -> None:
-    record = StepRecord.of_this_process("embed", datetime.now(UTC))
-    RunRecord(store, "run-1").save_step(record.model_copy(update={"host": "a-pod"}))
-    page = behind_proxy(in_cluster, store, "bob@x").get("/run-state").text
-    assert "A run is in progress" in page
-    assert "<b>embed</b>" in page
+def test_line_follows_a_reindex_on_kubeflow_to_its_outcome(in_cluster: Settings, store: Store, kfp: KfpServer) -> None:
+    client = behind_proxy(in_cluster, store, "ann@x")
+    assert "No run has ended yet." in client.get("/review/reindex").text
+    assert "in progress: starting" in client.post("/review/reindex").text
+    (run,) = kfp.runs
+    run.begin()
+    now = datetime.now(UTC)
+    here = StepRecord.of_this_process("embed", now)
+    progress = StepProgress(at=now, message="500 of 900 images, about 1 min left", done=500, total=900, left_s=60.0)
+    RunRecord(store, run.id).save_step(here.model_copy(update={"host": "a-pod", "progress": progress}))
+    line = client.get("/review/reindex?watching")
+    assert "embed: 500 of 900 images, about 1 min left" in line.text
+    assert 'hx-trigger="every 2s"' in line.text, "the line polls while the run is in progress"
+    assert "HX-Trigger" not in line.headers
+    outcome = RunOutcome(run=run.id, state="held", reasons=("The candidate is worse.",))
+    RunRecord(store, run.id).save(outcome=outcome.model_dump(mode="json"))
+    run.end("SUCCEEDED")
+    line = client.get("/review/reindex?watching")
+    assert "The last run: held: The candidate is worse." in line.text
+    assert "hx-trigger" not in line.text, "and no longer"
+    assert line.headers["HX-Trigger"] == "run-ended"
+    assert "HX-Trigger" not in client.get("/review/reindex").headers, "a page that opens later saw no run"
+
+
+def test_line_shows_the_local_run_and_its_failure(store: Store, source: Path) -> None:
+    settings = settings_of(store, source, workdir=str(source.parent))
+    directory = source.parent / "runs" / f"{datetime.now(UTC):{DIRECTORY_FORMAT}}"
+    directory.mkdir(parents=True)
+    event = Event(at=datetime.now(UTC), step="embed", kind="progress", message="500 of 900 images")
+    (directory / "events.jsonl").write_text(event.model_dump_json() + "\n")
+    (source.parent / "run.pid").write_text(str(os.getpid()))
+    client = behind_proxy(settings, store, "ann@x", LocalRuns(settings, ()))
+    assert "A run is in progress: embed: 500 of 900 images" in client.get("/review/reindex").text
+    refused = client.post("/review/reindex")
+    assert (refused.status_code, "already in progress" in refused.text) == (409, True)
+    (source.parent / "run.pid").unlink()
+    outcome = RunOutcome(run="run-1", state="failed", step="embed", reasons=("Out of memory.",))
+    (directory / "run-1/notify").mkdir(parents=True)
+    outcome.save(directory / "run-1/notify/outcome")
+    assert '<p class="fault">The last run: failed at embed: Out of memory.' in client.get("/review/reindex").text
 
 
 def test_promotion_and_rollback_on_kubeflow_have_reason_and_person(
@@ -133,7 +170,7 @@ def test_promotion_and_rollback_on_kubeflow_have_reason_and_person(
 
 def test_refused_person_is_recorded(in_cluster: Settings, store: Store, kfp: KfpServer) -> None:
     client = behind_proxy(in_cluster, store, "bob@x")
-    assert client.post("/runs", data={"pipeline": "reindex"}).status_code == 403
+    assert client.post("/review/reindex").status_code == 403
     assert client.post("/releases/promote", data={"version": "v", "why": "w"}).status_code == 403
     assert [(each["who"], each["what"], each["result"]) for each in audited(store)] == [
         ("bob@x", "start", "refused"),
@@ -145,7 +182,7 @@ def test_refused_person_is_recorded(in_cluster: Settings, store: Store, kfp: Kfp
 def test_unreachable_kubeflow_is_one_sentence(in_cluster: Settings, store: Store, kfp: KfpServer) -> None:
     client = behind_proxy(in_cluster, store, "ann@x")
     kfp.fail(status=503, times=100)
-    failed = client.post("/runs", data={"pipeline": "reindex"})
+    failed = client.post("/review/reindex")
     assert (failed.status_code, failed.text.count("\n")) == (503, 0)
     assert audited(store)[-1]["result"] == "failed"
 
@@ -155,12 +192,12 @@ def test_person_behind_a_proxy_is_recorded_as_the_one_who_started_a_local_run(
 ) -> None:
     settings = settings_of(store, source, workdir=str(source.parent))
     runner = LocalRuns(settings, ["--set", "no.such=setting"])
-    runner.start("reindex", "ann@x")
+    runner.reindex("ann@x")
     assert runner._process is not None
     passed = psutil.Process(runner._process.pid).environ()[STARTED_BY_VARIABLE]
-    while not (failure := runner.failure()):
-        time.sleep(0.05)
-    assert "no.such" in failure
+    runner._process.wait()
+    state = runner.state()
+    assert (state.is_failed, "no.such" in state.sentence) == (True, True)
     assert passed == "ann@x"
     monkeypatch.setenv(STARTED_BY_VARIABLE, passed)
     assert pipeline_arguments(settings)["started_by"] == "ann@x"

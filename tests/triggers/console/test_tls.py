@@ -75,7 +75,7 @@ def test_cookies_cross_the_network_encrypted_only(
             cookies = response.headers.get_list("set-cookie")
             assert len(cookies) == 2
             assert all("; Secure" in cookie and "HttpOnly" in cookie for cookie in cookies)
-            page = client.get(url.join(response.headers["location"]))
+            page = client.get(url.join(response.headers["location"]), follow_redirects=True)
             assert page.status_code == 200
             assert "strict-transport-security" not in page.headers, "it would hold for every port of the machine"
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):

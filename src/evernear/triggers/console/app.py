@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -16,9 +16,9 @@ from evernear.errors import EvernearError
 from evernear.serving.http_limits import BodyLimits
 from evernear.triggers.console.access import Access, Guard
 from evernear.triggers.console.pages.data import DataPage
-from evernear.triggers.console.pages.home import HomePage
 from evernear.triggers.console.pages.live import LivePart
 from evernear.triggers.console.pages.recognize import TryPage
+from evernear.triggers.console.pages.reindex import ReindexPart
 from evernear.triggers.console.pages.releases import ReleasesPage
 from evernear.triggers.console.pages.review import ReviewPage
 from evernear.triggers.console.predictor import Predictor
@@ -26,7 +26,7 @@ from evernear.triggers.console.services import Services
 from evernear.triggers.console.warm_up import WarmUp
 from evernear.triggers.console.web import error_response
 
-PAGES = (HomePage, TryPage, ReviewPage, LivePart, DataPage, ReleasesPage)
+PAGES = (TryPage, ReviewPage, ReindexPart, LivePart, DataPage, ReleasesPage)
 
 
 def create_console_app(services: Services, access: Access) -> Starlette:
@@ -46,6 +46,7 @@ def create_console_app(services: Services, access: Access) -> Starlette:
     app = Starlette(
         routes=[
             Route("/health", _health),
+            Route("/", _first_page),
             *(route for page in PAGES for route in page(services).routes()),
             Mount("/static", StaticFiles(directory=str(resources.files("evernear.triggers.console") / "static"))),
         ],
@@ -67,3 +68,7 @@ def create_console_app(services: Services, access: Access) -> Starlette:
 
 async def _health(_: Request) -> Response:
     return PlainTextResponse("ok")
+
+
+async def _first_page(_: Request) -> Response:
+    return RedirectResponse("/try", 303)

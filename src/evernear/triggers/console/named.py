@@ -82,7 +82,7 @@ def remedy(rule: Rule, label: str = "") -> str:
         ways.append(f"name more images of {label}" if label else "name more images")
     if rule.setting:
         ways.append(f"run with --set {rule.setting}, with which this rule passes")
-    ways.append("promote it anyway on Runs and releases")
+    ways.append("promote it anyway on Releases")
     text = ", or ".join(ways)
     return f"{text[0].upper()}{text[1:]}."
 

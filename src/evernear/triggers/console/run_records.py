@@ -1,21 +1,12 @@
-"""The store's run records that the console lists."""
+"""The store's runs that have ended, for the reasons that Review shows."""
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from evernear.common.run_record import (
-    ABANDONED_AFTER,
-    OUTCOME,
-    RUNS,
-    STARTING,
-    RunInProgress,
-    RunRecord,
-    StepRecord,
-    runs_in_progress,
-)
+from evernear.common.run_record import ABANDONED_AFTER, OUTCOME, RUNS, STARTING, RunRecord
 from evernear.common.store import ObjectInfo, Store
 from evernear.errors import IntegrityError
 from evernear.reporting.notify import RunOutcome
@@ -39,19 +30,7 @@ class RunEntry(NamedTuple):
     first object is written after the run starts."""
     changed: datetime
     """Time when the run's last object was written, according to the store's clock."""
-    heard: datetime | None
-    """Time when a step last wrote to the store, according to the store's clock, or None
-    before the first step."""
     ended: bool
-
-
-class RunView(NamedTuple):
-    """A run in progress. ``message`` is the latest progress message of a running
-    step."""
-
-    run: str
-    steps: Sequence[StepRecord]
-    message: str
 
 
 class RunRecords:
@@ -67,7 +46,6 @@ class RunRecords:
         self._outcomes: dict[str, RunOutcome] = {}
         self._settled: dict[str, RunEntry] = {}
         self._listing: tuple[float, list[RunEntry]] = (-LISTING_S, [])
-        self._running: tuple[float, list[RunInProgress]] = (-LISTING_S, [])
 
     def entries(self) -> list[RunEntry]:
         """All runs, most recently changed first. All pages share one listing of the
@@ -91,24 +69,6 @@ class RunRecords:
                 return None
             self._outcomes[run] = outcome
         return self._outcomes[run]
-
-    def outcomes(self, entries: Iterable[RunEntry]) -> Iterator[RunOutcome | None]:
-        """Like `outcome`, but reads many outcomes concurrently and yields them in the
-        order of ``entries``."""
-        return read_all(self.outcome, [entry.run for entry in entries])
-
-    def in_progress(self) -> list[RunView]:
-        """The runs in progress, most recently active first. The runs are read again
-        after `LISTING_S` seconds.
-
-        Raises:
-            StoreError: the store is unavailable.
-        """
-        with self._lock:
-            if time.monotonic() - self._running[0] >= LISTING_S:
-                heard = {entry.run: entry.heard for entry in self._entries() if entry.heard and not entry.ended}
-                self._running = (time.monotonic(), runs_in_progress(self._store, heard, datetime.now(UTC)))
-            return [_view(run) for run in self._running[1]]
 
     def _entries(self) -> list[RunEntry]:
         if time.monotonic() - self._listing[0] >= LISTING_S:
@@ -138,9 +98,7 @@ def _entries_of(infos: Iterable[ObjectInfo]) -> list[RunEntry]:
         run, _, name = info.key.removeprefix(RUNS).partition("/")
         if not name or run == STARTING:
             continue
-        entry = runs.get(run) or RunEntry(run, info.modified, info.modified, heard=None, ended=False)
-        if name.startswith("steps/"):
-            entry = entry._replace(heard=max(entry.heard or info.modified, info.modified))
+        entry = runs.get(run) or RunEntry(run, info.modified, info.modified, ended=False)
         runs[run] = entry._replace(
             begun=min(entry.begun, info.modified),
             changed=max(entry.changed, info.modified),
@@ -151,8 +109,3 @@ def _entries_of(infos: Iterable[ObjectInfo]) -> list[RunEntry]:
 
 def _is_settled(entry: RunEntry, now: datetime) -> bool:
     return now - entry.changed > (SETTLED_AFTER if entry.ended else ABANDONED_AFTER)
-
-
-def _view(run: RunInProgress) -> RunView:
-    messages = [step.progress.message for step in run.steps if step.state == "running" and step.progress]
-    return RunView(run.run, run.steps, messages[-1] if messages else "")

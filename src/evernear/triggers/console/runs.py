@@ -1,28 +1,30 @@
-"""Start runs and change the champion, through local commands or Kubeflow Pipelines."""
+"""Start a reindex and change the champion, through local commands or Kubeflow
+Pipelines."""
 
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from evernear.common.disk import disk_errors
 from evernear.common.run_directories import progress
+from evernear.common.run_record import OUTCOME, RunRecord
 from evernear.common.store import Store
 from evernear.deployment import promote_release, roll_back
-from evernear.errors import BusyError, SettingsError
-from evernear.kubeflow.local_run import STARTED_BY_VARIABLE
+from evernear.errors import BusyError, IntegrityError, SettingsError
+from evernear.kubeflow.local_run import STARTED_BY_VARIABLE, last_outcome
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.release.promotions import Cause
 from evernear.release.registry import Registry
+from evernear.reporting.notify import RunOutcome
 from evernear.settings import Settings
-from evernear.triggers.console.run_records import RunRecords, RunView
 from evernear.triggers.requests import request_id
 
-Pipeline = Literal["continuous-training", "reindex"]
-COMMANDS: dict[Pipeline, str] = {"continuous-training": "run", "reindex": "reindex"}
+_REINDEX = "reindex"
 _LOG = "console-run.log"
 _LAST_BYTES = 4096
 
@@ -35,11 +37,29 @@ class Done(NamedTuple):
     run: str = ""
 
 
-class Runner(Protocol):
-    """Starts runs and changes the champion."""
+class RunState(NamedTuple):
+    """The run in progress or, if no run is in progress, the last run, in one
+    sentence."""
 
-    def start(self, pipeline: Pipeline, by: str) -> Done:
-        """Start a run that continues after the console exits.
+    sentence: str
+    is_running: bool = False
+    is_failed: bool = False
+
+    @staticmethod
+    def of_outcome(outcome: RunOutcome | None) -> "RunState":
+        """The state after a run with this outcome, or before the first run."""
+        if outcome is None:
+            return RunState("No run has ended yet.")
+        if outcome.state == "promoted":  # the release may have been rolled back since
+            return RunState(f"The last run promoted release {outcome.release}.")
+        return RunState(f"The last run: {outcome.summary()}", is_failed=outcome.state == "failed")
+
+
+class Runner(Protocol):
+    """Starts a reindex and changes the champion."""
+
+    def reindex(self, by: str) -> Done:
+        """Start a reindex that continues after the console exits.
 
         Raises:
             BusyError: another run is in progress.
@@ -54,19 +74,13 @@ class Runner(Protocol):
         """Roll back, or fail if ``expected`` is not the current champion."""
         ...
 
-    def current(self, records: RunRecords) -> RunView | None:
-        """The run in progress."""
-        ...
-
-    def failure(self) -> str:
-        """The error message of the last run that the console started, or an empty
-        string if the run did not fail."""
+    def state(self) -> RunState:
+        """The run in progress, or the last run."""
         ...
 
 
 class LocalRuns:
-    """Runs ``evernear run`` or ``evernear reindex`` on this machine, with the options
-    in ``words``."""
+    """Runs ``evernear reindex`` on this machine, with the options in ``words``."""
 
     def __init__(self, settings: Settings, words: Sequence[str]) -> None:
         self._settings = settings
@@ -74,15 +88,15 @@ class LocalRuns:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, pipeline: Pipeline, by: str) -> Done:
-        """Like `Runner.start`."""
+    def reindex(self, by: str) -> Done:
+        """Like `Runner.reindex`."""
         with self._lock:
-            if self._is_running() or progress(self._settings.workdir):
+            if self.state().is_running:
                 raise BusyError("A run is already in progress; wait for it to end.")
             log = self._settings.workdir / _LOG
             with disk_errors(log), log.open("wb") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "evernear", COMMANDS[pipeline], *self._words],
+                    [sys.executable, "-m", "evernear", "reindex", *self._words],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -101,25 +115,23 @@ class LocalRuns:
         deployed = roll_back(self._settings, cause=Cause(by=by, why=why), expected=expected)
         return Done(f"Release {deployed.version} {deployed.state()}.")
 
-    def current(self, records: RunRecords) -> RunView | None:
-        """Like `Runner.current`."""
-        state = progress(self._settings.workdir)
-        if state is None:
-            return RunView("", (), "starting") if self._is_running() else None
-        running = [run for run in records.in_progress() if run.steps[-1].started >= state.started]
-        view = running[0] if running else RunView("", (), "starting")
-        return view._replace(message=state.message or view.message)
+    def state(self) -> RunState:
+        """Like `Runner.state`."""
+        running = progress(self._settings.workdir)
+        if running is not None:
+            where = ": ".join(filter(None, [running.step, running.message])) or "starting"
+            return RunState(f"A run is in progress: {where}", is_running=True)
+        status = self._process.poll() if self._process else 0
+        if status is None:
+            return RunState("A run is in progress: starting", is_running=True)
+        if status:
+            return RunState(f"The reindex failed: {self._failure(status)}", is_failed=True)
+        return RunState.of_outcome(last_outcome(self._settings.workdir))
 
-    def failure(self) -> str:
-        """Like `Runner.failure`."""
-        if self._process is None or not self._process.poll():
-            return ""
+    def _failure(self, status: int) -> str:
         output = _tail(self._settings.workdir / _LOG)
         sentences = [line.partition("evernear:")[2].strip() for line in output.splitlines() if "evernear:" in line]
-        return sentences[-1] if sentences else f"The run ended with status {self._process.returncode}."
-
-    def _is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return sentences[-1] if sentences else f"the run ended with status {status}."
 
 
 class PipelineRuns:
@@ -132,14 +144,14 @@ class PipelineRuns:
         self._store = store
         self._runs = KfpRuns(settings.pipeline)
 
-    def start(self, pipeline: Pipeline, by: str) -> Done:
-        """Like `Runner.start`. Two simultaneous clicks start only one run, because both
-        requests derive the same key from the newest run."""
-        runs = self._runs.list(pipeline, limit=10)
+    def reindex(self, by: str) -> Done:
+        """Like `Runner.reindex`. Two simultaneous clicks start only one run, because
+        both requests derive the same key from the newest run."""
+        runs = self._runs.list(_REINDEX, limit=10)
         if any(not run.state.is_final for run in runs):
-            raise BusyError(f"A run of {pipeline} is already in progress; wait for it to end.")
+            raise BusyError("A reindex is already in progress; wait for it to end.")
         newest = runs[0].id if runs else ""
-        return Done("The run has started.", self._start(pipeline, by, request_id("run", pipeline, newest), {}))
+        return Done("The run has started.", self._start(_REINDEX, by, request_id("run", _REINDEX, newest), {}))
 
     def promote(self, version: str, why: str, by: str, *, force: bool) -> Done:
         """Like `Runner.promote`. The pipeline does not reject a release with the
@@ -159,18 +171,29 @@ class PipelineRuns:
         run = self._start("rollback", by, request_id("roll_back", number), {"release": expected, "reason": why})
         return Done(f"A run rolls back from release {expected}.", run)
 
-    def current(self, records: RunRecords) -> RunView | None:
-        """Like `Runner.current`."""
-        return next(iter(records.in_progress()), None)
-
-    def failure(self) -> str:
-        """Like `Runner.failure`. The result is always empty, because Kubeflow Pipelines
-        reports immediately if a run cannot start."""
-        return ""
+    def state(self) -> RunState:
+        """Like `Runner.state`. Only reindexes count."""
+        run = next(iter(self._runs.list(_REINDEX, limit=1)), None)
+        if run is None:
+            return RunState.of_outcome(None)
+        record = RunRecord(self._store, run.id)
+        if run.state.is_final:
+            outcome = record.find(OUTCOME, RunOutcome)
+            return RunState.of_outcome(outcome) if outcome else RunState(f"The last reindex: {run.state}.")
+        return RunState(f"A reindex is in progress: {_where(record)}", is_running=True)
 
     def _start(self, pipeline: str, by: str, key: str, parameters: dict[str, str]) -> str:
         defaults = from_settings(self._settings, self._runs.parameters(pipeline))
         return self._runs.start(pipeline, combine(defaults, {"started_by": by}, parameters), key, self._store).id
+
+
+def _where(record: RunRecord) -> str:
+    """The step that a run in the cluster is at, and its progress."""
+    with suppress(IntegrityError):
+        for step in reversed(record.steps()):
+            message = step.progress.message if step.progress else ""
+            return ": ".join(filter(None, [step.step, message if step.state == "running" else step.message]))
+    return "starting"
 
 
 def _tail(path: Path) -> str:

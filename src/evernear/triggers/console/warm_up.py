@@ -23,7 +23,7 @@ class WarmUp:
         self._ended = threading.Event()
         self._ended.set()
         self.progress = ""
-        """The objects currently being read, such as "runs: 200 of 1,000"."""
+        """The objects currently being read, such as "the newest releases"."""
 
     def start(self) -> None:
         """Start the warm-up in a daemon thread."""
@@ -47,9 +47,7 @@ class WarmUp:
 
     def _read_runs(self) -> Iterator[str]:
         yield "the list of runs"
-        entries = self._services.records.entries()
-        for number, _ in enumerate(self._services.records.outcomes(entries), 1):
-            yield f"runs: {number:,} of {len(entries):,}"
+        self._services.records.entries()
 
     def _read_releases(self) -> Iterator[str]:
         yield "the newest releases"

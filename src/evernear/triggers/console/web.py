@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
-from evernear.common.progress import duration
 from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
 from evernear.serving.decoding import OverloadedError
 from evernear.triggers.console.warm_up import WarmUp
@@ -114,5 +113,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(seconds=duration, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
+    environment.filters.update(time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
     return environment

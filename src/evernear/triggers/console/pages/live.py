@@ -1,14 +1,8 @@
-"""Collect labels for live queries to measure live accuracy. Users label random queries.
-Other systems send labels by query ID."""
-
-import json
-from typing import Any
+"""Users label random live queries to measure the live accuracy."""
 
 from pydantic import TypeAdapter, ValidationError
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from evernear.errors import DataError
@@ -16,14 +10,13 @@ from evernear.review.live_labels import Labels, import_labels
 from evernear.review.random_queries import WEEKLY, Week
 from evernear.triggers.console.access import require
 from evernear.triggers.console.services import Services
-from evernear.triggers.console.web import MAX_FORM_BYTES, Form, action, field, page, png
+from evernear.triggers.console.web import Form, action, field, page, png
 
 _LABELS = TypeAdapter(Labels)
 
 
 class LivePart:
-    """The part of the Review page for random live queries, and the endpoint to which
-    other systems send labels."""
+    """The part of the Review page for random live queries."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -34,7 +27,6 @@ class LivePart:
             Route("/review/live", self._show),
             Route("/review/live", action(self._answer), methods=["POST"]),
             Route("/review/live/image", self._image),
-            Route("/labels", self._store_labels, methods=["POST"]),
         ]
 
     def _week(self) -> tuple[Week, tuple[str, ...]] | None:
@@ -68,7 +60,7 @@ class LivePart:
         query, label = field(form, "query"), field(form, "label")
         if not label:
             raise DataError("Type the name of the class first.")
-        result = import_labels(self._services.store, _valid({query: label}), self._services.now())
+        result = import_labels(self._services.store, _valid(query, label), self._services.now())
         if result.missing:
             raise DataError("The query is no longer in the log.")
         note = f"Labeled {label}."
@@ -76,40 +68,9 @@ class LivePart:
             note += " The release has no class of this name, so its answer counts as wrong."
         return self._content(request, note)
 
-    async def _store_labels(self, request: Request) -> Response:
-        """Store labels from a JSON object that maps query IDs to labels. The response
-        lists the unknown query IDs and classes.
-        """
-        require(request, "label")
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_FORM_BYTES:
-                raise HTTPException(413, f"More than {MAX_FORM_BYTES:,} bytes of labels; send them in parts.")
-        services = self._services
-        result = await run_in_threadpool(import_labels, services.store, _parsed(bytes(body)), services.now())
-        return JSONResponse(result.model_dump(mode="json"))
 
-
-def _parsed(body: bytes) -> Labels:
+def _valid(query: str, label: str) -> Labels:
     try:
-        return _valid(json.loads(body, object_pairs_hook=_unique))
-    except (ValueError, RecursionError):
-        return _valid(None)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    labels: dict[str, Any] = {}
-    for query, label in pairs:
-        if labels.setdefault(query, label) != label:
-            raise DataError(f"The id {query} has a second label.")
-    return labels
-
-
-def _valid(labels: Any) -> Labels:
-    try:
-        return _LABELS.validate_python(labels)
+        return _LABELS.validate_python({query: label})
     except ValidationError:
-        raise DataError(
-            'The labels must be a JSON object with the label of each id, such as {"7f7c4f0e": "cat"}, neither empty.'
-        ) from None
+        raise DataError("The form is invalid; reload the page.") from None

@@ -1,28 +1,21 @@
-"""The Runs and releases page: list, filter, show and compare runs. Users can also
-promote a release or roll back, with a reason."""
+"""The Releases page: promote a release or roll back, with a reason."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from evernear.common.run_record import RunRecord
-from evernear.errors import SettingsError, StoreError
-from evernear.reporting.notify import RunOutcome
-from evernear.reporting.page import compare_page, run_page
-from evernear.triggers.console.access import REPORT_SECURITY_POLICY, Person
+from evernear.errors import SettingsError
+from evernear.triggers.console.access import Person
 from evernear.triggers.console.releases import PAGE_RELEASES
-from evernear.triggers.console.run_records import RunEntry
 from evernear.triggers.console.runs import Done
 from evernear.triggers.console.services import Services
 from evernear.triggers.console.web import Form, action, after_warm_up, field, page
 
-PAGE_RUNS = 25
-
 
 class ReleasesPage:
-    """The Runs and releases page."""
+    """The Releases page."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -31,11 +24,8 @@ class ReleasesPage:
         """The routes."""
         return [
             Route("/releases", after_warm_up(self._show)),
-            Route("/releases/runs", self._listing),
             Route("/releases/promote", action(self._promote), methods=["POST"]),
             Route("/releases/rollback", action(self._roll_back), methods=["POST"]),
-            Route("/compare", self._compare),
-            Route("/runs/{run}", self._run),
         ]
 
     def _content(self, request: Request, template: str, notice: str = "") -> Response:
@@ -51,45 +41,10 @@ class ReleasesPage:
             promoted={promotion.version for promotion in history},
             history=history[:PAGE_RELEASES],
             notice=notice,
-            **self._runs(request),
         )
-
-    def _runs(self, request: Request) -> dict[str, object]:
-        """The runs on one page of the listing. Without a filter, only the outcomes of
-        the listed runs are read."""
-        wanted = request.query_params.get("state", "")
-        number = request.query_params.get("page", "1")
-        first = PAGE_RUNS * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
-        entries = self._services.records.entries()
-        if wanted:
-            entries = [entry for entry, outcome in self._with_outcomes(entries) if _state(outcome) == wanted]
-        shown = entries[first : first + PAGE_RUNS]
-        return {
-            "runs": list(self._with_outcomes(shown)),
-            "state": wanted,
-            "number": first // PAGE_RUNS + 1,
-            "more": len(entries) > first + PAGE_RUNS,
-        }
-
-    def _with_outcomes(self, entries: Sequence[RunEntry]) -> Iterator[tuple[RunEntry, RunOutcome | None]]:
-        return zip(entries, self._services.records.outcomes(entries), strict=True)
 
     def _show(self, request: Request) -> Response:
         return self._content(request, "releases.html.j2")
-
-    def _listing(self, request: Request) -> Response:
-        return page(request, "run_list.html.j2", **self._runs(request))
-
-    def _run(self, request: Request) -> Response:
-        record = RunRecord(self._services.store, request.path_params["run"])
-        return _report((record.get("run.html") or b"").decode() or run_page(record))
-
-    def _compare(self, request: Request) -> Response:
-        names = request.query_params.getlist("run")
-        if len(names) != 2:
-            raise SettingsError("Select two runs to compare.")
-        first, second = (RunRecord(self._services.store, name) for name in names)
-        return _report(compare_page(first, second))
 
     def _promote(self, request: Request, form: Form) -> Response:
         version, force = field(form, "version"), field(form, "force") == "yes"
@@ -112,10 +67,6 @@ class ReleasesPage:
         return self._content(request, "releases_content.html.j2", done.sentence)
 
 
-def _state(outcome: RunOutcome | None) -> str:
-    return outcome.state if outcome else "in progress"
-
-
 def _why(form: Form) -> str:
     """The reason for a promotion or rollback, for the promotion history.
 
@@ -126,9 +77,3 @@ def _why(form: Form) -> str:
     if not why:
         raise SettingsError("Type a reason first; the history of the releases shows it.")
     return why[:1000]
-
-
-def _report(content: str) -> Response:
-    if not content:
-        raise StoreError("The run has no page.")
-    return HTMLResponse(content, headers={"Content-Security-Policy": REPORT_SECURITY_POLICY})

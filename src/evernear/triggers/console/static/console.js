@@ -1,4 +1,4 @@
-// Features that htmx lacks: file uploads, keyboard shortcuts, server-sent events and error messages. This script has no state.
+// Features that htmx lacks: file uploads, keyboard shortcuts and error messages. This script has no state.
 "use strict";
 
 const csrf = document.body.dataset.csrf;
@@ -18,7 +18,9 @@ async function post(url, file) {
 
 document.body.addEventListener("htmx:responseError", (event) => say(event.detail.xhr.responseText));
 document.body.addEventListener("htmx:sendError", () => say("The console does not answer; is it still running?"));
-document.body.addEventListener("htmx:beforeRequest", () => say(""));
+document.body.addEventListener("htmx:beforeRequest", (event) => {
+  if (event.detail.requestConfig.verb !== "get") say(""); // polling leaves the message of an action
+});
 
 // Try: each request contains one file, so that the server's size limit applies to one image. Two requests run at a time.
 const answers = document.getElementById("answers");
@@ -98,26 +100,6 @@ if (answers) {
       if (card.querySelector("[data-unknown=yes]")) await send(card, card.file);
     }
   });
-}
-
-// Runs: the server sends the state of the run in progress. When a run ends, Review recognizes the named images again.
-const run = document.getElementById("run");
-if (run) {
-  const events = new EventSource(run.dataset.events);
-  let wasRunning = false;
-  for (const name of ["run", "idle", "fault"]) {
-    events.addEventListener(name, (event) => {
-      run.innerHTML = event.data;
-      if (name === "run") wasRunning = true;
-      if (name === "idle" && wasRunning) {
-        wasRunning = false;
-        const parts = document.querySelectorAll("[hx-trigger=run-ended]");
-        for (const part of parts) htmx.trigger(part, "run-ended");
-        if (!parts.length) location.reload();
-      }
-    });
-  }
-  window.addEventListener("pagehide", () => events.close());
 }
 
 // Review: selection and keys.
