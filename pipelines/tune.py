@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from evernear.common.output import print_line
+from evernear.deployment.kubernetes.pod_template import CONTAINER_SECURITY, POD_SECURITY
 from evernear.errors import EvernearError, SettingsError
 from evernear.integrations.tuning.space import BUILT_IN, Parameter, Range, SearchSpace, load_space
 
@@ -105,13 +106,13 @@ def _job(options: argparse.Namespace, space: SearchSpace) -> dict[str, Any]:
         "command": ["evernear", "trial", "--source", options.source, *(f"--set={each}" for each in assignments)],
         "envFrom": [{"secretRef": {"name": options.s3_secret}}],
         "resources": {"requests": limits, "limits": limits},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": CONTAINER_SECURITY,
     }
     pod = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "securityContext": POD_SECURITY,
         "containers": [container],
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "spec": {"backoffLimit": 0, "template": {"spec": pod}}}

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,15 @@ from tests.deploy.rendered import (
     settings_of,
 )
 from tests.loopback.kubernetes.pod_security import violations
+from tests.loopback.kubernetes.users import config_errors, injected
 
 FOREIGN_ACCOUNTS = {"kubeflow/pipeline-runner"}
 """Accounts that a RoleBinding may name although evernear does not create them."""
 SECRETS: dict[str, Object] = {
     secret["metadata"]["name"]: secret for secret in yaml.safe_load_all((DEPLOY / "secrets.example.yaml").read_text())
 }
+POD_SOURCES = ("many-machines/template.yaml", "multi-node-training/runtime.yaml")
+"""Templates of pods that a step starts."""
 OURS = re.compile(r"registry\.invalid/evernear-[a-z]+@")
 
 
@@ -75,6 +78,42 @@ def test_pods_meet_the_restricted_standard_with_a_read_only_root(manifests: list
         assert not violations("restricted", spec), name
         for container in containers(spec):
             assert container["securityContext"]["readOnlyRootFilesystem"] is True, name
+
+
+def test_pods_start_with_a_container_that_a_controller_adds(manifests: list[Object]) -> None:
+    components = [yaml.safe_load((DEPLOY / "components" / path).read_text()) for path in POD_SOURCES]
+    specs = pod_specs(manifests) | {path: _pod_spec(tree) for path, tree in zip(POD_SOURCES, components, strict=True)}
+    for name, spec in specs.items():
+        for image in ("docker.io/istio/proxyv2:1.27.0", "ghcr.io/kserve/agent:v0.21.0"):
+            assert config_errors(injected(spec, "injected", image)) == {}, name
+
+
+def test_images_that_are_replaced_later_are_not_pulled_for_every_pod() -> None:
+    """The API server stores Always with an image without a tag, even if a digest
+    replaces the image later."""
+    for path in DEPLOY.rglob("*.yaml"):
+        for tree in yaml.safe_load_all(path.read_text()):
+            for container in _containers_with_an_image(tree):
+                if "@sha256:" not in container["image"]:
+                    assert container["imagePullPolicy"] == "IfNotPresent", f"{path}: {container['name']}"
+
+
+def _pod_spec(tree: Any) -> Object:
+    """The spec of the first pod in a tree: the first object with a list of containers."""
+    if "containers" in tree:
+        return tree
+    children = tree.values() if isinstance(tree, dict) else tree
+    specs = (_pod_spec(child) for child in children if isinstance(child, dict | list))
+    return next(filter(None, specs), {})
+
+
+def _containers_with_an_image(tree: Any) -> Iterator[Object]:
+    if isinstance(tree, dict):
+        if isinstance(tree.get("image"), str) and "name" in tree:
+            yield tree
+        tree = list(tree.values())
+    for child in tree if isinstance(tree, list) else ():
+        yield from _containers_with_an_image(child)
 
 
 def test_namespace_enforces_the_restricted_standard(manifests: list[Object]) -> None:

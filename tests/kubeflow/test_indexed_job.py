@@ -30,7 +30,7 @@ from evernear.settings import KubernetesSettings, PartsJobSettings
 from tests.command_line import evernear
 from tests.kubeflow import small_steps
 from tests.loopback.kubernetes import LoopbackCluster
-from tests.loopback.kubernetes.kinds import JOB
+from tests.loopback.kubernetes.kinds import JOB, POD_TEMPLATE
 from tests.loopback.kubernetes.pod_security import violations
 from tests.releases import MakeRelease, System
 
@@ -310,6 +310,42 @@ def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Stor
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4
     assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == SETTINGS.image
+
+
+@pytest.mark.parametrize("owners", [None, "Always", "IfNotPresent", "Never"])
+def test_images_on_the_node_need_no_registry(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, owners: str | None
+) -> None:
+    """Templates of earlier deployments have no policy of their own."""
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    template = manifests["PodTemplate"]
+    (container,) = template["template"]["spec"]["containers"]
+    container.pop("imagePullPolicy", None)
+    if owners:
+        container["imagePullPolicy"] = owners
+    core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
+    core.create_namespaced_pod_template("kubeflow", template)
+    stored = loopback.api.get(POD_TEMPLATE, "kubeflow", "evernear-parts")
+    assert stored["template"]["spec"]["containers"][0]["imagePullPolicy"] == (owners or "Always")
+    job = loopback.api.create(JOB, indexed_job.indexed_job(plan(store), 2, SETTINGS, stored), "kubeflow")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["imagePullPolicy"] == (owners if owners == "Never" else "IfNotPresent")
+
+
+def test_pods_that_the_kubelet_refuses_name_the_reason(
+    loopback: LoopbackCluster, manifests: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = client.CoreV1Api(config.new_client_from_config(str(loopback.kubeconfig())))
+    spec = manifests["PodTemplate"]["template"]["spec"]
+    del spec["securityContext"]["runAsUser"]
+    spec["containers"].append({"name": "proxy", "image": "docker.io/istio/proxyv2:1.27.0"})
+    core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
+    core.create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
+    monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    states: list[str] = []
+    with pytest.raises(PartError, match="DeadlineExceeded"):
+        run(plan(store), SETTINGS.model_copy(update={"timeout_s": 2}), states.append)
+    assert any("container has runAsNonRoot and image will run as root" in state for state in states)
 
 
 def test_api_server_checks_the_job(

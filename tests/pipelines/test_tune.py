@@ -14,6 +14,7 @@ from evernear.cli.app import app
 from evernear.integrations.tuning.space import load_space
 from pipelines.tune import METRIC, main
 from tests.loopback.kubernetes import webhooks
+from tests.loopback.kubernetes.users import config_errors, injected
 
 IMAGE = "registry.example/evernear-train@sha256:" + "0" * 64
 METRIC_LINE = re.compile(r"([\w|-]+)\s*=\s*([+-]?\d*(\.\d+)?([Ee][+-]?\d+)?)")
@@ -74,6 +75,8 @@ def test_a_trial_prints_the_metric_that_katib_reads(
 def test_pods_have_few_privileges_and_read_the_keys_from_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     pod = experiment(capsys, "--s3-secret", "keys")["spec"]["trialTemplate"]["trialSpec"]["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"]
+    collector = "ghcr.io/kubeflow/katib/file-metrics-collector"
+    assert config_errors(injected(pod, "metrics-logger-and-collector", collector)) == {}
     assert not pod["automountServiceAccountToken"]
     assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "keys"}}]
 

@@ -156,6 +156,10 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     if container is None:
         raise SettingsError(f"The PodTemplate {settings.template} has no container {CONTAINER!r}; add one.")
     container["image"] = image_of(settings.image, "parts_job.image")
+    # The API server stores Always with the PodTemplate if its placeholder image has no
+    # tag. Without the field, it chooses the policy that suits the actual image.
+    if container.get("imagePullPolicy") == "Always":
+        del container["imagePullPolicy"]
     container["command"] = ["python", "-m", "evernear.kubeflow.part"]
     container["args"] = [parts.store.uri, parts.folder]
     pod["spec"]["restartPolicy"] = "Never"

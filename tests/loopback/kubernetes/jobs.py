@@ -21,6 +21,7 @@ from typing import Any
 from tests.loopback.kubernetes.api import Api, now
 from tests.loopback.kubernetes.controller_base import Controller
 from tests.loopback.kubernetes.kinds import JOB, POD
+from tests.loopback.kubernetes.users import config_errors
 
 Object = dict[str, Any]
 POLL_S = 0.05
@@ -35,7 +36,8 @@ class _Pods:
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By index."""
     pending: set[int] = field(default_factory=set)
-    """Indexes whose pod cannot be scheduled."""
+    """Indexes whose pod cannot be scheduled, or has a container that the kubelet
+    refuses."""
     started_s: float = field(default_factory=time.monotonic)
     failure: tuple[str, str] | None = None
     """Why the Job fails, while its pods terminate."""
@@ -107,6 +109,9 @@ class Jobs(Controller):
             if spec["template"]["spec"].get("nodeSelector"):
                 pods.pending.add(index)
                 self.event(POD, _pod(job, index), "FailedScheduling", UNSCHEDULABLE, "Warning")
+            elif errors := config_errors(spec["template"]["spec"]):
+                pods.pending.add(index)
+                self.event(POD, _pod(job, index), "Failed", f"Error: {next(iter(errors.values()))}", "Warning")
             else:
                 pods.running[index] = _start(spec["template"]["spec"]["containers"][0], index)
         if pods.running or pods.pending:

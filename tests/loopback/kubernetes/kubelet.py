@@ -29,6 +29,7 @@ from tests.loopback.kubernetes.pod_lifecycle import (
     status_updates,
 )
 from tests.loopback.kubernetes.status import ApiError, bad_request
+from tests.loopback.kubernetes.users import config_error
 
 Object = dict[str, Any]
 
@@ -183,7 +184,7 @@ def record(api: Api, kind: Kind, subject: Object, component: str, event: Event) 
 
 def _missing_objects(api: Api, pod: Object) -> Iterator[MissingObject]:
     """The missing objects that the pod's volumes and environment variables
-    reference.
+    reference, and users that the kubelet refuses.
     """
     spec, namespace = pod["spec"], pod["metadata"]["namespace"]
 
@@ -213,5 +214,5 @@ def _missing_objects(api: Api, pod: Object) -> Iterator[MissingObject]:
             *(absent(SECRET, source.get("secretRef")) for source in container.get("envFrom") or ()),
             *(absent(CONFIG_MAP, source.get("configMapRef")) for source in container.get("envFrom") or ()),
         ]
-        for reason in filter(None, needs):
+        for reason in filter(None, (*needs, config_error(spec, container))):
             yield MissingObject(reason, container["name"])

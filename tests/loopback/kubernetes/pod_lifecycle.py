@@ -77,7 +77,7 @@ PodBehavior = Ready | NotReady | CrashLoop | ImageMissing | Unschedulable | Stuc
 @dataclass(frozen=True)
 class MissingObject:
     """A missing object that a volume or the environment of a ``container``
-    references.
+    references, or another reason not to create the container.
     """
 
     message: str

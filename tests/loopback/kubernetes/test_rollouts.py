@@ -242,6 +242,7 @@ def test_restricted_namespace_rejects_unrestricted_pods(kubectl: Kubectl) -> Non
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
         "runAsNonRoot": True,
+        "runAsUser": 65532,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     kubectl.apply(restricted, force="true")
@@ -309,6 +310,33 @@ def test_pod_with_excessive_requests_is_unschedulable(kubectl: Kubectl, spec: di
     subject["spec"]["template"]["spec"]["containers"][0] |= spec
     kubectl.create(subject)
     until(lambda: any(message in text for text in messages(kubectl, "FailedScheduling")))
+
+
+@pytest.mark.parametrize(
+    ("pod", "own", "image", "error"),
+    [
+        ({}, {}, "mesh/proxy", None),
+        ({"runAsNonRoot": True}, {}, "mesh/proxy", "image will run as root"),
+        ({"runAsNonRoot": True}, {}, "registry.example/evernear-serve@sha256:0", None),
+        ({"runAsNonRoot": True, "runAsUser": 65532}, {}, "mesh/proxy", None),
+        ({"runAsNonRoot": True}, {"runAsUser": 1000}, "mesh/proxy", None),
+        ({"runAsNonRoot": True}, {"runAsNonRoot": False}, "mesh/proxy", None),
+        ({"runAsNonRoot": True, "runAsUser": 65532}, {"runAsUser": 0}, "mesh/proxy", "breaks non-root policy"),
+    ],
+)
+def test_kubelet_verifies_the_user_of_a_container(
+    kubectl: Kubectl, pod: dict[str, Any], own: dict[str, Any], image: str, error: str | None
+) -> None:
+    subject = deployment()
+    spec = subject["spec"]["template"]["spec"]
+    spec["securityContext"] = pod
+    spec["containers"].append({"name": "injected", "image": image, "securityContext": own})
+    spec["containers"][0]["image"] = "evernear-serve"
+    kubectl.create(subject)
+    if error is None:
+        rolled_out(kubectl)
+    else:
+        until(lambda: any(error in text for text in messages(kubectl, "Failed")))
 
 
 @pytest.mark.parametrize(

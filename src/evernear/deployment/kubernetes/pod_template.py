@@ -19,7 +19,16 @@ Tree = dict[str, Any]
 
 OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 CONTAINER = "torchserve"
-USER = 65532  # the user in Dockerfile.serve
+USER = 65532  # the user in Dockerfile.serve and Dockerfile.train
+POD_SECURITY: Tree = {
+    "runAsNonRoot": True,
+    # Controllers and service meshes add containers whose image may run as root. The
+    # kubelet does not start such a container if only runAsNonRoot is set.
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY: Tree = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 WORKDIR = "/evernear"
 CONFIG_DIR = "/etc/evernear"
 CONFIG_FILE = f"{CONFIG_DIR}/evernear.toml"
@@ -99,14 +108,7 @@ def _pod(settings: RunSettings, release: ServedRelease) -> Tree:
         "serviceAccountName": kubernetes.name,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": POD_SECURITY | {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"},
         "terminationGracePeriodSeconds": grace_period_s(settings.serving),
         "topologySpreadConstraints": [
             _spread(kubernetes, "kubernetes.io/hostname"),
@@ -217,11 +219,7 @@ def _any_container(settings: RunSettings, release: ServedRelease, name: str, com
         "command": _command(*command),
         "env": [{"name": "EVERNEAR_WORKDIR", "value": WORKDIR}],
         "resources": {"requests": dict(amount), "limits": dict(amount)},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": CONTAINER_SECURITY | {"readOnlyRootFilesystem": True},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             {"name": "work", "mountPath": WORKDIR},
