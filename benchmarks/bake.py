@@ -11,8 +11,10 @@ request is log-normal with a median of 40 ms. The queries are
   and the rollout is at any time of it.
 
 A *quiet* release is as the one before. The others have 20 more points of unknown, 5
-more points of errors, or take twice as long. The time to the rollback is that from the
-rollout to the decision; the rollback itself takes as long as a rollout.
+more points of errors, take twice as long, or let a request wait in the queue for an
+exponential time of 70 ms on average, while its batch takes as long as before. The time
+to the rollback is that from the rollout to the decision; the rollback itself takes as
+long as a rollout.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binomtest, lognorm
+from scipy.stats import binomtest
 
 from benchmarks import machine
 from evernear.evaluation.bake import LEVEL, Comparison, Figures
@@ -37,6 +39,7 @@ DAY_S = 86_400.0
 BURST = 10
 UNKNOWN, ERRORS, MEDIAN_S = 0.05, 0.001, 0.04
 SWING = 0.04
+SAMPLES = 1_000_000
 
 Traffic = Literal["independent", "bursts", "day"]
 
@@ -49,6 +52,8 @@ class Change:
     unknown: float = 0.0
     errors: float = 0.0
     times: float = 1.0
+    wait_s: float = 0.0
+    """Mean time in the queue in front of the worker."""
 
 
 QUIET = Change("quiet")
@@ -56,6 +61,7 @@ CHANGES = (
     Change("+20 points unknown", unknown=0.2),
     Change("+5 points errors", errors=0.05),
     Change("twice as slow", times=2.0),
+    Change("70 ms in the queue", wait_s=0.07),
 )
 
 
@@ -92,7 +98,7 @@ class Case:
         errors = int(rng.binomial(requests, ERRORS + change.errors))
         swing = SWING * math.sin(2 * math.pi * at_s / DAY_S) if self.traffic == "day" else 0.0
         unknown = size * int(rng.binomial((requests - errors) // size, UNKNOWN + swing + change.unknown))
-        within = np.cumsum(rng.multinomial(requests, shares_of_times(change.times)))[:-1]
+        within = np.cumsum(rng.multinomial(requests, shares_of_times(change.times, change.wait_s)))[:-1]
         return Figures(
             answered=requests,
             refused=errors,
@@ -104,9 +110,12 @@ class Case:
 
 
 @cache
-def shares_of_times(factor: float) -> NDArray[np.float64]:
+def shares_of_times(factor: float, wait_s: float) -> NDArray[np.float64]:
     """The shares of the requests between two bounds of `SECONDS_BOUNDS`."""
-    return np.diff(lognorm.cdf(SECONDS_BOUNDS, 0.5, scale=MEDIAN_S * factor), prepend=0.0, append=1.0)
+    rng = np.random.default_rng(0)
+    times_s = rng.lognormal(math.log(MEDIAN_S * factor), 0.5, SAMPLES) + wait_s * rng.exponential(size=SAMPLES)
+    counts, _ = np.histogram(times_s, [0.0, *SECONDS_BOUNDS, math.inf])
+    return counts / SAMPLES
 
 
 def cases() -> Iterator[Case]:

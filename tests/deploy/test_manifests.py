@@ -99,7 +99,7 @@ def test_images_that_are_replaced_later_are_not_pulled_for_every_pod() -> None:
 
 
 def _pod_spec(tree: Any) -> Object:
-    """The spec of the first pod in a tree: the first object with a list of containers."""
+    """The spec of the first pod in a tree."""
     if "containers" in tree:
         return tree
     children = tree.values() if isinstance(tree, dict) else tree

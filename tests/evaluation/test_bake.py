@@ -44,7 +44,7 @@ BEFORE = [cell()] * 30
     [
         ([cell(unknown=25)] * 4, "Rule unknown: 25.0% of 400 images are unknown, compared with 5.0% of 3,000 before"),
         ([cell(errors=6)] * 6, "Rule errors: 6.0% of 600 requests got an error, compared with 0.0% of 3,000 before"),
-        ([cell(slow=8)] * 8, "Rule p99: 8.0% of 800 requests took longer than 0.017 s, compared with 0.0% of 3,000"),
+        ([cell(slow=8)] * 8, "Rule p99: 8.0% of 800 clients waited longer than 0.017 s, compared with 0.0% of 3,000"),
     ],
 )
 def test_broken_rule_is_named_with_its_figures(seen: list[Figures], expected: str) -> None:

@@ -51,9 +51,10 @@ class Figures(Frozen):
     The worker counts ``answered`` requests, and ``refused`` requests (with a status of
     500 or more). ``failed`` counts all of TorchServe's responses with a status of 500
     or more, for example because the queue is full or the worker is dead. The count
-    includes such responses that the worker sent over HTTP. ``within`` maps an upper
-    bound in seconds to the number of ``timed`` requests that took no longer than the
-    bound.
+    includes such responses that the worker sent over HTTP. The frontend counts
+    the ``timed`` requests, which got a prediction. ``within`` maps an upper bound in
+    seconds to the number of those whose client waited no longer than the bound, queue
+    included.
     """
 
     answered: int = 0
@@ -86,6 +87,13 @@ class Figures(Frozen):
     def errors(self) -> int:
         """Number of requests for which the client received a status of 500 or more."""
         return max(self.failed, self.refused)
+
+    @property
+    def p99_s(self) -> float | None:
+        """The smallest bound within which 99% of the clients got their prediction, or
+        None if no request was timed or no bound is large enough.
+        """
+        return next((bound for bound, count in sorted(self.within.items()) if count >= 0.99 * self.timed > 0), None)
 
 
 _COUNTERS = ("answered", "refused", "failed", "predictions", "unknown", "timed")
@@ -192,7 +200,7 @@ def rules_for(before: Figures) -> tuple[Rule, ...]:
 
     return (
         Rule("errors", "requests got an error", ERROR_MARGIN, errors, WITHOUT_REFERENCE),
-        Rule("p99", f"requests took longer than {limit_s or 0:g} s", SLOW_MARGIN, slow),
+        Rule("p99", f"clients waited longer than {limit_s or 0:g} s", SLOW_MARGIN, slow),
         Rule("unknown", "images are unknown", UNKNOWN_MARGIN, unknown),
     )
 
@@ -203,7 +211,7 @@ def slow_limit_s(before: Figures) -> float | None:
 
     Return None if no bound is large enough, or if no request was timed.
     """
-    p99_s = next((bound for bound, count in sorted(before.within.items()) if count >= 0.99 * before.timed > 0), None)
+    p99_s = before.p99_s
     if p99_s is None:
         return None
     return next((bound for bound in sorted(before.within) if SLOWER * p99_s <= bound < math.inf), None)

@@ -14,6 +14,7 @@ from evernear.common.locations import with_absolute_locations
 from evernear.common.masking import forms_of, is_secret, secrets_of
 from evernear.errors import ServingError
 from evernear.serving.configuration import QUERY_LOG_FILE, QUERY_LOG_VARIABLE, temporary_directory
+from evernear.serving.metrics import SECONDS_BOUNDS
 from evernear.settings import ServingSettings
 
 MAIN_CLASS = "evernear.Frontend"
@@ -66,7 +67,8 @@ def java_command(settings: ServingSettings, home: Path, frontend: Mapping[str, o
         ServingError: Java or TorchServe is not installed.
     """
     java = find_java()
-    properties = {**frontend_limits(settings), "host": settings.host, **frontend}
+    bounds = ",".join(map(str, SECONDS_BOUNDS))
+    properties = {**frontend_limits(settings), "host": settings.host, "seconds_bounds": bounds, **frontend}
     packages = torchserve_packages()
     unsafe = ["--sun-misc-unsafe-memory-access=allow"] if _major_version(java) >= 23 else []
     return [

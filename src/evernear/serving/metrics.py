@@ -16,8 +16,10 @@ BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # The L2 distance between unit vectors is 2 sin(angle / 2). A distance of 0.1
 # corresponds to 6 degrees, 1.4 to nearly a right angle, and 2 to opposite directions.
 DISTANCE_BOUNDS = (*(round(0.1 * tenth, 1) for tenth in range(1, 15)), 2.0)
-# The bounds range from 5 ms to 40 s. Each bound is 1.5 times the previous bound. This
-# resolution is sufficient to compare 99th percentiles.
+# The bounds of evernear_request_seconds, which the frontend observes, because only the
+# frontend sees how long a request waits for a worker. They range from 5 ms to 40 s.
+# Each bound is 1.5 times the previous bound. This resolution is sufficient to compare
+# 99th percentiles.
 SECONDS_BOUNDS = tuple(float(f"{0.005 * 1.5**step:.2g}") for step in range(23))
 FLUSH_EVERY_S = 1.0
 
@@ -51,7 +53,6 @@ METRICS: Mapping[str, Metric] = {
     "evernear_neighbors_total": Metric("counter", "Count", ("version", "agrees")),
     "evernear_stage_seconds_total": Metric("counter", "Seconds", ("version", "stage")),
     **_histogram("evernear_batch_size", "Images"),
-    **_histogram("evernear_request_seconds", "Seconds"),
     **_histogram("evernear_distance", "L2"),
     "evernear_release_info": Metric("gauge", "Count", ("version", "network")),
     "evernear_index_age_seconds": Metric("gauge", "Seconds", ("version",)),
@@ -128,9 +129,6 @@ class Meter:
         self._batch_size = Histogram(
             "evernear_batch_size", "", ("version",), buckets=BATCH_SIZE_BOUNDS, registry=registry
         ).labels(version)
-        self._request_seconds = Histogram(
-            "evernear_request_seconds", "", ("version",), buckets=SECONDS_BOUNDS, registry=registry
-        ).labels(version)
         self._distance = Histogram(
             "evernear_distance", "", ("version",), buckets=DISTANCE_BOUNDS, registry=registry
         ).labels(version)
@@ -167,8 +165,6 @@ class Meter:
         self._batch_size.observe(len(outcomes))
         for outcome in outcomes:
             self._requests.labels(self._version, outcome).inc()
-        for _ in outcomes:  # each request waits for its batch
-            self._request_seconds.observe(sum(stages_s.values()))
         for stage, seconds in stages_s.items():
             self._stage_seconds.labels(self._version, stage).inc(seconds)
         for distance in distances:

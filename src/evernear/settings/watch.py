@@ -60,8 +60,9 @@ class WatchSettings(Section):
     bake_s: int = Field(
         default=900,
         ge=0,
-        description="Time after a rollout to Kubernetes in which the watcher compares errors, p99 latency and the "
-        "share of unknown with the release before, and rolls back by itself if one has risen; 0: none.",
+        description="Time after a rollout to Kubernetes in which the watcher compares errors, the p99 of the time that "
+        "clients wait for TorchServe (with its queue) and the share of unknown with the release before, and rolls back "
+        "by itself if one has risen; 0: none.",
     )
     health_host: Host = Field(default="127.0.0.1", description="Address of the health probe.")
     health_port: int = Field(default=8091, ge=0, le=65535, description="Port of the health probe; 0: none.")

@@ -37,6 +37,7 @@ final class Connection extends ChannelDuplexHandler {
     private final Requests requests = new Requests();
     private volatile State state = State.IDLE; // changed only on the connection's thread
     private HttpRequest request;
+    private long received; // when the request was complete
     private boolean responded;
     private boolean last; // whether the response has Connection: close
     private long deadline; // end of the state's timeout
@@ -92,6 +93,7 @@ final class Connection extends ChannelDuplexHandler {
         }
         if (message instanceof LastHttpContent) {
             requests.pause();
+            received = System.nanoTime();
             enter(State.RESPONDING, Limits.RESPONSE_S, context);
         }
         context.fireChannelRead(message);
@@ -127,7 +129,7 @@ final class Connection extends ChannelDuplexHandler {
         last = !HttpUtil.isKeepAlive(response);
         boolean isPrediction = request != null && request.uri().startsWith("/predictions/");
         if (isPrediction && response.status().equals(HttpResponseStatus.OK)) {
-            traffic.predictionSucceeded();
+            traffic.predictionSucceeded(received);
         }
     }
 

@@ -30,6 +30,7 @@ final class GrpcTraffic implements ServerInterceptor {
     private final class Call<A, B> extends SimpleForwardingServerCall<A, B> {
         private final AtomicInteger reservedBytes = new AtomicInteger();
         private volatile boolean rejected;
+        private volatile long received; // when the request was complete
 
         Call(ServerCall<A, B> call) {
             super(call);
@@ -51,6 +52,7 @@ final class GrpcTraffic implements ServerInterceptor {
 
                 @Override
                 public void onHalfClose() {
+                    received = System.nanoTime();
                     if (!rejected) {
                         super.onHalfClose();
                     }
@@ -79,7 +81,7 @@ final class GrpcTraffic implements ServerInterceptor {
         public void close(Status status, Metadata trailers) {
             release();
             if (status.isOk() && "Predictions".equals(getMethodDescriptor().getBareMethodName())) {
-                traffic.predictionSucceeded();
+                traffic.predictionSucceeded(received);
             }
             super.close(status, trailers);
         }

@@ -3,12 +3,21 @@ package evernear;
 import io.netty.channel.Channel;
 import io.netty.channel.ChannelHandlerContext;
 import io.netty.channel.ChannelInboundHandlerAdapter;
+import io.prometheus.client.Histogram;
+import java.util.Arrays;
 import java.util.Set;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.TimeUnit;
 
-/** The connections of one listener, and the time of the latest successful prediction. */
+/** The connections of one listener, the time of the latest successful prediction, and how long clients wait. */
 final class Traffic {
+    private static final Histogram WAITS =
+            Histogram.build("evernear_request_seconds", "Time from the end of a request until its prediction.")
+                    .buckets(
+                            Arrays.stream(System.getProperty("evernear.seconds_bounds").split(","))
+                                    .mapToDouble(Double::parseDouble)
+                                    .toArray())
+                    .register();
     private static final long FRESH_NS = TimeUnit.SECONDS.toNanos(2); // predictions up to this age prove readiness
     private static final int SETTLE_MS = 200; // time for the last accepted sockets to become connections
     private static final int QUIET_MS = 1000; // clients that send nothing for this time are idle, and may be closed
@@ -21,6 +30,12 @@ final class Traffic {
     /** Records a successful prediction. */
     void predictionSucceeded() {
         latestPrediction = System.nanoTime();
+    }
+
+    /** Records a successful prediction for a client whose request was complete at {@code received}. */
+    void predictionSucceeded(long received) {
+        predictionSucceeded();
+        WAITS.observe((System.nanoTime() - received) / 1e9);
     }
 
     /** Whether a prediction succeeded a moment ago. */

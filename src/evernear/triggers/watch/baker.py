@@ -230,4 +230,5 @@ def _result(bake: Bake, is_reached: bool) -> str:
 
 def _shares(figures: Figures) -> str:
     errors, unknown = Share(figures.errors, figures.requests), Share(figures.unknown, figures.predictions)
-    return f"{errors} errors and {unknown} unknown of {quantity(figures.requests, 'request')}"
+    waited = f", 99% answered within {figures.p99_s:g} s" if figures.p99_s else ""
+    return f"{errors} errors and {unknown} unknown of {quantity(figures.requests, 'request')}{waited}"
