@@ -42,7 +42,7 @@ BAR_VALUE = 128
 
 DECODE_BYTES_PER_PIXEL = 12
 """Peak memory for decoding. A progressive CMYK JPEG requires 8 bytes of coefficients
-and 4 bytes of pixels at the same time (measured by ``benchmarks/decode_limits.py``).
+and 4 bytes of pixels at the same time.
 """
 _BAND_PIXELS = 2**20
 _MIN_SPAN = 16

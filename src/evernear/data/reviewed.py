@@ -3,7 +3,7 @@
 In a review, people label queries for which the recognizer was uncertain. This selection
 biases a measurement. After five rounds of review, the accuracy of a release was 81.1%
 on test images that include images from review, 87.0% on the other test images, and
-87.5% on fresh images (``benchmarks/results/review_bias.md``). Images from review are
+87.5% on fresh images. Images from review are
 therefore only in the train and gallery splits. Images from review that an earlier
 version put into the test or query split are moved to the train split. No earlier
 release was trained on the moved images.

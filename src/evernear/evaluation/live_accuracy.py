@@ -13,8 +13,6 @@ end, such as a likelihood ratio test, needs more labels to detect the same loss.
 The limit is a quantile of the beta-binomial distribution. This distribution predicts
 the number of wrong predictions from the results on the test split, and thus accounts
 for the size of the test split.
-
-``benchmarks/live_accuracy.py`` measures coverage, power and the rate of false alarms.
 """
 
 from collections import defaultdict
