@@ -69,14 +69,23 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
         from evernear.data.near_duplicates import find_near_duplicates
         from evernear.data.shards import Dataset
         from evernear.data.validate import require_valid, validate_dataset
+        from evernear.evaluation.evidence import find_few_groups
         from evernear.release.champion import champion_labels
 
         data = Dataset.open(Path(dataset))
         known = champion_labels(record.store, data)
         running.report("comparing the test images with train and gallery")
         near_duplicates = find_near_duplicates(data, chosen.data.group)
-        from_scratch = not chosen.train.weights
-        result = validate_dataset(data, chosen.validation, known, chosen.classes, near_duplicates, from_scratch)
+        few = None if known else find_few_groups(data, chosen)
+        result = validate_dataset(
+            data,
+            chosen.validation,
+            known,
+            chosen.classes,
+            near_duplicates,
+            from_scratch=not chosen.train.weights,
+            few_groups=f"The gate will hold a first release. {few.sentence()}" if few else "",
+        )
         write_atomically(Path(report), result.markdown())
         record.save(validation=result)
         running.summary = result.summary()
@@ -269,6 +278,7 @@ def evaluate(
         from evernear.data.validate import Report, near_duplicates_found
         from evernear.embedding.export import describe_network, training_dataset
         from evernear.evaluation.evaluate import answered_by_nobody, evaluate_systems
+        from evernear.evaluation.evidence import few_groups
         from evernear.evaluation.example_collector import ExampleCollector
         from evernear.evaluation.in_parts import plan_answers, run_answers, systems_to_measure
         from evernear.evaluation.measure import observe_all
@@ -307,7 +317,9 @@ def evaluate(
         )
         replay, changed = replayer.replay(store, result, chosen.serving.max_pixels)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
-        changes = {"replay": replay, "near_duplicates": near, "training_warnings": described.training_warnings}
+        few = None if champion else few_groups(result.baselines, data, chosen.data, chosen.gate.significance)
+        changes = {"replay": replay, "near_duplicates": near, "few_groups": few}
+        changes |= {"training_warnings": described.training_warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))
         readable = champion and "champion" not in result.unreadable

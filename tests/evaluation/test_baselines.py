@@ -108,6 +108,7 @@ def rule(evaluation: Evaluation, settings: GateSettings, *counts: tuple[int, int
             accuracy=proportion(correct, 100, 0.95),
             comparison=PairedCounts(queries=100, regressions=regressions, improvements=improvements),
             p_perfect=mcnemar_worse(100 - correct, 0),
+            p_worst=mcnemar_worse(correct, 0),
             p_by_chance=0.0,
         )
         for number, (correct, regressions, improvements) in enumerate(counts)

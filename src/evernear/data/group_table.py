@@ -66,6 +66,11 @@ SELECT labels.name FROM images JOIN labels ON labels.id = images.label LEFT JOIN
 GROUP BY labels.name HAVING COUNT(DISTINCT COALESCE(groups.name, hex(digest))) < {FEWEST_GROUPS}
 """  # noqa: S608 - our own words
 
+_LABEL_COUNTS = """
+SELECT COALESCE(groups.name, hex(digest)) AS name, labels.name AS label, COUNT(*)
+FROM images JOIN labels ON labels.id = images.label LEFT JOIN groups USING (digest) GROUP BY 1, 2
+"""
+
 
 class LargeGroup(NamedTuple):
     """A group with ``images`` of all ``total`` images, in several classes. Its value
@@ -308,6 +313,18 @@ class PublishedGroups:
                 for digest, split in self._db.execute(query, tuple(page)):
                     given[digest].add(split)
         return 2 * sum(given[test] != given[seen] for test, seen in pairs) > len(pairs)
+
+    def label_counts(self) -> Iterator[tuple[str, str, int]]:
+        """Each group, each label in the group, and the number of images with it. An
+        image without a group counts as a separate group.
+        """
+        with sqlite_errors():
+            yield from self._db.execute(_LABEL_COUNTS)
+
+    def has_explicit_test_images(self) -> bool:
+        """Whether the source specifies the test images."""
+        with sqlite_errors():
+            return self._db.execute("SELECT 1 FROM files WHERE given = 'test' LIMIT 1").fetchone() is not None
 
     def all_files(self) -> Iterator[tuple[str, str]]:
         """The name and the label of every image file."""

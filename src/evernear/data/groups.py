@@ -11,6 +11,7 @@ queries (`evernear.data.sources.names.is_reviewed`) do not belong to any group.
 import posixpath
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -119,6 +120,17 @@ class GroupNumbers:
         before ``data.group`` was set, or if the source specifies the splits.
         """
         return self._ledger.queries_of_seen_groups() if self._divided else frozenset()
+
+    def label_counts(self) -> dict[str, dict[str, int]]:
+        """Number of images of the snapshot by group and label."""
+        counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for group, label, images in self._ledger.label_counts():
+            counts[group][label] = images
+        return counts
+
+    def has_explicit_test_images(self) -> bool:
+        """Whether the source specifies the test images."""
+        return self._ledger.has_explicit_test_images()
 
     def close(self) -> None:
         """Close the ledger."""

@@ -104,6 +104,7 @@ def validate_dataset(
     classes: ClassSettings = NO_CHANGES,
     near_duplicates: NearDuplicates | None = None,
     from_scratch: bool = False,
+    few_groups: str = "",
 ) -> Report:
     """Check a snapshot against all rules except rules that are set to ``off``. Findings
     do not raise exceptions.
@@ -112,6 +113,8 @@ def validate_dataset(
     images, the class counts as vanished, unless ``classes`` states that the class was
     removed or renamed on purpose. ``near_duplicates`` contains the near-duplicates in
     the snapshot. ``from_scratch`` states whether training starts from random weights.
+    ``few_groups`` is the sentence about a test split with too few groups for a first
+    release, if this is the case.
     """
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
@@ -127,6 +130,7 @@ def validate_dataset(
         *_reviewed(manifest, counts),
         *_near_duplicates(near_duplicates),
         *(_pretrained(manifest) if from_scratch else ()),
+        *([_finding("few_groups", few_groups, ["test"], 1)] if few_groups else ()),
     ]
     severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
     findings = [

@@ -41,8 +41,31 @@ class Baseline(Frozen):
     """Probability, if both systems were equally good, of at least as many improvements
     as a recognizer without errors would have.
     """
+    p_worst: float
+    """Probability, if both systems were equally good, of at least as many regressions
+    as a recognizer without correct answers would have.
+    """
     p_by_chance: float
     """See `evernear.evaluation.statistics.p_by_chance`."""
+    ignores_images: bool = False
+    """Whether the baseline predicts without looking at the image. A recognizer must be
+    better than such a baseline.
+    """
+
+    def is_undecided(self, level: float) -> bool:
+        """Whether the queries are too few to compare any recognizer with the baseline.
+
+        If the baseline makes too few errors to be beaten significantly, it is decisive
+        only if it could be significantly better than a recognizer, and reads the image.
+        """
+        return self.p_perfect > level and (self.p_worst > level or self.ignores_images)
+
+    @property
+    def is_sure_per_group(self) -> bool:
+        """Whether the baseline has errors in all groups, or correct answers in all
+        groups. A recognizer that is the opposite then wins or loses all groups.
+        """
+        return self.ignores_images or min(self.p_perfect, self.p_worst) < 0.5 ** ((self.comparison.groups or 0) - 0.5)
 
 
 def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, batch_size: int) -> tuple[Baseline, ...]:
@@ -56,7 +79,7 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
     split, the baseline uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
-    baselines = [_baseline("the most common class", most_common, outcomes, confidence)]
+    baselines = [_baseline("the most common class", most_common, outcomes, confidence, ignores_images=True)]
     if dataset.count("gallery"):
         in_gallery = dataset.manifest.label_counts("gallery")
         joining = {label: n for label, n in joining_gallery(dataset.manifest).items() if not in_gallery[label]}
@@ -73,14 +96,20 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
     return tuple(baselines)
 
 
-def _baseline(name: str, predictions: NDArray[np.integer], candidate: Outcomes, confidence: float) -> Baseline:
+def _baseline(
+    name: str, predictions: NDArray[np.integer], candidate: Outcomes, confidence: float, ignores_images: bool = False
+) -> Baseline:
     correct = predictions == candidate.labels
+    extremes = (Outcomes(np.full_like(correct, right), candidate.labels, candidate.groups) for right in (True, False))
+    perfect, worst = (paired_counts(outcomes, correct) for outcomes in extremes)
     return Baseline(
         name=name,
         accuracy=proportion(int(correct.sum()), len(correct), confidence),
         comparison=paired_counts(candidate, correct),
-        p_perfect=paired_counts(Outcomes(np.ones_like(correct), candidate.labels, candidate.groups), correct).p_better,
+        p_perfect=perfect.p_better,
+        p_worst=worst.p_worse,
         p_by_chance=p_by_chance(zip(candidate.labels.tolist(), predictions.tolist(), [1] * len(correct), strict=True)),
+        ignores_images=ignores_images,
     )
 
 

@@ -21,6 +21,7 @@ from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
+from evernear.evaluation.evidence import FewGroups
 from evernear.evaluation.leakage import count_leakage
 from evernear.evaluation.measure import NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
@@ -105,6 +106,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     comparison: Comparison | None
     open_set: OpenSet
     baselines: tuple[Baseline, ...] = ()
+    few_groups: FewGroups | None = None
+    """Set if the test split of a first release has too few groups."""
     leakage: dict[str, int]
     """For each split from which the candidate was built, the number of test images in
     it. See `count_leakage`.

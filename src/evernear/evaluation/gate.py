@@ -73,7 +73,6 @@ First release (`beats_baselines`)
 from collections.abc import Iterator
 
 from evernear.common.output import quantity
-from evernear.evaluation.baselines import Baseline
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate_anchor import (
     Anchor,
@@ -83,11 +82,11 @@ from evernear.evaluation.gate_anchor import (
     levels,
     smallest_detectable_loss,
 )
+from evernear.evaluation.gate_baselines import beats_baselines_rule
 from evernear.evaluation.gate_classes import class_recall_drop_rule, class_recall_floor_rule, classes_kept_rule
 from evernear.evaluation.gate_unknown import false_reject_rule
 from evernear.evaluation.measure import Measurement
 from evernear.evaluation.replay import replay_rule
-from evernear.evaluation.statistics import p_by_chance
 from evernear.evaluation.verdict import Rule, System, Verdict, floor_setting
 from evernear.settings import GateSettings
 
@@ -99,14 +98,16 @@ def decide(evaluation: Evaluation, settings: GateSettings) -> Verdict:
     loss = _detectable_loss(evaluation, anchor, settings) if anchor else None
     sensitivity = [detectable_loss_rule(loss, settings)] if loss else []
     is_caution = loss is not None and loss > settings.max_undetected_loss
+    rules = [*_rules(evaluation, anchor, settings), *sensitivity]
+    unproven = [rule.reason for rule in rules if rule.name == "beats_baselines" and not rule.could_fail]
     return Verdict.of(
-        [*_rules(evaluation, anchor, settings), *sensitivity],
+        rules,
         candidate=_system(evaluation.candidate),
         champion=_system(champion) if champion else None,
         dataset_digest=evaluation.candidate.dataset_digest,
         anchor=anchor.choice if anchor else None,
         detectable_loss=loss,
-        caution=sensitivity[0].reason if is_caution else "",
+        caution=sensitivity[0].reason if is_caution else " ".join(unproven),
     )
 
 
@@ -128,7 +129,7 @@ def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings
     yield _parity(candidate, settings)
     yield _test_images_unseen(evaluation)
     if evaluation.champion is None or anchor is None:
-        yield _beats_baselines(evaluation, settings)
+        yield beats_baselines_rule(evaluation, settings)
     else:
         yield _same_test_set(evaluation, evaluation.champion, settings)
         yield _same_queries(evaluation, evaluation.champion)
@@ -153,69 +154,6 @@ def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
         bound=floor,
         reason=f"{reason}.",
         setting="" if passed else floor_setting("gate.accuracy_floor", accuracy.value),
-    )
-
-
-def _beats_baselines(evaluation: Evaluation, settings: GateSettings) -> Rule:
-    name, baselines = "beats_baselines", evaluation.baselines
-    if not baselines:
-        return Rule(name=name, passed=False, reason="The trivial baselines were not measured.")
-    # If no candidate could be significantly better than a baseline, the baseline must
-    # merely not be significantly better than the candidate.
-    missed = [each for each in baselines if not _is_beaten(each, settings.significance)]
-    strongest = max(baselines, key=lambda baseline: baseline.accuracy.value)
-    shown = missed or baselines
-    figures = " and ".join(f"{each.name} ({each.accuracy.value:.2%}, {_p_of(each)})" for each in shown)
-    reason = (
-        f"The store has no champion yet: accuracy {evaluation.candidate.accuracy.value:.2%} is "
-        f"{'not ' if missed else ''}significantly better than {figures}, at level {settings.significance:g}."
-    )
-    if missed:
-        reason += _diagnosis(evaluation, settings.significance)
-    return Rule(
-        name=name,
-        passed=not missed or not settings.beat_baseline,
-        candidate=evaluation.candidate.accuracy.value,
-        bound=strongest.accuracy.value,
-        reason=reason,
-        setting="gate.beat_baseline=false" if missed else "",
-    )
-
-
-def _is_beaten(baseline: Baseline, level: float) -> bool:
-    pairs = baseline.comparison
-    if baseline.p_perfect > level:
-        return pairs.p_worse > level
-    return pairs.p_better <= level
-
-
-def _p_of(baseline: Baseline) -> str:
-    pairs = baseline.comparison
-    return f"{pairs.changes()}, {pairs.p_in_words(pairs.p_better)}"
-
-
-def _diagnosis(evaluation: Evaluation, level: float) -> str:
-    """The likely cause if the predictions are no better than chance.
-
-    The text is empty if the predictions are better than chance, or if there are too few
-    images to decide. The baseline that finds the nearest image by pixels needs no
-    training and is nearly always better than chance. If this baseline is better than
-    chance, the labels match the images, so the training has failed.
-    """
-    candidate = evaluation.candidate
-    chance = candidate.most_common_class_proportion
-    is_informed = p_by_chance(candidate.confusions) <= level
-    if is_informed or candidate.accuracy.high >= (1 + chance) / 2:
-        return ""
-    if any(baseline.p_by_chance <= level for baseline in evaluation.baselines):
-        return (
-            " Predictions are unrelated to the labels, although the nearest image by pixels is better than chance: the "
-            "training failed."
-        )
-    return (
-        " Predictions are unrelated to the labels, and so is the nearest image by pixels: the labels do not match the "
-        "images, as if they were shuffled, or there are too few images to learn from; look at some of them, add more, "
-        "or start from a pretrained backbone (train.weights)."
     )
 
 

@@ -7,6 +7,7 @@ from typing import Self
 
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
+from evernear.common.output import named
 from evernear.errors import IntegrityError
 
 
@@ -22,10 +23,19 @@ class Rule(Frozen):
     champion: float | None = None
     bound: float | None = None
     reason: str
+    could_fail: bool = True
+    """Whether the rule could have failed on this data. Otherwise, it says that the data
+    is too little to tell.
+    """
     setting: str = ""
     """The setting ``key=value`` with which a failed rule would pass, or an empty string
     if no setting should make the rule pass.
     """
+
+    @property
+    def result(self) -> str:
+        """The result in words."""
+        return ("passed" if self.passed else "failed") if self.could_fail else "too few to tell"
 
 
 class System(Frozen):
@@ -60,7 +70,9 @@ class Verdict(Frozen):
     remedy = "run the gate step again"
     promote: bool
     reasons: list[str]
-    """Reasons of the failed rules, or of all rules if no rule failed."""
+    """Reasons of the failed rules, or of all rules if no rule failed. The rules that
+    could not fail on this data come first.
+    """
     rules: list[Rule]
     candidate: System
     champion: System | None
@@ -93,9 +105,10 @@ class Verdict(Frozen):
         """
         rules = list(rules)
         promote = _all_passed(rules)
+        by_weight = sorted(rules, key=lambda rule: rule.could_fail)
         verdict = Verdict(
             promote=promote,
-            reasons=[rule.reason for rule in rules if promote or not rule.passed],
+            reasons=[rule.reason for rule in by_weight if promote or not rule.passed],
             rules=rules,
             candidate=candidate,
             champion=champion,
@@ -112,6 +125,9 @@ class Verdict(Frozen):
         their reasons.
         """
         failed = [rule.name for rule in self.rules if not rule.passed]
+        vacuous = [rule.name for rule in self.rules if not rule.could_fail]
+        if self.promote and vacuous:
+            return f"promote: too few images to tell for {named(vacuous)}, the other rules passed"
         if self.promote:
             return f"promote: all {len(self.rules)} rules passed"
         return f"hold: {len(failed)} of {len(self.rules)} rules failed ({', '.join(failed)})"

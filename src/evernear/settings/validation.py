@@ -40,8 +40,8 @@ class ValidationSettings(Section):
     split_group: Severity = Field(default="warn", description="A group of data.group has images in several splits.")
     few_groups: Severity = Field(
         default="warn",
-        description="A class has fewer than three groups of data.group, or one group has a large share of the images of"
-        " several classes.",
+        description="A class has fewer than three groups of data.group, one group has a large share of the images of"
+        " several classes, or the test split has too few groups to compare a first release with trivial baselines.",
     )
     ungrouped: Severity = Field(default="warn", description="data.group finds no group in the name of an image.")
     conflicting_labels: Severity = Field(

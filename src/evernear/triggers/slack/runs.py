@@ -312,7 +312,7 @@ def _table(rules: Sequence[Rule]) -> str:
             _number(rule.candidate),
             _number(rule.champion),
             _number(rule.bound),
-            "" if rule.passed else "broken",
+            ("" if rule.passed else "broken") if rule.could_fail else "too few to tell",
         )
         for rule in rules
     ]
