@@ -75,6 +75,63 @@ def test_csv_of_spreadsheets_is_read(tree, encoding, delimiter) -> None:
     assert {entry.label for entry in entries} == {"käse 1", "käse 2", "käse 10"}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "label, path\nant, 1/000.png\nbee, 1/003.png\n",
+        'label, path\n"ant", "1/000.png"\n"bee",  "1/003.png"\n',
+        "label ,path\nant ,1/000.png \nbee\t,1/003.png\u00a0\n",
+        "sep=;\nlabel;path\nant;1/000.png\nbee;1/003.png\n",
+        '"sep=|"\r\nlabel|path\r\nant|1/000.png\r\nbee|1/003.png\r\n',
+        "SEP=\t\nlabel\tpath\nant\t1/000.png\nbee\t1/003.png\n",
+        "sep=;;;\nlabel;path;\nant;1/000.png;\nbee;1/003.png;\n",
+        "label,path,,\nant,1/000.png,,\nbee,1/003.png\n,,,\n , ,,\n",
+        "label,path,split,group\nant,1/000.png,,\nbee,1/003.png\n",
+        ",,\n\nlabel,path,\nant,1/000.png,\nbee,1/003.png,\n",
+        "\ufeff\ufeffLABEL,\u200bPath\u00a0\nant,1/000.png\nbee,\u200b1/003.png\n",
+        "label,path\rant,1/000.png\rbee,1/003.png\r",
+        'label,path\n="ant",./1/000.png\n"=""bee""",1//003.png\n',
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be"])
+def test_whatever_spreadsheets_write_is_read(tree, text: str, encoding: str) -> None:
+    (tree / "labels.csv").write_bytes(text.encode(encoding))
+    entries = list(Table(str(tree / "labels.csv"), DataSettings()).entries())
+    assert [(entry.name, entry.label) for entry in entries] == [("1/000.png", "ant"), ("1/003.png", "bee")]
+
+
+@pytest.mark.parametrize(
+    ("written", "file", "shown"),
+    [
+        ("1/caf\u00e9.png", "1/cafe\u0301.png", r"'1/caf\\xe9\.png' (the file there is '1/cafe\\u0301\.png')"),
+        ("1/cafe\u0301.png", "1/caf\u00e9.png", r"'1/cafe\\u0301\.png' (the file there is '1/caf\\xe9\.png')"),
+        ("1/a b.png", "1/a\u00a0b.png", r"'1/a b\.png' (the file there is '1/a\\xa0b\.png')"),
+        ("1/a\u200bb.png", "1/ab.png", r"'1/a\\u200bb\.png' (the file there is '1/ab\.png')"),
+        ("1/ab.png", "1/ab.png ", r"'1/ab\.png' (the file there is '1/ab\.png ')"),
+        ("Caf\u00e9/A.PNG", "cafe\u0301/a.png", r"'Caf\\xe9/A\.PNG' (the file there is 'cafe\\u0301/a\.png')"),
+        (r"x\y.png", "x/y.png", r"'x\\\\y\.png' (the file there is 'x/y\.png')"),
+    ],
+)
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_difference_from_a_file_that_nobody_sees_is_shown(
+    tree, table, run_ingest, bucket, written: str, file: str, shown: str, in_bucket: bool
+) -> None:
+    text = f"path,label\n1/000.png,a\n{written},b\n"
+    if in_bucket:
+        if not file.startswith("1/"):
+            pytest.skip("the listing of a bucket is searched in the folder of the path")
+        store = open_store(f"s3://{bucket}/images")
+        for key, data in (("1/000.png", b"1"), (file, b"2"), ("labels.csv", text.encode())):
+            store.put(key, data)
+        source = f"table:s3://{bucket}/images/labels.csv"
+    else:
+        (tree / file).parent.mkdir(exist_ok=True)
+        (tree / "1/000.png").rename(tree / file)
+        source = table(text.replace("1/000.png", "1/003.png"))
+    with pytest.raises(DataError, match=shown.replace("(", r"\(").replace(")", r"\)")):
+        run_ingest(source)
+
+
 def test_table_in_a_bucket_and_objects_of_any_bucket(tree, run_ingest, bucket: str) -> None:
     store = open_store(f"s3://{bucket}/some/images")
     for path in tree.rglob("*.png"):
