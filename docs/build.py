@@ -52,6 +52,7 @@ LINK = re.compile(
 )
 """A link, or code, which may resemble one."""
 PICTURE = re.compile(r"!\[(?:png|jpeg)\]\((\S+)\)")
+DECISION_WORDS = 300
 SEARCHED_FOLDERS = (".github", "benchmarks", "components", "deploy", "docs", "notebooks", "pipelines", "src", "tests")
 SEARCHED_NAMES = re.compile(r"Makefile|Dockerfile.*|.*\.(?:md|py|pyi|sh|toml|ya?ml)(?<!_pb2\.py)")
 """Files whose text `check_wrapping` searches, without generated ones."""
@@ -98,7 +99,7 @@ def stage(directory: Path) -> None:
 
     Raises:
         DataError: a link leads to a file that does not exist,
-            or the index of the decisions lacks a record.
+            or a decision is too long, misnumbered or not in the index.
     """
     pages = all_pages()
     for assets in ("images", "stylesheets"):
@@ -110,7 +111,7 @@ def stage(directory: Path) -> None:
         path.write_text(rewrite_links(source, text, pages))
         for name, picture in pictures.items():
             path.with_name(name).write_bytes(picture)
-    check_index_of_decisions(DOCS / "decisions")
+    check_decisions(DOCS / "decisions")
     (directory / "settings.md").write_text(settings_page())
 
 
@@ -172,18 +173,24 @@ def _target(source: Path, target: str, pages: dict[Path, str], location: str) ->
     return None
 
 
-def check_index_of_decisions(folder: Path) -> None:
-    """Compare the records in ``folder`` with its index, ``README.md``.
+def check_decisions(folder: Path) -> None:
+    """Check that the records in ``folder`` are short, consecutive, and in its index,
+    ``README.md``.
 
     Raises:
-        DataError: the index lacks a record, or states another title.
+        DataError: a record is not.
     """
     index = (folder / "README.md").read_text()
-    for record in sorted(folder.glob("[0-9]*.md")):
-        number, _, title = record.read_text().splitlines()[0].removeprefix("# ").partition(". ")
+    for expected, record in enumerate(sorted(folder.glob("[0-9]*.md")), 1):
+        text = record.read_text()
+        number, _, title = text.splitlines()[0].removeprefix("# ").partition(". ")
+        if not number == str(expected) == record.name.partition("-")[0].lstrip("0"):
+            raise DataError(f"{record.name} is record {expected}; number its file and its title so.")
+        if (words := len(text.split())) > DECISION_WORDS:
+            raise DataError(f"{record.name} has {words} words; shorten it to {DECISION_WORDS}.")
         row = f"| {number} | [{title}]({record.name}) |"
         if row not in index:
-            raise DataError(f"docs/decisions/README.md does not list {record.name}; add the row: {row} accepted |")
+            raise DataError(f"docs/decisions/README.md does not list {record.name}; add the row: {row}")
 
 
 def build(work: Path) -> None:

@@ -1,6 +1,6 @@
 """Kubernetes settings of the tasks: Secrets, scratch space, resources, timeouts and retries.
 
-How KFP 2.17 compiles them, and its limits: docs/decisions/0016-reindex-and-retries.md.
+How KFP 2.17 compiles them, and its limits: docs/decisions/0015-a-run-starts-once.md.
 """
 
 from collections.abc import Iterable

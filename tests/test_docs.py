@@ -55,13 +55,20 @@ def test_links_fit_the_site(page: Path, link: str, rewritten_link: str) -> None:
     assert rewritten(page, f"[text]({link})") == f"[text]({rewritten_link})"
 
 
-def test_the_index_lists_every_decision(page: Path) -> None:
+def test_decisions_are_short_consecutive_and_in_the_index(page: Path) -> None:
     folder = page.parent / "decisions"
-    (folder / "0007-gate.md").write_text("# 7. The gate\n")
-    with pytest.raises(DataError, match=r"add the row: \| 7 \| \[The gate\]\(0007-gate.md\) \| accepted"):
-        build.check_index_of_decisions(folder)
-    (folder / "README.md").write_text("| 7 | [The gate](0007-gate.md) | accepted |\n")
-    build.check_index_of_decisions(folder)
+    (folder / "0001-gate.md").write_text("# 1. The gate\n")
+    with pytest.raises(DataError, match=r"add the row: \| 1 \| \[The gate\]\(0001-gate.md\) \|"):
+        build.check_decisions(folder)
+    (folder / "README.md").write_text("| 1 | [The gate](0001-gate.md) |\n| 3 | [Pixels](0003-pixels.md) |\n")
+    build.check_decisions(folder)
+    (folder / "0003-pixels.md").write_text("# 3. Pixels\n")
+    with pytest.raises(DataError, match=r"0003-pixels\.md is record 2"):
+        build.check_decisions(folder)
+    (folder / "0003-pixels.md").unlink()
+    (folder / "0001-gate.md").write_text("# 1. The gate\n" + "word " * 297)
+    with pytest.raises(DataError, match=r"0001-gate\.md has 301 words"):
+        build.check_decisions(folder)
 
 
 def test_links_of_the_readme_lead_to_pages(page: Path) -> None:

@@ -1,7 +1,7 @@
 """The gallery of an index. In the order of the index's rows, the gallery contains the
 images in the gallery split, then the train images that join the gallery.
 
-See docs/decisions/0002-splits-and-gallery.md and 0078-neighbors-as-pictures.md.
+See docs/decisions/0002-splits-and-gallery.md and 0016-reindex.md.
 """
 
 from collections import Counter

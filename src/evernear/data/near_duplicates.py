@@ -5,7 +5,7 @@ Two images are near-duplicates if the correlation of their 16 x 16 gray pixels i
 least `CORRELATION`. This comparison ignores shifts by one pixel, differences in
 brightness, and JPEG noise. Simple images can look alike without showing the same scene.
 A share of up to `MAX_SHARE` is therefore not considered a leak. See
-docs/decisions/0068-groups.md for the measurement.
+docs/decisions/0026-groups.md for the measurement.
 """
 
 import base64

@@ -50,7 +50,7 @@ comparison is a one-sided test at the 5% significance level.
 HEAD_SHARE = 0.5
 """Share of a trained head in the similarity of two embeddings. The rest is the
 similarity of the whitened features. On four sets of photographs, half of each is more
-accurate than a head alone (docs/decisions/0075-a-head-on-frozen-features.md).
+accurate than a head alone (docs/decisions/0030-pretrained-weights.md).
 """
 OnHeadStep = Callable[[int, int], None]
 """Called after each training step with the number of completed steps and the total
@@ -233,7 +233,7 @@ def compare(
     features (McNemar 1947, "Note on the sampling error of the difference between
     correlated proportions or percentages"). On a small gallery, a difference of a few
     images is luck. On most photographs, the head is better than whitened features
-    (docs/decisions/0075-a-head-on-frozen-features.md). Without augmented views, the
+    (docs/decisions/0030-pretrained-weights.md). Without augmented views, the
     head is usually worse than whitened features, and is used only if it is
     significantly better.
     """

@@ -37,7 +37,7 @@ TOTAL_DECAY = 1.8
 With decoupled weight decay, weights are a moving average of the updates. This default
 makes the length of the average the same fraction of every training run (Wang and
 Aitchison 2024, "How to set AdamW's weight decay as you scale model and dataset size",
-arXiv:2405.13698). docs/decisions/measurements/training.md has the measurements.
+arXiv:2405.13698). See docs/decisions/0018-training.md.
 """
 FIRST_SIZE = 5 / 6
 """Size of the training images in the first epochs of fine-tuning,

@@ -28,7 +28,7 @@ def prepare_epoch(module: nn.Module, size_factor: float, fixed_statistics: bool)
     If ``fixed_statistics`` is set, batch normalization uses the pretraining statistics,
     to which the head was fitted. The statistics of small batches at other image sizes
     differ so much from the pretraining statistics that most images would be
-    misclassified before the first step (docs/decisions/0076-training-within-a-time.md).
+    misclassified before the first step (docs/decisions/0030-pretrained-weights.md).
     Frozen stages always use the pretraining statistics.
     """
     for part in module.modules():

@@ -22,7 +22,7 @@ from evernear.evaluation.statistics import deviations
 PRIOR_DEVIATION = 0.8
 """Prior value for the standard deviation, between classes, of a figure's log-odds. On
 three sets of photographs, the measured deviation was 0.6 to 0.9 for the AUROC
-(docs/decisions/0077-an-honest-unknown.md).
+(docs/decisions/0008-unknown-images.md).
 """
 PRIOR_DEGREES = 4
 """Weight given to `PRIOR_DEVIATION`, in degrees of freedom."""

@@ -32,7 +32,7 @@ Sensitivity (`detectable_loss`)
     watcher starts use this setting.
 
 The shares, the budget and the bound were chosen by simulation
-(docs/decisions/0069-the-anchor.md).
+(docs/decisions/0027-the-anchor.md).
 """
 
 import math

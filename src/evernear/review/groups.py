@@ -10,7 +10,7 @@ The groups come from agglomerative clustering with average linkage. Two groups a
 merged if the mean distance between their images is at most the release's
 ``group_distance``. A class that the network was not trained on has a larger spread than
 trained classes, so its images may be in several groups. See
-docs/decisions/0078-neighbors-as-pictures.md.
+docs/decisions/0031-the-console.md.
 """
 
 from collections import defaultdict

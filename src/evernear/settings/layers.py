@@ -3,7 +3,7 @@ settings.
 
 The first run in a working directory writes the settings on its command line
 (``--source``, ``--preset``, ``--config``, ``--set``) to ``WORKDIR/evernear.toml``. All
-later commands read this file. Decision 25 in ``docs/decisions`` states the reasons.
+later commands read this file. Decision 3 in ``docs/decisions`` states the reasons.
 """
 
 import json
