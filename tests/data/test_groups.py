@@ -51,10 +51,6 @@ def test_group_comes_from_the_name(setting: str, name: str, group: str):
         ("(scene", "neither folder or stem or column nor a regular expression"),
         (r"scene-\d+", "no parentheses"),
         (r"(?:a)b", "no parentheses"),
-        (r"((\w+)+)-", "repeat or a choice"),
-        (r"(a|aa)+$", "repeat or a choice"),
-        (r"((?:\d*)*)x", "repeat or a choice"),
-        (r"(.*.*.*.*.*.*)x", "more than 5 repeats"),
     ],
 )
 def test_unusable_pattern_is_refused_in_a_sentence(setting: str, sentence: str):
