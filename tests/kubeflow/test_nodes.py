@@ -115,7 +115,7 @@ def test_several_nodes_need_a_source_in_a_bucket(source: str, location: str) -> 
 
 @pytest.mark.parametrize(
     "source",
-    ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images", "inventory:s3://reports/images/all"],
+    ["s3://images", "table:s3://images/table.csv", "webdataset:s3://images"],
 )
 def test_source_in_a_bucket_may_use_several_nodes(source: str) -> None:
     for nodes in (2, "auto"):

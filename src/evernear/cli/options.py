@@ -40,7 +40,7 @@ SourceOption = Annotated[
     typer.Option(
         "--source",
         help="digits | mnist | mnist:DIR | folder:DIR | s3://bucket/prefix | table:FILE | webdataset:DIR |"
-        " huggingface:DIR | inventory:s3://...",
+        " huggingface:DIR",
     ),
 ]
 RetireOption = Annotated[

@@ -26,9 +26,7 @@ class DataSettings(Section):
         default="digits",
         description="digits | mnist | mnist:DIRECTORY | folder:DIRECTORY | s3://bucket/prefix | table:FILE, a CSV or"
         " Parquet file with the columns path and label, and optionally split and group | webdataset:DIRECTORY of tars"
-        " | huggingface:DIRECTORY of Parquet or Arrow files with images; FILE and DIRECTORY may be s3:// URIs"
-        " | inventory:s3://bucket/prefix, the folder of the reports of S3 Inventory about a bucket of images; #PREFIX"
-        " at its end selects a part of that bucket",
+        " | huggingface:DIRECTORY of Parquet or Arrow files with images; FILE and DIRECTORY may be s3:// URIs",
     )
     dataset: str = Field(default="", description="Name of the dataset in the store; if empty, derived from the source.")
     moved_from: str = Field(

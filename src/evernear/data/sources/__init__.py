@@ -7,7 +7,6 @@ from pathlib import Path, PurePosixPath
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource, NameSample
 from evernear.data.sources.digits import Digits
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder, dataset_name
-from evernear.data.sources.inventory import Inventory, inventory_name
 from evernear.data.sources.mnist import Mnist, download_mnist
 from evernear.data.sources.table import Table
 from evernear.data.sources.webdataset import WebDataset
@@ -25,8 +24,6 @@ def name_of(source: str) -> str:
     if kind in ("webdataset", "huggingface"):
         is_bucket = location.startswith("s3://")
         return dataset_name(location.removeprefix("s3://") if is_bucket else Path(location).name)
-    if kind == "inventory":
-        return inventory_name(location)
     if kind == "folder":
         return dataset_name(Path(location).name)
     return dataset_name(location) if kind == "s3" else kind
@@ -57,13 +54,10 @@ def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource |
             from evernear.data.sources.huggingface import HuggingFace  # needs pyarrow
 
             return HuggingFace(location, settings)
-        case "inventory", _, location if location:
-            return Inventory(location, settings)
         case "s3", _, path if path.startswith("//") and path.strip("/"):
             return Bucket(source, settings)
         case _:
             raise SettingsError(
                 f"Unknown source {source!r}; known: digits, mnist, mnist:DIRECTORY, folder:DIRECTORY,"
-                " s3://bucket/prefix, table:FILE,"
-                " webdataset:DIRECTORY, huggingface:DIRECTORY, inventory:s3://bucket/prefix."
+                " s3://bucket/prefix, table:FILE, webdataset:DIRECTORY, huggingface:DIRECTORY."
             )

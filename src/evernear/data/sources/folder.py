@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from evernear.common.class_names import class_name, spelled
 from evernear.common.disk import disk_errors
-from evernear.common.store import ObjectInfo, open_store
+from evernear.common.store import open_store
 from evernear.data.image_file import IMAGE_SUFFIXES, SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
@@ -242,7 +242,7 @@ class Bucket(_ClassFolders):
         self._set_layout(dict.fromkeys(folders, Contents()) | self._read_contents(read, self._contents))
         hidden: set[str] = set()
         litter: set[str] = set()
-        for info in self._objects():
+        for info in self._store.list(""):
             folder, _, file = info.key.rpartition("/")
             meaning = self._meaning_of(folder)
             if skipped := meaning.skipped or (info.key if is_skipped(file) else ""):
@@ -266,10 +266,6 @@ class Bucket(_ClassFolders):
     def read(self, name: str) -> bytes:
         """The content of a file."""
         return self._get(name)
-
-    def _objects(self) -> Iterator[ObjectInfo]:
-        """The objects under the prefix in a bucket, sorted by key."""
-        return self._store.list("")
 
     @cached_property
     def _get(self) -> Callable[[str], bytes]:
