@@ -14,15 +14,8 @@ from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.settings.group import COLUMN
 
-CANDIDATES = (
-    "stem",
-    "folder",
-    r"([^/]*\d{8}.?\d{4})\d\d",  # the minute in the name of a photograph that is named after its time
-    r"([^/]*?)\d+\D+\d+\D*$",  # before the last two numbers
-    r"\d+\D+(\d[^/]*)\.\w+$",  # after the first of the last two numbers
-    r"([^/]*\d)\d\.\w+$",  # ten successive numbers, as cameras count
-    r"([^/]*\d)\d\d\.\w+$",  # a hundred successive numbers
-)
+CANDIDATES = ("stem", "folder", r"([^/]*\d)\d\.\w+$")
+"""The last one finds ten successive numbers, as cameras count."""
 _ENOUGH = 0.8
 """Share of the pairs beyond which a pattern with more groups is better."""
 _MAX_LEFT = 0.2
