@@ -148,15 +148,15 @@ def test_findings_about_files_that_are_left_out_do_not_stop_a_run(tree, run_inge
     report = validate_dataset(Dataset(manifest, open_store(manifest.store_uri)), ValidationSettings())
     assert [(finding.rule, finding.severity, finding.message) for finding in report.findings] == [
         ("no_class", "warn", "1 image is in no class folder and was left out; move loose.png."),
-        ("not_an_image", "info", "1 file is not an image and was left out: 1/0.json."),
+        ("not_an_image", "info", "1 file is not an image of a class and was left out: 1/0.json."),
         (
             "litter",
             "info",
-            "1 file or folder is hidden or left behind by a system, and was left out: 1/.DS_Store.",
+            "1 file or folder is hidden or left behind by a program, and was left out: 1/.DS_Store.",
         ),
     ]
     require_valid(report)
-    assert "- 1/0.json is not an image." in report.markdown()
+    assert "- 1/0.json is not an image of a class." in report.markdown()
 
 
 def test_huge_file_of_another_kind_is_not_read(tree, run_ingest) -> None:

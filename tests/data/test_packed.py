@@ -256,14 +256,19 @@ def test_groups_that_are_not_used_are_said(tmp_path, images) -> None:
     ]
 
 
-def test_values_that_are_no_group_are_ignored(tmp_path, images, run_ingest) -> None:
+def test_values_that_are_no_group_stop_the_ingest_if_groups_are_used(tmp_path, images, run_ingest) -> None:
     parquet(tmp_path / "hf" / "a.parquet", list(images), list(labels_of(images)), groups=[{"id": 1}] * 120)
     rows = (json.dumps({"label": label, "group": {"id": 1}}).encode() for label in labels_of(images))
     pairs = enumerate(zip(images, rows, strict=True))
     tar(tmp_path / "wds" / "a.tar", [m for n, (i, row) in pairs for m in ((f"{n}.png", i), (f"{n}.json", row))])
-    for source in (f"huggingface:{tmp_path / 'hf'}", f"webdataset:{tmp_path / 'wds'}"):
-        with pytest.raises(DataError, match=r"data\.group=column finds a group in none of the names"):
+    for kind, message in (
+        ("hf", r"The column group in row 0 of a\.parquet contains {'id': 1}, .* \(its type is struct<id: int64>\)"),
+        ("wds", r"The field group of a\.tar/0\.json contains {'id': 1}, .* \(its type is object\)"),
+    ):
+        source = f"{'huggingface' if kind == 'hf' else 'webdataset'}:{tmp_path / kind}"
+        with pytest.raises(DataError, match=message):
             run_ingest(source, group="column")
+        assert run_ingest(source).groups == 0
 
 
 def test_reread_lists_an_unchanged_file_again(tmp_path, images, run_ingest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +316,7 @@ def test_webdataset_metadata_and_litter(tmp_path, images, run_ingest) -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("0.jpg", b"x")], r"The sample 0 of a\.tar has no label: add 0\.cls"),
+        ([("0.jpg", b"x")], r"The sample 0 of a\.tar has the images 0\.jpg and no label: add 0\.cls"),
         ([("0.jpg", b"x"), ("0.cls", b"\xff")], r"a\.tar/0\.cls is not UTF-8"),
         ([("0.jpg", b"x"), ("0.json", b"{")], r"a\.tar/0\.json is not JSON"),
         ([("0.jpg", b"x"), ("0.cls", b"1"), ("0.jpg", b"y")], r"contains two images called 0\.jpg"),

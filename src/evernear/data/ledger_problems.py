@@ -24,7 +24,7 @@ _FLAWS = {
 _SIZE = "'has ' || width || ' x ' || height || ' pixels'"
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 _NOTES = {
-    "not_an_image": "is not an image",
+    "not_an_image": "is not an image of a class",
     "litter": "is hidden, or left behind by a system or program",
     "no_class": "is in no class folder",
     "merged_folders": "are one class",

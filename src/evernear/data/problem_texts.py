@@ -56,10 +56,14 @@ PROBLEMS = {
         "images are in no class folder and were left out",
         "; move",
     ),
-    "not_an_image": ("file is not an image and was left out", "files are not images and were left out", ":"),
+    "not_an_image": (
+        "file is not an image of a class and was left out",
+        "files are not images of a class and were left out",
+        ":",
+    ),
     "litter": (
-        "file or folder is hidden or left behind by a system, and was left out",
-        "files or folders are hidden or left behind by a system, and were left out",
+        "file or folder is hidden or left behind by a program, and was left out",
+        "files or folders are hidden or left behind by a program, and were left out",
         ":",
     ),
     "nested_folder": (
@@ -78,8 +82,8 @@ PROBLEMS = {
         ":",
     ),
     "no_label": (
-        "row of the table has no label and was left out",
-        "rows of the table have no label and were left out",
+        "image has no label and was left out",
+        "images have no label and were left out",
         "; complete",
     ),
     "duplicate_row": ("row of the table repeats another", "rows of the table repeat others", ":"),

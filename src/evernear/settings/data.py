@@ -58,7 +58,8 @@ class DataSettings(Section):
         "is a class.",
     )
     split_folders: dict[str, Literal["train", "test", "gallery", "query", "none"]] = Field(
-        default={}, description="The split of folders whose names do not say it; none: leave the folder out."
+        default={},
+        description="The split of folders and of packed files whose names do not say it; none: leave them out.",
     )
     group: str = Field(
         default="",

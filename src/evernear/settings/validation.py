@@ -71,7 +71,8 @@ class ValidationSettings(Section):
     no_class: Severity = Field(default="warn", description="An image is in no class folder; it is left out.")
     not_an_image: Severity = Field(
         default="info",
-        description="A file has neither the suffix nor the content of an image; it is left out.",
+        description="A file has neither the suffix nor the content of an image, or a sample of a WebDataset has another"
+        " image; it is left out.",
     )
     litter: Severity = Field(
         default="info",
@@ -81,7 +82,9 @@ class ValidationSettings(Section):
     merged_folders: Severity = Field(
         default="info", description="Folders or labels are one class, because their names look the same."
     )
-    no_label: Severity = Field(default="warn", description="A row of a table has no label; its image is left out.")
+    no_label: Severity = Field(
+        default="warn", description="A row of a table or an image in a packed file has no label; it is left out."
+    )
     duplicate_row: Severity = Field(default="info", description="A row of a table repeats another.")
     similar_classes: Severity = Field(
         default="warn", description="Names of classes differ only in case, width or characters that nobody sees."

@@ -2,31 +2,25 @@
 ``save_to_disk``. One column contains the images.
 """
 
-import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import repeat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from evernear.common.disk import disk_errors
+from evernear.data.sources.arrow_file import ArrowFile, class_names, open_arrow_file
 from evernear.data.sources.base import FileEntry
-from evernear.data.sources.packed import Member, PackedFiles
-from evernear.data.sources.table_file import cell_text
+from evernear.data.sources.hub_files import require_one_configuration, stray_files
+from evernear.data.sources.packed import Member, PackedFile, PackedFiles, split_word
 from evernear.errors import DataError
+from evernear.settings.group import COLUMN
 
 _BATCH_ROWS = 32
-_LABEL_ROWS = 4096
 
 
 class _Columns(NamedTuple):
     image: str
     label: str
-    names: Sequence[str] | None
-    """The names of the classes, if the labels are class numbers."""
     group: str | None
 
 
@@ -39,22 +33,25 @@ class HuggingFace(PackedFiles):
     suffixes = (".parquet", ".arrow")
     kind = "Parquet or Arrow files"
 
+    def _strays(self, names: Sequence[str]) -> set[str]:
+        return stray_files(names, self._small_file)
+
+    def _require_one_dataset(self, files: Sequence[PackedFile], names: Sequence[str]) -> None:
+        readme = self._small_file("README.md") if "README.md" in names else b""
+        require_one_configuration(f"huggingface:{self._location}", [file.name for file in files], readme)
+
     def _members(self, path: Path, file: str) -> Iterator[Member]:
-        row = 0
-        with _opened(path, file) as table:
-            columns = _columns(table.schema, file)
-            names = [columns.label, *([columns.group] if columns.group else ())]
-            for batch in table.batches(names, _LABEL_ROWS):
-                groups = batch.column(columns.group).to_pylist() if columns.group else repeat(None)
-                for value, group in zip(batch.column(columns.label).to_pylist(), groups, strict=False):
-                    yield Member(f"{row:09}", _label(value, columns, file, row), group=cell_text(group))
-                    row += 1
+        with open_arrow_file(path, file) as table:
+            columns = self._columns(table)
+            texts = table.texts([columns.label, *([columns.group] if columns.group else ())])
+            for row, (label, *group) in enumerate(texts):
+                yield Member(f"{row:09}", label, group="".join(group))
 
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
         row = 0
-        with _opened(path, file) as table:
-            columns = _columns(table.schema, file)
-            for batch in table.batches([columns.image], _BATCH_ROWS):
+        with open_arrow_file(path, file) as table:
+            image = self._columns(table).image
+            for batch in table.batches([image], _BATCH_ROWS):
                 images = batch.column(0)
                 for position in range(batch.num_rows):
                     name = f"{row:09}"
@@ -62,81 +59,31 @@ class HuggingFace(PackedFiles):
                     if name in wanted:
                         yield name, _content(images[position].as_py(), file, name)
 
-
-class _TableFile(NamedTuple):
-    """A Parquet or Arrow file."""
-
-    schema: Any
-    batches: Callable[[list[str], int], Iterator[Any]]
-    """Yields batches of the given columns. A batch has at most the given number of
-    rows.
-    """
-
-
-@contextmanager
-def _opened(path: Path, file: str) -> Generator[_TableFile]:
-    with disk_errors(path):
-        with path.open("rb") as start:
-            is_parquet = start.read(4) == b"PAR1"
-        try:
-            with _parquet(path) if is_parquet else _arrow(path) as table:
-                yield table
-        except pa.ArrowException as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            raise DataError(f"{file} is not a valid Parquet or Arrow file ({reason}); write it again.") from None
-
-
-@contextmanager
-def _parquet(path: Path) -> Generator[_TableFile]:
-    with pq.ParquetFile(path) as table:
-        yield _TableFile(table.schema_arrow, lambda columns, rows: table.iter_batches(rows, columns=columns))
+    def _columns(self, table: ArrowFile) -> _Columns:
+        """Find the label column and the image column by the features that `datasets`
+        writes or, if these features are missing, by name and type.
+        """
+        names = table.schema.names
+        classes = [*class_names(table.schema)]
+        label = "label" if "label" in names else classes[0] if len(classes) == 1 else None
+        images = [field.name for field in table.schema if field.name not in (label, "group") and _is_image(field.type)]
+        image = "image" if "image" in images else images[0] if len(images) == 1 else None
+        if image is None or label is None:
+            what = "image, with the bytes of an image" if image is None else "label"
+            word = split_word(table.name)
+            leave_out = f" To leave this split out, add --set data.split_folders.{word}=none." if word else ""
+            raise DataError(
+                f"{table.name} has no column {what}, or several; its columns: {', '.join(names)}. Rename the right one"
+                f" to {'image' if image is None else 'label'} (`rename_column` of datasets).{leave_out}"
+            )
+        has_group = "group" in names and label != "group"
+        # Unless the groups are used, a column of another type may have another meaning.
+        is_used = self._settings.group == COLUMN or (has_group and _is_plain(table.schema.field("group").type))
+        return _Columns(image, label, "group" if has_group and is_used else None)
 
 
-@contextmanager
-def _arrow(path: Path) -> Generator[_TableFile]:
-    with pa.memory_map(str(path)) as file:
-        try:
-            batches = reader = pa.ipc.open_stream(file)
-        except pa.ArrowInvalid:
-            file.seek(0)
-            reader = pa.ipc.open_file(file)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-
-        def slices(columns: list[str], rows: int) -> Iterator[Any]:
-            for batch in batches:
-                for start in range(0, batch.num_rows, rows):
-                    yield batch.select(columns).slice(start, rows)
-
-        yield _TableFile(reader.schema, slices)
-
-
-def _columns(schema: Any, file: str) -> _Columns:
-    """Find the image column and the label column by the features that `datasets` writes
-    or, if these features are missing, by name and type.
-    """
-    metadata: Any = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    features: dict[str, Any] = metadata.get("info", {}).get("features", {})
-    images = [field.name for field in schema if _is_image(field.type)]
-    classes = [name for name, feature in features.items() if feature.get("_type") == "ClassLabel"]
-    image = "image" if "image" in images else images[0] if len(images) == 1 else None
-    label = "label" if "label" in schema.names else classes[0] if len(classes) == 1 else None
-    if image is None or label is None:
-        what = "image, with the bytes of an image" if image is None else "label"
-        raise DataError(
-            f"{file} has no column {what}, or several; its columns: {', '.join(schema.names)}. Rename the right one to"
-            f" {'image' if image is None else 'label'} (`rename_column` of datasets)."
-        )
-    group = "group" if label != "group" and _is_group(schema) else None
-    return _Columns(image, label, features[label]["names"] if label in classes else None, group)
-
-
-def _is_group(schema: Any) -> bool:
-    """Whether a file has a column ``group`` of text or whole numbers. A column of
-    another type has another meaning.
-    """
-    if "group" not in schema.names:
-        return False
-    kind = schema.field("group").type
+def _is_plain(kind: Any) -> bool:
+    """Whether a column contains text or whole numbers."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     return is_text or pa.types.is_integer(kind)
@@ -146,15 +93,6 @@ def _is_image(kind: Any) -> bool:
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and _is_image(kind.field("bytes").type)
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
-
-
-def _label(value: object, columns: _Columns, file: str, row: int) -> str:
-    """The class of a row. The class number -1 means that the label is missing."""
-    if columns.names is None or not isinstance(value, int):
-        return cell_text(value)
-    if not -1 <= value < len(columns.names):
-        raise DataError(f"The label {value} in row {row:,} of {file} has no name: it has {len(columns.names)} classes.")
-    return "" if value == -1 else columns.names[value]
 
 
 def _content(value: Any, file: str, name: str) -> bytes:

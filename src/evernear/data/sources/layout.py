@@ -234,7 +234,7 @@ def _top_splits(name: str, folders: Mapping[str, Contents], given: Mapping[str, 
     if "train" not in splits.values():
         raise DataError(
             f"{name} has split folders ({_listed(splits)}) but no train folder; name one with"
-            f" {_assignment(min(splits), 'train')}, or add --set data.layout=classes if they are classes."
+            f" {split_option(min(splits), 'train')}, or add --set data.layout=classes if they are classes."
         )
     return splits
 
@@ -347,7 +347,7 @@ def _question(
         likely += ["test"] if folder in sharing or folder not in folders else []
         split = next((split for split in likely if split not in used), "none")
         used.add(split)
-        answers.append(_assignment(folder, split))
+        answers.append(split_option(folder, split))
     looks = f"split folders ({_listed(known)}) and others ({_listed(unknown)})" if known else f"{_listed(unknown)}"
     return DataError(
         f"{subject} {looks}, which may be splits or classes. Give each its split (train, test, gallery, query, or none"
@@ -356,7 +356,7 @@ def _question(
     )
 
 
-def _assignment(folder: str, split: str) -> str:
+def split_option(folder: str, split: str) -> str:
     """The command-line option that assigns a split to a folder."""
     if re.search(r"[.=\s]|__", folder):
         return f"--set {shlex.quote(f'data.split_folders={json.dumps({folder: split}, ensure_ascii=False)}')}"

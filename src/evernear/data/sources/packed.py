@@ -9,11 +9,12 @@ again.
 """
 
 import os
+import posixpath
 import re
 import tempfile
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -21,11 +22,12 @@ from typing import NamedTuple
 
 from evernear.common.class_names import class_name
 from evernear.common.disk import disk_errors
+from evernear.common.output import quantity
 from evernear.common.store import open_store
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
-from evernear.data.sources.layout import SPLIT_WORDS
+from evernear.data.sources.layout import SPLIT_WORDS, split_option
 from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.named_splits import NamedSplit, NamedSplits
 from evernear.data.sources.names import OWN_FOLDER, skipped_path
@@ -37,6 +39,11 @@ _MAX_NAMES = 5
 _WITH_NOTES = " notes"
 _OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
 """Folders with the plan and the staged files of an export."""
+_METADATA = frozenset(
+    {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+    | {".gitattributes", ".gitignore", "LICENSE", "README.md"}
+)
+"""Files that describe a dataset."""
 
 
 class Member(NamedTuple):
@@ -51,10 +58,13 @@ class Member(NamedTuple):
     group: str = ""
 
 
-class _File(NamedTuple):
+class PackedFile(NamedTuple):
+    """A packed file. ``word`` is the word in its path that names the split."""
+
     name: str
     etag: str
     split: NamedSplit
+    word: str
 
 
 class PackedFiles(FileSource):
@@ -88,6 +98,8 @@ class PackedFiles(FileSource):
         """The images of a file with the given etag, as they were listed before, or
         nothing if the file is new.
         """
+        self._advice = ""
+        """A sentence about the first image without a label."""
         self.named_groups: NamedGroups | None = None
         """Records the groups of images in newly listed files, and remembers the groups
         of all other images. If None, groups are not recorded.
@@ -100,20 +112,24 @@ class PackedFiles(FileSource):
             DataError: a file is broken, or the splits of the files are ambiguous.
         """
         self._notes.clear()
+        self._advice = ""
         files, splits = self._files()
         self.chosen_splits = splits.chosen_splits
         # A ledger of an earlier version contains no groups.
         lacks_groups = self._settings.group == COLUMN and self.named_groups is not None and self.named_groups.is_empty()
         list_again = self._settings.reread or lacks_groups
-        count = 0
+        labeled, unlabeled = Counter[str](), Counter[str]()
         for file in files:
             explicit = splits.explicit(file.split)
             known = () if list_again else self.remembered(file.name, file.etag)
+            without_label = self._count_without_label()
             entries = [entry._replace(explicit_split=explicit) for entry in known] or self._listed(file, explicit)
-            count += len(entries)
+            labeled[file.word] += len(entries)
+            unlabeled[file.word] += self._count_without_label() - without_label
             yield from entries
-        if not count:
-            raise DataError(f"{self._location} contains no image with a label in {self.kind}.")
+        if not labeled.total():
+            raise DataError(f"{self._location} contains no image with a label in {self.kind}.{self._advice}")
+        self._require_labels({word: count for word, count in unlabeled.items() if count and not labeled[word]})
 
     def group(self, name: str) -> str:
         """The group that a file names for an image."""
@@ -145,6 +161,41 @@ class PackedFiles(FileSource):
             if wanted:
                 raise DataError(f"{file} no longer contains {min(wanted)}, which was listed; run again.")
 
+    def _count_without_label(self) -> int:
+        return self._notes["no_label"].count if "no_label" in self._notes else 0
+
+    def _require_labels(self, hidden: Mapping[str, int]) -> None:
+        """Reject splits without a label. ``hidden`` maps the words for these splits to
+        the numbers of their images.
+        """
+        if not hidden:
+            return
+        counts = [f"{quantity(count, 'image')} of {word}" for word, count in hidden.items()]
+        remedy = "add them"
+        if not {"train", "training"} & hidden.keys():
+            options = " ".join(split_option(word, "none") for word in hidden)
+            remedy += f" or, to leave these images out and let ingest choose others, add {options}"
+        raise DataError(
+            f"{' and '.join(counts)} in {self._location} have no label, and no other image of the same split has one;"
+            f" {remedy}."
+        )
+
+    def _strays(self, names: Sequence[str]) -> set[str]:
+        """The files that do not belong to the dataset, although their suffix is right.
+        ``names`` are the paths of all files.
+        """
+        return set()
+
+    def _require_one_dataset(self, files: Sequence[PackedFile], names: Sequence[str]) -> None:
+        """Reject ``files`` of several datasets. ``names`` are the paths of all
+        files.
+        """
+
+    def _small_file(self, file: str) -> bytes:
+        """The content of a small file."""
+        with self._opened(file) as path, disk_errors(path):
+            return path.read_bytes()
+
     @abstractmethod
     def _members(self, path: Path, file: str) -> Iterator[Member]:
         """Yield the images in a file, whose name in messages is ``file``."""
@@ -155,7 +206,7 @@ class PackedFiles(FileSource):
         order of the file.
         """
 
-    def _listed(self, file: _File, explicit: Split | None) -> list[FileEntry]:
+    def _listed(self, file: PackedFile, explicit: Split | None) -> list[FileEntry]:
         """Read the list of images in a packed file from the file itself."""
         groups: dict[str, str] = {}
         entries: list[FileEntry] = []
@@ -170,6 +221,11 @@ class PackedFiles(FileSource):
                     entries.append(FileEntry(name, file.etag, label, explicit, member.size_bytes))
                 else:
                     self._notes["no_label"].add(name)
+        if file.split not in ("", "train") and {entry.label for entry in entries} == {"-1"}:
+            # The labels of a test split are hidden, and no feature names the classes.
+            for entry in entries:
+                self._notes["no_label"].add(entry.name)
+            entries = []
         if self.named_groups:
             self.named_groups.record(file.name, groups)
         if noted != sum(note.count for note in self._notes.values()):
@@ -178,27 +234,39 @@ class PackedFiles(FileSource):
             entries = [entry._replace(etag=file.etag + _WITH_NOTES) for entry in entries]
         return entries
 
-    def _files(self) -> tuple[list[_File], NamedSplits]:
+    def _files(self) -> tuple[list[PackedFile], NamedSplits]:
         """The files, sorted by name, each with its split."""
         splits = NamedSplits(self._location, self._settings)
-        files: list[_File] = []
-        for name, etag in self._all_files():
-            if name.startswith(_OWN_FOLDERS):
+        etags = {name: etag for name, etag in self._all_files() if not name.startswith(_OWN_FOLDERS)}
+        strays, litter = self._strays([*etags]), set[str]()
+        files: list[PackedFile] = []
+        for name, etag in etags.items():
+            if posixpath.basename(name) in _METADATA:
                 continue
             if skipped := skipped_path(name):
-                self._notes["litter"].add(skipped)
+                litter.add(skipped)
             elif not name.lower().endswith(self.suffixes):
                 self._notes["not_an_image"].add(name)
+            elif name in strays:
+                litter.add(name)
             else:
-                split = splits.add(split_word(name), f"the name of the file {name}")
+                word = split_word(name, self._settings.split_folders)
+                split = splits.add(word, f"the name of the file {name}")
                 if split != "none":
-                    files.append(_File(name, etag, split))
+                    files.append(PackedFile(name, etag, split, word))
+        for name in litter:
+            self._notes["litter"].add(name)
+        self._require_one_dataset(files, [*etags])
         unnamed = [file.name for file in files if not file.split]
         if unnamed and len(unnamed) < len(files):
             more = " and more" if len(unnamed) > _MAX_NAMES else ""
+            parts = unnamed[0].split("/")
+            is_shared = len(parts) == 1 or any(parts[-2] in file.name.split("/") for file in files if file.split)
+            option = split_option(_stem(parts[-1]) if is_shared else parts[-2], "test")
             raise DataError(
                 f"Some files of {self._location} name a split, and others do not: {', '.join(unnamed[:_MAX_NAMES])}"
-                f"{more}; put train, test, validation, gallery or query into each name, or into none."
+                f"{more}; put train, test, validation, gallery or query into each name, or into none, or give the"
+                f" others a split (or none to leave them out), as in {option}."
             )
         if not files:
             raise DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}).")
@@ -245,13 +313,29 @@ class PackedFiles(FileSource):
         return match[1]
 
 
-def split_word(name: str) -> str:
-    """The split word in the name of a file or, if that name has none, in the name of a
-    folder above the file. Names with several split words are ignored. The result is
-    empty if no name has a split word.
+def split_word(name: str, folders: Collection[str] = ()) -> str:
+    """The name of the file (without shard number and suffix) or of a folder above it,
+    if it is one of ``folders``, and otherwise the split word in the deepest name that
+    has one. The result is empty if no name has a split word.
     """
-    for part in reversed(name.split("/")):
-        words = SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())
-        if len(words) == 1:
-            return words.pop()
-    return ""
+    parts = name.split("/")
+    if named := [part for part in (*parts[:-1], _stem(parts[-1])) if part in folders]:
+        return named[0]
+    position = split_position(parts)
+    return "" if position is None else _words(parts[position]).pop()
+
+
+def _stem(file: str) -> str:
+    """The name of a file without its suffix and its shard number."""
+    return re.sub(r"([-_.]?\d+(-of-\d+)?)?(\.[a-z]+)+$", "", file.lower())
+
+
+def split_position(parts: Sequence[str]) -> int | None:
+    """The position of the last of ``parts`` that has a split word. Names with several
+    split words are ignored.
+    """
+    return next((place for place in reversed(range(len(parts))) if len(_words(parts[place])) == 1), None)
+
+
+def _words(part: str) -> set[str]:
+    return SPLIT_WORDS.keys() & re.findall("[a-z]+", part.lower())

@@ -5,17 +5,14 @@ time.
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from evernear.common.csv_rows import column_positions, csv_rows
-from evernear.common.disk import disk_errors
-from evernear.errors import DataError
 
 REQUIRED = ("path", "label")
 OPTIONAL = ("split", "group")
 CSV_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIXES = (".parquet", ".pq")
-_BATCH_ROWS = 4096
 
 
 class Row(NamedTuple):
@@ -53,47 +50,14 @@ def _csv_rows(file: Path, name: str) -> Iterator[Row]:
 
 
 def _parquet_rows(file: Path, name: str) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from evernear.data.sources.arrow_file import open_arrow_file  # needs pyarrow
 
-    with disk_errors(file):
-        try:
-            with pq.ParquetFile(file) as table:
-                columns = table.schema_arrow.names
-                at = column_positions(columns, name, REQUIRED, OPTIONAL)
-                for column, position in at.items():
-                    _require_text(table.schema_arrow.field(position).type, column, name, pa)
-                number = 0
-                for batch in table.iter_batches(_BATCH_ROWS, columns=[columns[position] for position in at.values()]):
-                    cells = {column: batch.column(columns[place]).to_pylist() for column, place in at.items()}
-                    empty = [""] * batch.num_rows
-                    for values in zip(*(cells.get(column, empty) for column in (*REQUIRED, *OPTIONAL)), strict=True):
-                        number += 1
-                        yield Row(f"row {number:,}", *map(cell_text, values))
-        except pa.ArrowException as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            raise DataError(f"{name} is not a valid Parquet file ({reason}); write it again.") from None
-
-
-def _require_text(kind: Any, column: str, name: str, pa: Any) -> None:
-    """Accept columns of text. Columns of numbers are also accepted, except for the path
-    column. Floating-point numbers are accepted, because pandas converts whole numbers
-    to floating-point numbers if a value is missing.
-    """
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    if not (is_text or pa.types.is_null(kind) or (is_number and column != "path")):
-        raise DataError(f"The column {column} of {name} contains values of the type {kind}; write text.")
-
-
-def cell_text(value: object) -> str:
-    """The text of a cell. A missing value (null or NaN) becomes an empty string, and
-    3.0 becomes 3.
-    """
-    if value is None or value != value:
-        return ""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    with open_arrow_file(file, name) as table:
+        at = column_positions(table.schema.names, name, REQUIRED, OPTIONAL)
+        columns = [table.schema.names[position] for position in at.values()]
+        for number, texts in enumerate(table.texts(columns, first_row=1), 1):
+            cells = dict(zip(at, texts, strict=True))
+            yield Row(f"row {number:,}", *(cells.get(column, "") for column in (*REQUIRED, *OPTIONAL)))
 
 
 def is_table(location: str) -> bool:

@@ -3,28 +3,34 @@ name except for the suffix, as in ``7.jpg`` and ``7.cls``.
 
 The format is described at https://github.com/webdataset/webdataset. The label is the
 ``label`` field in ``.json``. Without this field, the label is the text in ``.cls``. The
-group is the ``group`` field in ``.json``.
+group is the ``group`` field in ``.json``. A sample has one image. An image with a
+compound suffix, as in ``7.mask.png``, is another field of the sample, unless it is the
+only image.
 """
 
 import json
 import posixpath
 import tarfile
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from evernear.common.disk import disk_errors
+from evernear.common.output import named
 from evernear.data.image_file import has_image_suffix
 from evernear.data.sources.base import FileEntry
+from evernear.data.sources.field_text import field_text
 from evernear.data.sources.names import skipped_path
 from evernear.data.sources.packed import Member, PackedFiles
-from evernear.data.sources.table_file import cell_text
 from evernear.errors import DataError
+from evernear.settings.group import COLUMN
 
 _MAX_LABEL_BYTES = 2**20
+_JPEG_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif")
 
 
 class WebDataset(PackedFiles):
@@ -34,33 +40,63 @@ class WebDataset(PackedFiles):
     kind = "tars"
 
     def _members(self, path: Path, file: str) -> Iterator[Member]:
-        unlabeled = ""
         with _opened(path, file) as tar:
-            for key, members in groupby(self._used(tar, file), key=lambda info: _sample(info.name)[0]):
-                text: str | None = None
-                fields: dict[str, Any] = {}
+            for key, infos in groupby(self._used(tar, file), key=lambda info: _split_name(info.name)[0]):
                 images: list[tarfile.TarInfo] = []
-                for info in members:
-                    kind = _sample(info.name)[1]
-                    if kind == "cls":
-                        text = _text(tar, info, file)
-                    elif kind == "json":
-                        fields = _fields(tar, info, file)
-                    elif has_image_suffix(f"image.{kind}"):
+                labels = _Labels(file, self._settings.group == COLUMN)
+                for info in infos:
+                    stem, suffix = posixpath.splitext(info.name)
+                    if suffix.lower() in (".cls", ".json"):
+                        labels.add(stem, suffix.lower(), info.size, lambda info=info: _content(tar, info))
+                    elif has_image_suffix(f"image{suffix}"):
                         images.append(info)
-                # If .json contains the class name, .cls contains the class number,
-                # which the webdataset loader expects.
-                label = cell_text(fields.get("label")) or text
-                if images and label is None:
-                    unlabeled = unlabeled or key
-                group = _group(fields)
-                yield from (Member(info.name, label or "", info.size, group) for info in images)
+                yield from self._of_sample(file, key, images, labels)
             _require_end(tar, file)
-        if unlabeled:
+
+    def _of_sample(self, file: str, key: str, images: list[tarfile.TarInfo], labels: "_Labels") -> Iterator[Member]:
+        """The used images of a sample. If names contain dots, as in ``a.0.png`` and
+        ``a.0.cls``, several samples have the same key.
+        """
+        label, group = labels.of(key)
+        if label and images:
+            image = self._choose(file, key, images)
+            yield Member(image.name, label, image.size, group)
+            return
+        parts: defaultdict[str, list[tarfile.TarInfo]] = defaultdict(list)
+        for image in images:
+            parts[labels.stem_of(image.name, key)].append(image)
+        for stem, own in parts.items():
+            label, group = labels.of(stem)
+            if label:
+                image = self._choose(file, stem, own)
+                yield Member(image.name, label, image.size, group)
+            else:
+                yield from (Member(image.name, "", image.size) for image in own)
+                self._advice = self._advice or _advice(file, key, own)
+
+    def _choose(self, file: str, stem: str, images: list[tarfile.TarInfo]) -> tarfile.TarInfo:
+        """The image of a sample. Other images of the sample, such as masks, show the
+        same scene, and are left out.
+        """
+        names = [image.name for image in images]
+        if len(set(names)) < len(names):
+            raise DataError(f"{file} contains two images called {max(names, key=names.count)}; rename one of them.")
+        plain = [image for image in images if "." not in image.name[len(stem) + 1 :]] or images
+        # A photograph is a JPEG, and its mask or depth map is not.
+        photographs = [image for image in plain if image.name.lower().endswith(_JPEG_SUFFIXES)]
+        chosen = photographs if len(photographs) == 1 else plain
+        if len(chosen) > 1:
+            name = posixpath.basename(stem)
             raise DataError(
-                f"The sample {unlabeled} of {file} has no label: add {unlabeled}.cls with its class, or"
-                f" {unlabeled}.json with the field label, next to the image."
+                f"The sample {stem} of {file} has one label and several images: {_listed(images)}. They are one scene,"
+                f" and one image of a scene is used: call it {name}.jpg or {name}.png, and the others"
+                f" {name}.mask.png or the like. If they are different images, give each its label, such as"
+                f" {posixpath.basename(posixpath.splitext(names[0])[0])}.cls, and remove the label of {stem}."
             )
+        for image in images:
+            if image is not chosen[0]:
+                self._notes["not_an_image"].add(f"{file}/{image.name}")
+        return chosen[0]
 
     def _images(self, path: Path, file: str, wanted: Mapping[str, FileEntry]) -> Iterator[tuple[str, bytes]]:
         with _opened(path, file) as tar:
@@ -88,36 +124,70 @@ class WebDataset(PackedFiles):
                 self._notes["not_an_image"].add(f"{file}/{info.name}")
 
 
-def _text(tar: tarfile.TarFile, info: tarfile.TarInfo, file: str) -> str:
-    """The text of a member."""
-    try:
-        return _label_content(tar, info, file).decode("utf-8-sig")
-    except ValueError:
-        raise DataError(f"{file}/{info.name} is not UTF-8; write it again.") from None
-
-
-def _fields(tar: tarfile.TarFile, info: tarfile.TarInfo, file: str) -> dict[str, Any]:
-    """The fields of a JSON member, or nothing if the member is not an object."""
-    try:
-        fields: Any = json.loads(_label_content(tar, info, file).decode("utf-8-sig"))
-    except ValueError:
-        raise DataError(f"{file}/{info.name} is not JSON; write it again.") from None
-    return fields if isinstance(fields, dict) else {}
-
-
-def _label_content(tar: tarfile.TarFile, info: tarfile.TarInfo, file: str) -> bytes:
-    if info.size > _MAX_LABEL_BYTES:
-        where = f"{file}/{info.name}"
-        raise DataError(f"{where} has {info.size:,} bytes, and a label has at most {_MAX_LABEL_BYTES:,}.")
-    return _content(tar, info)
-
-
-def _group(fields: Mapping[str, Any]) -> str:
-    """The group that the fields name. A value that is neither text nor a number has
-    another meaning.
+class _Labels:
+    """The labels and groups in the .cls and .json members of a sample. A member is
+    parsed only if its label is needed, because .json may contain anything.
     """
-    value = fields.get("group")
-    return cell_text(value) if isinstance(value, str | int | float) else ""
+
+    def __init__(self, file: str, uses_groups: bool) -> None:
+        self._file, self._uses_groups = file, uses_groups
+        self._contents: defaultdict[str, dict[str, bytes | int]] = defaultdict(dict)
+
+    def add(self, stem: str, suffix: str, size: int, read: Callable[[], bytes]) -> None:
+        """Record a member. A member that is too large is not read."""
+        self._contents[stem][suffix] = size if size > _MAX_LABEL_BYTES else read()
+
+    def stem_of(self, name: str, key: str) -> str:
+        """The longest stem of a label that ``name`` begins with. If there is none, the
+        result is ``key``, the key of the sample.
+        """
+        stem = name
+        while len(stem) > len(key) and stem not in self._contents:
+            stem = stem.rpartition(".")[0]
+        return stem
+
+    def of(self, stem: str) -> tuple[str, str]:
+        """The label and the group, which may be empty. If .json contains the class
+        name, .cls contains the class number, which the webdataset loader expects.
+        """
+        fields = self._fields(stem)
+        label = self._field(fields, "label", stem) or self._text(stem, ".cls")
+        is_group = self._uses_groups or isinstance(fields.get("group"), str | int)
+        return label, self._field(fields, "group", stem) if is_group else ""
+
+    def _field(self, fields: Mapping[str, Any], name: str, stem: str) -> str:
+        return field_text(fields.get(name), f"The field {name} of {self._file}/{stem}.json")
+
+    def _fields(self, stem: str) -> Mapping[str, Any]:
+        """The fields in .json, or nothing if its content is not an object."""
+        text = self._text(stem, ".json")
+        try:
+            fields: Any = json.loads(text or "{}")
+        except ValueError:
+            raise DataError(f"{self._file}/{stem}.json is not JSON; write it again.") from None
+        return fields if isinstance(fields, dict) else {}
+
+    def _text(self, stem: str, suffix: str) -> str:
+        content, where = self._contents.get(stem, {}).get(suffix, b""), f"{self._file}/{stem}{suffix}"
+        if isinstance(content, int):
+            raise DataError(f"{where} has {content:,} bytes, and a label has at most {_MAX_LABEL_BYTES:,}.")
+        try:
+            return content.decode("utf-8-sig")
+        except ValueError:
+            raise DataError(f"{where} is not UTF-8; write it again.") from None
+
+
+def _advice(file: str, key: str, images: list[tarfile.TarInfo]) -> str:
+    name = images[0].name
+    return (
+        f" The sample {key} of {file} has the images {_listed(images)} and no label: add"
+        f" {posixpath.splitext(name)[0]}.cls with the class of {name}, or a .json of this name with the field label,"
+        " next to the image."
+    )
+
+
+def _listed(images: list[tarfile.TarInfo]) -> str:
+    return named([image.name for image in images])
 
 
 def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
@@ -129,7 +199,7 @@ def _each(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         tar.members = []  # pyright: ignore[reportAttributeAccessIssue] - absent from the type stubs
 
 
-def _sample(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Split a member's name into the name of the sample and the rest. The rest follows
     the first dot in the file name.
     """
