@@ -7,7 +7,7 @@ from decimal import Decimal
 from evernear.errors import DataError
 
 _MAX_SHOWN = 60
-_JSON_KINDS = {dict: "object", list: "list", float: "number"}
+_JSON_KINDS: dict[type, str] = {dict: "object", float: "number"}
 
 
 def field_text(value: object, what: str, kind: str = "") -> str:
