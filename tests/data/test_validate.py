@@ -128,6 +128,62 @@ def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, ma
     assert "tiny_class" not in {f.rule for f in check(run_ingest(tree), min_class_images=3, tiny_class="off").findings}
 
 
+def test_what_follows_from_a_tiny_class_is_no_other_finding(tree, run_ingest, make_image) -> None:
+    (tree / "4").mkdir()
+    (tree / "4" / "0.png").write_bytes(make_image(800))
+    manifest = run_ingest(tree)
+    assert [finding.rule for finding in check(manifest).findings] == ["tiny_class"]
+    warned = {finding.rule for finding in check(manifest, tiny_class="warn").findings}
+    assert warned == {"tiny_class", "imbalance", "missing_in_split"}
+
+
+def test_splits_that_tiny_classes_leave_empty_are_no_other_reason(tmp_path, run_ingest, make_image) -> None:
+    for number in range(6):
+        path = tmp_path / "tree" / "abc"[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_image(number))
+    manifest = run_ingest(tmp_path / "tree")
+    assert [finding.rule for finding in check(manifest).findings] == ["tiny_class"]
+    assert "empty_split" in {finding.rule for finding in check(manifest, tiny_class="warn").findings}
+
+
+def test_what_follows_from_unreadable_files_is_no_other_reason(tree, run_ingest, make_image) -> None:
+    (tree / "4").mkdir()
+    for number in range(20):
+        (tree / "4" / f"{number}.png").write_bytes(make_image(900 + number)[:40])
+    manifest = run_ingest(tree)
+    champion = ("1", "2", "4", "10")
+    assert [finding.rule for finding in check(manifest, champion).findings] == ["undecodable"]
+    # If the files are accepted as they are, the class has no images, which is another matter.
+    accepted = {finding.rule: finding.message for finding in check(manifest, champion, undecodable="warn").findings}
+    assert accepted.keys() == {"undecodable", "tiny_class", "vanished_class"}
+    assert ": 4 (0);" in accepted["tiny_class"]
+
+
+def test_split_whose_images_all_have_several_labels_is_no_other_reason(tmp_path, run_ingest, make_image) -> None:
+    for number in range(90):
+        label, image = "abc"[number % 3], make_image(number)
+        for folder in (f"train/{label}", *(("test/a", "test/b") if label == "a" else ())):
+            path = tmp_path / "tree" / folder / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(image)
+    manifest = run_ingest(tmp_path / "tree")
+    assert [finding.rule for finding in check(manifest).findings if finding.severity == "error"] == [
+        "conflicting_labels"
+    ]
+
+
+def test_classes_of_few_groups_are_named_once(tmp_path, run_ingest, make_image) -> None:
+    for number in range(100):
+        label = "abc"[number % 3] if number < 90 else "d"
+        path = tmp_path / "tree" / label / f"scene{number // 3 if number < 90 else 'd'}-{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_image(number))
+    manifest = run_ingest(tmp_path / "tree", group="stem")
+    assert [finding.rule for finding in check(manifest).findings] == ["few_groups"]
+    assert {f.rule for f in check(manifest, few_groups="off").findings} == {"missing_in_split"}
+
+
 def test_missing_champion_class_is_an_error(tree, run_ingest) -> None:
     first = run_ingest(tree)
     for path in (tree / "2").iterdir():
@@ -214,7 +270,7 @@ def test_empty_split_and_missing_class_are_reported(tmp_path: Path, run_ingest, 
         ),
         "missing_in_split": (
             "warn",
-            "Some classes have no image in a split: c in train, b in test; add images of them. 1 class has no image in"
+            "Some classes have no image in a split: b in test; add images of them. 1 class has no image in"
             " the gallery split: b; training images fill the gallery instead.",
         ),
     }
@@ -268,12 +324,13 @@ def test_report_survives_unusual_names(tree, run_ingest) -> None:
     (tree / "a|b" / "\x1b[31m.png").write_text("words")
     (tree / "2").rename(tree / "<b>")
     (tree / "1").rename(tree / "![x](evil.example) *_`")
-    report = check(run_ingest(tree), max_left_out_fraction=0)
+    manifest = run_ingest(tree)
+    with pytest.raises(DataValidationError, match=r"Classes .*: a\|b \(0\)"):
+        require_valid(check(manifest, undecodable="warn"))
+    report = check(manifest, max_left_out_fraction=0)
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
-    with pytest.raises(
-        DataValidationError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png; Classes .*: a\|b \(0\)"
-    ):
+    with pytest.raises(DataValidationError, match=r"fix or remove a\|b/\\x1b\[31m\.png, a\|b/x\\ny\.png\. "):
         require_valid(report)
     assert "| <b>" not in report.markdown()
     assert r"| \!\[x\](evil.example) \*\_\` |" in report.markdown()

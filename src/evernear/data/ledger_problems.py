@@ -102,9 +102,10 @@ def _file_queries() -> Iterator[_Query]:
     no_image = "'contains no image'"
     unusable = (
         f"SELECT label, NULL, {no_image} FROM files WHERE digest IS NULL"  # noqa: S608 - our own words
-        " AND label NOT IN (SELECT label FROM files WHERE digest IS NOT NULL)"
+        " AND label NOT IN (SELECT label FROM files WHERE digest IS NOT NULL) GROUP BY label HAVING MAX(fault)"
     )
-    yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable}", ()  # noqa: S608
+    yield "unreadable_class", f"{unusable} IS NOT NULL", ()
+    yield "tiny_class", f"SELECT name, NULL, {no_image} FROM empty_folders UNION {unusable} IS NULL", ()  # noqa: S608
     hidden = "'begins with a dot, so its images were left out'"
     yield "hidden_folder", f"SELECT name, NULL, {hidden} FROM hidden_folders", ()  # noqa: S608 - our own words
     twins = "SELECT name, digest, {} FROM twins WHERE {}"

@@ -5,7 +5,7 @@ Warnings and information do not.
 import html
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from evernear.common.class_names import class_name, lookalike_key, spelled
@@ -119,20 +119,30 @@ def validate_dataset(
     manifest = dataset.manifest
     counts: Counts = {split: manifest.label_counts(split) for split in SPLITS}
     totals = {label: sum(counts[split][label] for split in SPLITS) for label in manifest.labels}
+    severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
+    # A finding that follows from another one is not another reason.
+    stops = any(manifest.problem_counts.get(rule) and severities[rule] == "error" for rule in _LEFT_OUT)
+    unreadable = _names(manifest, "unreadable_class")
+    tiny = _tiny_classes(manifest, totals, settings, [] if stops else unreadable)
+    explained = {*tiny} if severities["tiny_class"] == "error" else set[str]()
+    are_warnings = severities["few_groups"] == severities["missing_in_split"]
+    of_few_groups = {*_names(manifest, "few_groups")} if are_warnings else set[str]()
+    present = [label for label, count in totals.items() if count and label not in explained]
     all_findings = [
         *_problems(manifest),
         *_large_groups(manifest),
-        *_classes(manifest, totals, settings),
+        *_tiny(tiny, settings),
+        *_imbalance({label: totals[label] for label in present}, settings),
         *_similar(totals),
-        *_vanished(totals, champion_labels, classes),
+        *_vanished(totals, [label for label in champion_labels if not (stops and label in unreadable)], classes),
         *_unknown(champion_labels, classes),
-        *_splits(manifest, counts, totals),
+        *([] if stops or not present else _empty_splits(manifest, counts)),
+        *_missing(manifest, counts, present, of_few_groups),
         *_reviewed(manifest, counts),
         *_near_duplicates(near_duplicates),
         *(_pretrained(manifest) if from_scratch else ()),
         *([_finding("few_groups", few_groups, ["test"], 1)] if few_groups else ()),
     ]
-    severities = _severities(settings, manifest.problem_counts, sum(totals.values()))
     findings = [
         finding.model_copy(update={"severity": severities[finding.rule]})
         for finding in all_findings
@@ -189,7 +199,7 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _large_groups(manifest: Manifest) -> Iterator[Finding]:
-    large = [name for problem in manifest.problems if problem.kind == "large_group" for name in problem.names]
+    large = _names(manifest, "large_group")
     if large:
         message = (
             f"A group (data.group) is in one split, and one group spans several classes: {_listed(large)}. If its value"
@@ -198,19 +208,33 @@ def _large_groups(manifest: Manifest) -> Iterator[Finding]:
         yield _finding("few_groups", message, large, len(large))
 
 
-def _classes(manifest: Manifest, totals: dict[str, int], settings: ValidationSettings) -> Iterator[Finding]:
-    empty = [name for problem in manifest.problems if problem.kind == "tiny_class" for name in problem.names]
-    # If a class has no images, it was removed from the source. `_vanished` reports the
-    # class if necessary.
-    present = {label: count for label, count in totals.items() if count}
-    tiny = empty + [label for label, count in present.items() if count < settings.min_class_images]
+def _names(manifest: Manifest, kind: str) -> list[str]:
+    return [name for problem in manifest.problems if problem.kind == kind for name in problem.names]
+
+
+def _tiny_classes(
+    manifest: Manifest, totals: dict[str, int], settings: ValidationSettings, unreadable: Sequence[str]
+) -> dict[str, int]:
+    """The number of images of each class that has too few.
+
+    If a class of ``totals`` has no images, it was removed from the source. `_vanished`
+    reports the class if necessary.
+    """
+    tiny = {label: count for label, count in totals.items() if 0 < count < settings.min_class_images}
+    return dict.fromkeys(sorted({*_names(manifest, "tiny_class"), *unreadable}), 0) | tiny
+
+
+def _tiny(tiny: Mapping[str, int], settings: ValidationSettings) -> Iterator[Finding]:
     if tiny:
-        listed = _listed([f"{name} ({present.get(name, 0)})" for name in tiny])
+        listed = _listed([f"{name} ({count})" for name, count in tiny.items()])
         message = (
             f"Classes need {quantity(settings.min_class_images, 'image')}, but these have fewer: {listed}; add images"
             " or remove the classes."
         )
-        yield _finding("tiny_class", message, tiny, len(tiny))
+        yield _finding("tiny_class", message, [*tiny], len(tiny))
+
+
+def _imbalance(present: Mapping[str, int], settings: ValidationSettings) -> Iterator[Finding]:
     if present and max(present.values()) > settings.max_imbalance * min(present.values()):
         large, small = max(present, key=present.__getitem__), min(present, key=present.__getitem__)
         message = (
@@ -275,8 +299,7 @@ def _pretrained(manifest: Manifest) -> Iterator[Finding]:
         yield _finding("from_scratch", message, [], 1)
 
 
-def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Iterator[Finding]:
-    in_several_splits = [f.message for f in _problems(manifest) if f.rule == "duplicate_across_splits"]
+def _empty_splits(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
     empty = [split for split in SPLITS if not any(counts[split].values())]
     if empty:
         remedy = "add images or raise its share (data.*_fraction)"
@@ -287,25 +310,34 @@ def _splits(manifest: Manifest, counts: Counts, totals: dict[str, int]) -> Itera
             )
         message = f"No images in the split {_listed(empty)}; {remedy}."
         yield _finding("empty_split", message, empty, len(empty))
-    present = [label for label, count in totals.items() if count]
+
+
+def _missing(
+    manifest: Manifest, counts: Counts, present: Sequence[str], of_few_groups: Collection[str]
+) -> Iterator[Finding]:
+    """Find the classes among ``present`` that have no image in a split, although other
+    classes have. `few_groups` reports the classes ``of_few_groups``.
+    """
+    filled_splits = [split for split in SPLITS if any(counts[split].values())]
     joining = joining_gallery(manifest)
-    without = [label for label in present if not counts["gallery"][label]] if "gallery" not in empty else []
+    without = [label for label in present if not counts["gallery"][label]] if "gallery" in filled_splits else []
     unknown = [label for label in without if not joining[label]]
     if unknown:
         message = (
             f"Classes without an image in train or the gallery cannot be recognized: {_listed(unknown)}; add training"
             " images of them, or remove their other images."
         )
+        in_several_splits = [f.message for f in _problems(manifest) if f.rule == "duplicate_across_splits"]
         message = " ".join([message, *in_several_splits])
         yield _finding("missing_in_gallery", message, unknown, len(unknown))
     missing = [
         f"{label} in {split}"
         for split in ("train", "test")
-        if split not in empty
+        if split in filled_splits
         for label in present
-        if not counts[split][label]
+        if not counts[split][label] and label not in of_few_groups and label not in unknown
     ]
-    filled = [label for label in without if joining[label]]
+    filled = [label for label in without if joining[label] and label not in of_few_groups]
     sentences: list[str] = []
     if missing:
         sentences.append(f"Some classes have no image in a split: {_listed(missing)}; add images of them.")
