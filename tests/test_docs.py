@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from docs import build
 from docs.settings_reference import settings, settings_page
 from docs.wrapping import damage
+from evernear.cli.app import EXTRAS
 from evernear.errors import DataError
 
 
@@ -181,13 +182,14 @@ def test_commands_of_the_readme_create_their_environment_in_an_empty_clone(tmp_p
     assert last.startswith(".venv/bin/evernear demo" if target == "demo" else ".venv/bin/pytest")
 
 
-def test_demo_installs_what_it_runs_and_not_the_rest() -> None:
-    makefile = (build.ROOT / "Makefile").read_text()
-    (extras,) = re.findall(r"^DEMO_EXTRAS := (.*)$", makefile, re.MULTILINE)
-    packages = installed_with("evernear", frozenset(extras.split()))
-    assert {"torch", "torchserve", "kfp"} < packages
-    assert not {"pytest", "pymilvus", "slack-bolt", "mlflow-skinny", "optuna"} & packages
-    assert len(packages) <= 140
+def test_demo_installs_what_the_commands_of_the_readme_need_and_not_the_rest() -> None:
+    command = ["make", "--no-print-directory", "-n", "-B", ".venv/.demo"]
+    planned = subprocess.run(command, cwd=build.ROOT, capture_output=True, text=True, check=True)
+    extras = frozenset(re.findall(r"--extra (\S+)", planned.stdout))
+    assert {*EXTRAS.split(","), "pretrained"} <= extras, "evernear console, --preset photos and doctor slack included"
+    packages = installed_with("evernear", extras)
+    assert not {"pytest", "pymilvus", "mlflow-skinny", "optuna"} & packages
+    assert len(packages) <= 160
 
 
 def installed_with(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
