@@ -170,6 +170,7 @@ def test_first_run_keeps_its_settings_for_later_commands(
     pretend_run: list[RunCommand], tmp_path: Path, command: str
 ) -> None:
     words = ["--source", "folder:images", "--preset", "quick", "--workdir", "my dir", "--set", "target=registry"]
+    (tmp_path / "my dir").mkdir()
     first = evernear(command, *words, cwd=tmp_path)
     assert first.stderr.endswith("evernear: The loss is not finite.\n")
     kept = "Kept in my dir/evernear.toml for later commands: preset, target, data.source."

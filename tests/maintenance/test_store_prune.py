@@ -421,7 +421,7 @@ def test_listing_a_directory_reads_no_object(folder: FileStore, monkeypatch: pyt
 def test_command(folder: FileStore, settings: DataSettings, tmp_path: Path) -> None:
     first, *_ = ingest_three(settings, folder)
     before = keys(folder)
-    arguments = ["store", "prune", "--store", folder.uri, "--workdir", str(tmp_path / "work")]
+    arguments = ["store", "prune", "--store", folder.uri, "--workdir", str(tmp_path)]
     shown = evernear(*arguments, "--dry-run")
     assert "neither the newest nor of a remaining release" in shown.stdout
     assert "would delete" in shown.stdout

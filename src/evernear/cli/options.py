@@ -7,6 +7,7 @@ A command declares the options, and passes their values to a function of this mo
         settings = local_settings(config, overrides, workdir)
 """  # noqa: W505
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -67,7 +68,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 def local_settings(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> Settings:
     """The settings from files, the environment and command-line options."""
-    return load(config=config, overrides=assignments(overrides, workdir=workdir))
+    options = assignments(overrides, workdir=workdir)
+    _require_workdir(options)
+    return load(config=config, overrides=options)
 
 
 def run_settings(
@@ -94,14 +97,35 @@ def run_layers(
     retire: RetireOption = None,
     rename: RenameOption = None,
     minutes: MinutesOption = None,
+    *,
+    new_workdir: bool = False,
 ) -> Layers[Settings]:
-    """Like `run_settings`, but keep the settings of each origin separate."""
+    """Like `run_settings`, but keep the settings of each origin separate.
+    ``new_workdir`` says that the command may create the working directory.
+    """
     classes = {
         "classes.retired": json.dumps(retire) if retire else None,
         "classes.renamed": json.dumps(dict(map(_old_and_new, rename))) if rename else None,
     }
     options = assignments(overrides, workdir=workdir, **{"data.source": source, "train.minutes": minutes}, **classes)
+    if not new_workdir:
+        _require_workdir(options)
     return load_layers(preset=preset, config=config, overrides=options)
+
+
+def _require_workdir(options: list[str]) -> None:
+    """Require that the working directory exists if the command line names one. A
+    mistyped name would otherwise be an empty working directory."""
+    named = [option.partition("=")[2] for option in options if option.startswith("workdir=")]
+    workdir = Path(named[-1]).expanduser() if named else Path()
+    if workdir.is_dir():
+        return
+    others = [path.name for path in workdir.parent.glob("*/") if not path.name.startswith(".")]
+    close = difflib.get_close_matches(workdir.name, others, 1)
+    hint = (
+        f"; did you mean {workdir.with_name(close[0])}?" if close else "; `evernear run` and `evernear demo` create it."
+    )
+    raise SettingsError(f"The working directory {workdir} does not exist{hint}")
 
 
 def _old_and_new(rename: str) -> tuple[str, str]:

@@ -54,7 +54,7 @@ def run(
     """Run the continuous-training pipeline on this machine,
     each step in its own process.
     """
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes, new_workdir=True)
     _run_and_show(layers, "continuous_training", remember, reread, as_json)
 
 
@@ -103,14 +103,16 @@ def demo(
     from evernear.cli.demo import run_demo
     from evernear.data.sources.digits import lay_out_digits
 
-    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes)
+    layers = run_layers(source, preset, config, overrides, workdir, retire, rename, minutes, new_workdir=True)
     unseen: Path | None = None
     if without is not None:
         if source is not None:
             raise SettingsError("--without is for the digits and cannot be combined with --source.")
         known, unseen = lay_out_digits(layers.settings().workdir.resolve(), without)
         overrides = ["serving.query_log=images", *(overrides or [])]  # for `evernear console`
-        layers = run_layers(f"folder:{known}", preset, config, overrides, workdir, retire, rename, minutes)
+        layers = run_layers(
+            f"folder:{known}", preset, config, overrides, workdir, retire, rename, minutes, new_workdir=True
+        )
         _require_own_directory(layers.settings())
     settings, console = layers.settings(), Console(force_terminal=sys.stdout.isatty())
     words = ["--keep"] if keep else []

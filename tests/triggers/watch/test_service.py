@@ -381,7 +381,7 @@ def test_process_ends_after_its_check(
 ) -> None:
     command = [
         *(sys.executable, "-c", "from evernear.cli.app import main; main()", "watch", "run"),
-        *("--workdir", str(tmp_path / "work"), "--source", settings.data.source),
+        *("--workdir", str(tmp_path), "--source", settings.data.source),
         *("--set", f"store={settings.store}", "--set", "watch.health_port=0"),
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KUBERNETES_")}

@@ -22,6 +22,7 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(noise(number))
+    (tmp_path / "work").mkdir()
     return ["--workdir", str(tmp_path / "work")]
 
 

@@ -1,0 +1,63 @@
+"""A mistyped ``--workdir`` is refused by every command but those that create one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from evernear.cli.app import app
+from evernear.errors import SettingsError
+
+CREATES = (("run",), ("demo",))
+VALUES = {"format": "folder", "keep": "1"}
+
+
+def commands(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All commands with ``--workdir``."""
+    for word, each in getattr(command, "commands", {}).items():
+        yield from commands(each, (*name, word))
+    if any(parameter.name == "workdir" for parameter in command.params):
+        yield name, command
+
+
+WITH_WORKDIR = dict(commands(get_command(app)))
+
+
+def words(name: tuple[str, ...], tmp_path: Path) -> list[str]:
+    """The command with a value for each argument and option that it requires."""
+    value = tmp_path / "value.csv"
+    value.write_text("id,label\n")
+    required = [parameter for parameter in WITH_WORKDIR[name].params if parameter.required]
+    command = list(name)
+    for parameter in required:
+        option = parameter.opts[:1] if parameter.param_type_name == "option" else []
+        command += [*option, VALUES.get((*option, parameter.name)[0].lstrip("-"), str(value))]
+    return command
+
+
+def refused(*command: str) -> str:
+    done = CliRunner().invoke(app, command)
+    assert isinstance(done.exception, SettingsError), done.output
+    return str(done.exception)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_WORKDIR if name not in CREATES], ids=" ".join)
+def test_mistyped_workdir_is_refused_and_not_created(name: tuple[str, ...], tmp_path: Path) -> None:
+    typo = tmp_path / "tpyo"
+    message = refused(*words(name, tmp_path), "--workdir", str(typo))
+    assert f"working directory {typo} does not exist" in message
+    assert not typo.exists()
+
+
+def test_name_of_a_similar_directory_is_proposed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert f"did you mean {tmp_path / 'mine'}?" in refused("reindex", "--workdir", str(tmp_path / "mien"))
+    assert "`evernear run`" in refused("status", "--set", f"workdir={tmp_path / 'other'}")
+
+
+def test_commands_that_create_one_have_the_option() -> None:
+    assert set(CREATES) <= WITH_WORKDIR.keys()
+    assert len(WITH_WORKDIR) > 10
