@@ -32,6 +32,7 @@ from evernear.serving.embedding_codec import encode_embedding
 from evernear.serving.responses import Neighbor, Prediction
 from evernear.settings import load
 from evernear.triggers.console.access import Access
+from evernear.triggers.console.pages.data import DataPage
 from evernear.triggers.console.run_records import RunEntry, RunRecords
 from evernear.triggers.console.runs import LocalRuns
 from evernear.triggers.console.server import require_private
@@ -337,6 +338,21 @@ def test_data_counts_the_images_of_all_splits(released: tuple[Store, str], syste
     page = signed_in(released[0], "digits").get("/data").text
     assert f"{len(system.dataset.manifest.labels)} classes" in page
     assert f"{sum(shard.count for shard in system.dataset.manifest.shards):,} images of" in page
+
+
+def test_data_shows_the_classes_that_were_removed_since_the_live_release(
+    released: tuple[Store, str], system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, version = released
+    Registry(store).set_champion(version, None)
+    counts = dict.fromkeys(system.dataset.manifest.labels, 10) | {"removed-class": 12}
+    monkeypatch.setattr(DataPage, "_count", lambda *_: counts)
+    page = signed_in(store, "digits").get("/data").text
+    assert f"images of {len(counts) - 1} classes" in page
+    assert "1 class of the live release has no image anymore." in page
+    (item,) = [item for item in page.split("<li") if "removed-class" in item]
+    assert "removed</b>, 12 images in the live release" in item
+    assert "<img" not in item
 
 
 @pytest.mark.parametrize("path", ["20200101.000000.00000000/0", "x/0"])

@@ -65,17 +65,20 @@ class DataPage:
         trained = self._trained()
         released = self._released(trained.dataset_name, trained.dataset_digest) if trained else {}
         counts = _counts(manifest) if manifest else {}
+        removed = dict.fromkeys(released.keys() - counts.keys(), 0)
+        listed = dict(sorted({**counts, **removed}.items()))
         query = request.query_params.get("class", "").strip()
-        wanted = [label for label in counts if query.casefold() in label.casefold()]
+        wanted = [label for label in listed if query.casefold() in label.casefold()]
         number = request.query_params.get("page", "1")
         first = PAGE_CLASSES * (max(1, int(number)) - 1) if number.isdecimal() and len(number) < 6 else 0
         return page(
             request,
             template,
             manifest=manifest,
-            counts={label: counts[label] for label in wanted[first : first + PAGE_CLASSES]},
+            counts={label: listed[label] for label in wanted[first : first + PAGE_CLASSES]},
             released=released,
-            classes=len(wanted),
+            classes=len(counts),
+            removed=sorted(removed),
             images=sum(counts.values()),
             new=max(0, sum(counts.values()) - sum(released.values())) if released else 0,
             number=first // PAGE_CLASSES + 1,

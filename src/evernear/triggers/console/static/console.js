@@ -55,17 +55,24 @@ async function recognize(file, card) {
 
 async function tryFiles(files) {
   say("");
-  const queue = [...files].filter((file) => file.type.startsWith("image/")).map((file) => {
+  const queue = [...files].map((file) => {
     const card = document.createElement("article");
     card.className = "card result-card";
     card.setAttribute("aria-busy", "true");
     const image = document.createElement("img");
     image.src = URL.createObjectURL(file);
-    image.alt = file.name;
+    image.alt = "";
+    image.addEventListener("error", () => image.remove());
+    const about = document.createElement("div");
+    about.className = "about";
+    const name = document.createElement("p");
+    name.className = "file";
+    name.textContent = file.name;
     const result = document.createElement("div");
     result.className = "result";
     result.textContent = "Recognizing ...";
-    card.append(image, result);
+    about.append(name, result);
+    card.append(image, about);
     answers.prepend(card);
     return [file, card];
   });
