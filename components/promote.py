@@ -10,7 +10,6 @@ def promote(
     run: str,
     store: str,
     target: str,
-    serving_image: str,
     settings: dict[str, Any],
     release: str,
     reason: str,
@@ -21,5 +20,4 @@ def promote(
     """
     from evernear import steps
 
-    parameters = {"target": target, "serving_image": serving_image}
-    steps.promote(run, store, parameters, settings, release, reason, started_by)
+    steps.promote(run, store, target, settings, release, reason, started_by)

@@ -10,7 +10,6 @@ def rollback(
     run: str,
     store: str,
     target: str,
-    serving_image: str,
     settings: dict[str, Any],
     release: str,
     reason: str,
@@ -19,5 +18,4 @@ def rollback(
     """Deploy the previous champion again, after it has answered its stored queries."""
     from evernear import steps
 
-    parameters = {"target": target, "serving_image": serving_image}
-    steps.rollback(run, store, parameters, settings, release, reason, started_by)
+    steps.rollback(run, store, target, settings, release, reason, started_by)

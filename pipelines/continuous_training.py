@@ -16,14 +16,7 @@ from components.probe import probe
 from components.train import train
 from components.validate import validate
 from pipelines.release import make_release
-from pipelines.tasks import (
-    CONFIG,
-    RUN,
-    configure_tasks,
-    mount_inference_token,
-    mount_scratch,
-    set_accelerator,
-)
+from pipelines.tasks import CONFIG, RUN, configure_tasks
 
 
 @dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -40,15 +33,7 @@ def continuous_training(
     serving_image: str = "",
     started_by: str = "",
     store: str = "s3://evernear",
-    task_cpu: str = "2",
-    task_memory: str = "4G",
-    task_s3_secret: str = "evernear-s3",
-    task_scratch_claim: str = "evernear-scratch",
-    task_token_secret: str = "evernear-token",
-    train_accelerator: str = "nvidia.com/gpu",
     train_accelerators: str = "0",
-    train_cpu: str = "4",
-    train_memory: str = "8G",
 ):
     """Ingest, validate, train, export, embed, index, evaluate, gate, archive; if not worse: deploy. Always notify.
 
@@ -60,15 +45,7 @@ def continuous_training(
         serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.
         started_by: Who or what starts the run, for the champion's history.
         store: Object store of datasets, checkpoints and releases: s3://bucket/prefix or file:///path.
-        task_cpu: CPU limit of each step that does not train.
-        task_memory: Memory limit of each step that does not train.
-        task_s3_secret: Secret with the keys of the store, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...
-        task_scratch_claim: PersistentVolumeClaim (ReadWriteMany) where steps keep copies of the shards they read.
-        task_token_secret: Secret whose key token is the inference token, if kubernetes.token_secret names one.
-        train_accelerator: Kubernetes resource of the steps that train, such as nvidia.com/gpu.
-        train_accelerators: Number of them, as text; 0 also suits a cluster that has none.
-        train_cpu: CPU limit of the steps that train.
-        train_memory: Memory limit of the steps that train.
+        train_accelerators: Number of GPUs of the steps that train, as text; 0 also suits a cluster that has none.
     """
     notified = notify(run=RUN, store=store, pipeline="continuous-training")
     with dsl.ExitHandler(notified, name="from images to a release"):
@@ -91,10 +68,5 @@ def continuous_training(
         network, open_set = exported.outputs["network"], probed.outputs["open_set"]
         release_tasks = make_release(chosen, dataset, network, open_set, started_by)
 
-    training = (trained, probed)
-    others = (notified, ingested, validated, exported, *release_tasks)
-    configure_tasks(others, task_s3_secret, task_cpu, task_memory)
-    configure_tasks(training, task_s3_secret, train_cpu, train_memory)
-    mount_inference_token(others, task_token_secret)
-    set_accelerator(training, train_accelerator, train_accelerators)
-    mount_scratch((*training, *others), task_scratch_claim)
+    tasks = (notified, ingested, validated, trained, exported, probed, *release_tasks)
+    configure_tasks(tasks, train_accelerators)

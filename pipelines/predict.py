@@ -22,9 +22,6 @@ def predict(
     nodes: str = "1",
     settings: dict[str, Any] = {},
     store: str = "s3://evernear",
-    task_cpu: str = "2",
-    task_memory: str = "4G",
-    task_s3_secret: str = "evernear-s3",
 ):
     """Recognize all images of a source with a release, then notify. A second run with the same arguments continues.
 
@@ -35,13 +32,10 @@ def predict(
         nodes: Pods that share the work: a number, or auto; above 1 with deploy/components/many-machines.
         settings: Other settings to change, such as {"parts_job": {"max_nodes": 20}}.
         store: Object store of the releases: s3://bucket/prefix or file:///path.
-        task_cpu: CPU limit of each step.
-        task_memory: Memory limit of each step.
-        task_s3_secret: Secret with the keys of the store, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...
     """
     notified = notify(run=RUN, store=store, pipeline="predict")
     with dsl.ExitHandler(notified, name="recognize images"):
         predicted = predict_images(
             run=RUN, store=store, settings=settings, images=images, out=out, release=release, nodes=nodes
         )
-    configure_tasks((notified, predicted), task_s3_secret, task_cpu, task_memory)
+    configure_tasks((notified, predicted))

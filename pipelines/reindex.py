@@ -13,7 +13,7 @@ from components.notify import notify
 from components.reuse import reuse
 from components.validate import validate
 from pipelines.release import make_release
-from pipelines.tasks import CONFIG, RUN, configure_tasks, mount_inference_token, mount_scratch
+from pipelines.tasks import CONFIG, RUN, configure_tasks
 
 
 @dsl.pipeline(  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -30,11 +30,6 @@ def reindex(
     serving_image: str = "",
     started_by: str = "",
     store: str = "s3://evernear",
-    task_cpu: str = "2",
-    task_memory: str = "4G",
-    task_s3_secret: str = "evernear-s3",
-    task_scratch_claim: str = "evernear-scratch",
-    task_token_secret: str = "evernear-token",
 ):
     """Ingest, validate, reuse, embed what is new, index, evaluate, gate, archive; if not worse: deploy. Notify.
 
@@ -46,11 +41,6 @@ def reindex(
         serving_image: Image of the serving pods by digest, REF@sha256:...; required for target kubernetes.
         started_by: Who or what starts the run, for the champion's history.
         store: Object store of datasets, checkpoints and releases: s3://bucket/prefix or file:///path.
-        task_cpu: CPU limit of each step.
-        task_memory: Memory limit of each step.
-        task_s3_secret: Secret with the keys of the store, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ...
-        task_scratch_claim: PersistentVolumeClaim (ReadWriteMany) where steps keep copies of the shards they read.
-        task_token_secret: Secret whose key token is the inference token, if kubernetes.token_secret names one.
     """
     notified = notify(run=RUN, store=store, pipeline="reindex")
     with dsl.ExitHandler(notified, name="from images to a release"):
@@ -69,7 +59,4 @@ def reindex(
         reused = reuse(run=RUN, settings=chosen, dataset=dataset).after(validated)
         release_tasks = make_release(chosen, dataset, reused.outputs["network"], reused.outputs["open_set"], started_by)
 
-    tasks = (notified, ingested, validated, reused, *release_tasks)
-    configure_tasks(tasks, task_s3_secret, task_cpu, task_memory)
-    mount_inference_token(tasks, task_token_secret)
-    mount_scratch(tasks, task_scratch_claim)
+    configure_tasks((notified, ingested, validated, reused, *release_tasks))

@@ -1,5 +1,6 @@
 """Kubernetes settings of the tasks: Secrets, scratch space, resources, timeouts and retries.
 
+`evernear.kubeflow.compiled` replaces the Secret of the store, the limits and the accelerator with those of the cluster.
 How KFP 2.17 compiles them, and its limits: docs/decisions/0015-a-run-starts-once.md.
 """
 
@@ -8,8 +9,11 @@ from typing import NamedTuple
 
 from kfp import dsl, kubernetes
 
+S3_SECRET, TASK_CPU, TASK_MEMORY = "evernear-s3", "2", "4G"
+TRAIN_CPU, TRAIN_MEMORY, TRAIN_ACCELERATOR = "4", "8G", "nvidia.com/gpu"
 S3_KEYS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
 MILVUS_SECRET, MILVUS_KEYS = "evernear-milvus", ("EVERNEAR_MILVUS_URI", "EVERNEAR_MILVUS_TOKEN")
+TOKEN_SECRET, SCRATCH_CLAIM = "evernear-token", "evernear-scratch"
 TRACKING_SECRET = "evernear-tracking"  # noqa: S105 - the name of a Secret
 TRACKING_KEYS = (
     "MLFLOW_TRACKING_URI",
@@ -37,16 +41,17 @@ class TaskPolicy(NamedTuple):
     reads_images: bool = False
     queries_release: bool = False
     searches_gallery: bool = False
+    trains: bool = False
 
 
 POLICIES = {
     "ingest": TaskPolicy(PARTS_S, reads_images=True, searches_gallery=True),
     "validate": TaskPolicy(HOUR_S),
-    "train": TaskPolicy(DAY_S, reads_images=True),
+    "train": TaskPolicy(DAY_S, reads_images=True, trains=True),
     "export": TaskPolicy(HOUR_S, reads_images=True),
     "reuse": TaskPolicy(HOUR_S),
     "embed": TaskPolicy(PARTS_S, reads_images=True),
-    "probe": TaskPolicy(DAY_S, reads_images=True),
+    "probe": TaskPolicy(DAY_S, reads_images=True, trains=True),
     "index": TaskPolicy(4 * HOUR_S, retries=0, searches_gallery=True),  # pure computation
     "evaluate": TaskPolicy(PARTS_S, reads_images=True, searches_gallery=True),
     "gate": TaskPolicy(HOUR_S),
@@ -60,8 +65,10 @@ POLICIES = {
 }
 
 
-def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str, memory: str) -> None:
-    """Set the image, the Secrets, the CPU and memory limits and the policy of each task, and disable KFP's cache.
+def configure_tasks(tasks: Iterable[dsl.PipelineTask], accelerators: str = "") -> None:
+    """Set the image, the Secrets, the scratch volume, the limits and the policy of each task, and disable KFP's cache.
+
+    Tasks that train get more CPUs and memory, and ``accelerators``, which is their number as text ("0": none).
 
     Each task receives the name of its image, so the pods that it starts run the same code.
 
@@ -72,9 +79,11 @@ def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str,
         task.set_env_variable(IMAGE_VARIABLE, task.container_spec.image)
         task.set_caching_options(enable_caching=False)
         policy = POLICIES[task.name]
-        kubernetes.use_secret_as_env(task, s3_secret, {key: key for key in S3_KEYS}, optional=True)
+        kubernetes.use_secret_as_env(task, S3_SECRET, {key: key for key in S3_KEYS}, optional=True)
         if policy.searches_gallery:  # the gallery may be in Milvus
             kubernetes.use_secret_as_env(task, MILVUS_SECRET, {key: key for key in MILVUS_KEYS}, optional=True)
+        if policy.queries_release:
+            kubernetes.use_secret_as_env(task, TOKEN_SECRET, {"token": "EVERNEAR_TOKEN"}, optional=True)
         if task.name == "notify":
             kubernetes.use_secret_as_env(task, TRACKING_SECRET, {key: key for key in TRACKING_KEYS}, optional=True)
         kubernetes.set_timeout(task, policy.timeout_s)
@@ -82,31 +91,16 @@ def configure_tasks(tasks: Iterable[dsl.PipelineTask], s3_secret: str, cpu: str,
             # Argo measures this from the first attempt, and stops an attempt that exceeds it. KFP's default is 1 h.
             in_all_s = (policy.retries + 1) * (policy.timeout_s + BACKOFF_S * 2**policy.retries)
             task.set_retry(policy.retries, f"{BACKOFF_S}s", 2, f"{in_all_s}s")
-        _pass_to_group(task, cpu, memory)
-        task.set_cpu_limit(cpu).set_memory_limit(memory)
+        if policy.reads_images:
+            kubernetes.mount_pvc(task, SCRATCH_CLAIM, "/scratch")
+        _set_limits(task, accelerators if policy.trains else "")
 
 
-def mount_inference_token(tasks: Iterable[dsl.PipelineTask], token_secret: str) -> None:
-    """Give the tasks that query a deployed release its bearer token, if the Secret exists."""
-    for task in tasks:
-        if POLICIES[task.name].queries_release:
-            kubernetes.use_secret_as_env(task, token_secret, {"token": "EVERNEAR_TOKEN"}, optional=True)
-
-
-def mount_scratch(tasks: Iterable[dsl.PipelineTask], claim: str) -> None:
-    """Mount a volume where steps share their copies of the shards."""
-    for task in tasks:
-        if POLICIES[task.name].reads_images:
-            kubernetes.mount_pvc(task, claim, "/scratch")
-
-
-def set_accelerator(tasks: Iterable[dsl.PipelineTask], accelerator: str, count: str) -> None:
-    """Request ``count`` accelerators ("0": none) of a resource such as nvidia.com/gpu."""
-    for task in tasks:
-        _pass_to_group(task, accelerator, count)
-        task.set_accelerator_type(accelerator).set_accelerator_limit(count)
-
-
-def _pass_to_group(task: dsl.PipelineTask, *parameters: str) -> None:
-    """Work around kfp 2.17, which does not pass parameters of a limit to the group that contains the task."""
-    task.register_pipeline_channels(list(parameters))  # pyright: ignore[reportArgumentType] - channels at run time
+def _set_limits(task: dsl.PipelineTask, accelerators: str) -> None:
+    if not accelerators:
+        task.set_cpu_limit(TASK_CPU).set_memory_limit(TASK_MEMORY)
+        return
+    task.set_cpu_limit(TRAIN_CPU).set_memory_limit(TRAIN_MEMORY)
+    # kfp 2.17 does not pass the parameter of a limit to the group that contains the task.
+    task.register_pipeline_channels([accelerators])  # pyright: ignore[reportArgumentType] - a channel at run time
+    task.set_accelerator_type(TRAIN_ACCELERATOR).set_accelerator_limit(accelerators)

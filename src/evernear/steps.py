@@ -381,9 +381,7 @@ def deploy(run: str, settings: Tree, started_by: str, release: str, verdict: str
         running.summary = f"release {deployed.version} {deployed.state()}"
 
 
-def rollback(
-    run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
-) -> None:
+def rollback(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
     """Roll back to the previous champion. If ``release`` is set, fail unless it is the
     current champion.
     """
@@ -391,16 +389,14 @@ def rollback(
         from evernear.deployment import roll_back
         from evernear.release.promotions import Cause
 
-        chosen = of_run(settings, **parameters, store=store)
+        chosen = of_run(settings, target=target, store=store)
         cause = Cause.of_run(run, started_by, reason)
         restored = roll_back(chosen, cause=cause, expected=release or None)
         RunRecord(open_store(store), run).save(rollback=restored.model_dump(mode="json") | {"why": reason})
         running.summary = f"restored: release {restored.version} {restored.state()}"
 
 
-def promote(
-    run: str, store: str, parameters: dict[str, str], settings: Tree, release: str, reason: str, started_by: str
-) -> None:
+def promote(run: str, store: str, target: str, settings: Tree, release: str, reason: str, started_by: str) -> None:
     """Deploy a release, even if its verdict is hold.
 
     If ``release`` is empty, apply the settings to the champion.
@@ -410,7 +406,7 @@ def promote(
         from evernear.deployment import promote_release
         from evernear.release.promotions import Cause
 
-        chosen = of_run(settings, **parameters, store=store)
+        chosen = of_run(settings, target=target, store=store)
         cause = Cause.of_run(run, started_by, reason)
         if release:
             promoted = promote_release(release, chosen, force=True, cause=cause)

@@ -20,6 +20,7 @@ from evernear.common.store import open_store
 from evernear.errors import EvernearError, PipelineServerError, SettingsError, UserInterruptError
 from evernear.kubeflow import GOLDEN, NAMES, connection
 from evernear.kubeflow.client import KfpRuns
+from evernear.kubeflow.compiled import cluster_version
 from evernear.reporting.notify import finalize
 from evernear.settings import PipelineSettings
 from tests.loopback.kfp import KfpServer, RunControl
@@ -53,10 +54,10 @@ def published(server: KfpServer) -> KfpServer:
 
 
 def act(run: RunControl) -> None:
-    """Execute a run. The parameter ``task_cpu`` selects its behavior: hold, fail,
+    """Execute a run. The parameter ``source`` selects its behavior: hold, fail,
     or wait to be stopped.
     """
-    behavior = run.parameters.get("task_cpu", "hold")
+    behavior = run.parameters.get("source", "hold")
     run.begin()
     run.task("ingest", "SUCCEEDED")
     while behavior == "wait" and not run.is_canceling:
@@ -137,6 +138,24 @@ def test_upload_sets_defaults(server: KfpServer) -> None:
         evernear(*UPLOAD, "--set", "sources=x")
 
 
+def test_facts_about_the_cluster_are_set_at_upload(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    evernear(*UPLOAD)
+    evernear(*UPLOAD, "--set", "pipeline.train_memory=64Gi", "--set", "train.epochs=3")
+    monkeypatch.setenv("EVERNEAR_PIPELINE__S3_SECRET", "team-s3")
+    evernear(*UPLOAD)
+    assert len(server.state.versions) == 3 * len(NAMES)
+    files = [server.state.files[version].decode() for version in server.state.versions]
+    assert ["64Gi" in file for file in files] == [
+        name == "continuous-training" and part == 1 for part in range(3) for name in NAMES
+    ]
+    assert ["team-s3" in file for file in files] == [part == 2 for part in range(3) for _ in NAMES]
+    for key in ("train_memory", "pipeline.train_memory"):
+        with pytest.raises(SettingsError, match=r"`evernear pipeline upload --set pipeline\.train_memory=VALUE`"):
+            evernear("run", "--set", f"{key}=64Gi")
+    with pytest.raises(SettingsError, match=r"pipeline\.task_cpu"):
+        evernear(*UPLOAD, "--set", "pipeline.task_cpu=many")
+
+
 def test_run_overrides_only_the_parameters_that_are_set(server: KfpServer) -> None:
     serving = IMAGE.replace("train", "serve")
     evernear(
@@ -153,12 +172,13 @@ def test_run_overrides_only_the_parameters_that_are_set(server: KfpServer) -> No
         "train": {"epochs": 5},
     }
     evernear("run", "rollback", "--set", "kubernetes.image=" + serving)
-    assert server.runs[1].parameters["serving_image"] == serving
+    assert server.runs[1].parameters["settings"]["kubernetes"] == {"namespace": "vision", "image": serving}
     assert "@" in server.runs[1].parameters["started_by"]
 
 
 def test_upload_run_and_status_of_a_held_release(server: KfpServer, tmp_path: Path) -> None:
-    assert evernear(*UPLOAD).splitlines() == [f"{name} 5b67dc9f1c0b6c0f: uploaded." for name in NAMES]
+    version = cluster_version("5b67dc9f1c0b6c0f", PipelineSettings())
+    assert evernear(*UPLOAD).splitlines() == [f"{name} {version}: uploaded." for name in NAMES]
     assert [version["new"] for version in evernear_json(*UPLOAD)] == [False] * len(NAMES)
     with pytest.raises(PipelineServerError, match="already exists with different content"):
         evernear("upload", "rollback", "--image", IMAGE.replace("ab", "cd"), "--version", "5b67dc9f1c0b6c0f")
@@ -195,19 +215,19 @@ def test_wait_reports_the_failed_step_and_its_error(published: KfpServer, tmp_pa
     with pytest.raises(
         EvernearError, match=r"failed at train: Training cannot continue: the loss is not finite\.$"
     ) as error:
-        evernear("run", "--set", "task_cpu=fail", "--wait")
+        evernear("run", "--set", "source=fail", "--wait")
     assert error.value.exit_code == 1
     pattern = r"failed at train: The disk is full\.$"
     with pytest.raises(EvernearError, match=pattern):  # from the record in the store
-        evernear("run", "--set", "task_cpu=fail", "--set", f"store={tmp_path.as_uri()}", "--wait")
+        evernear("run", "--set", "source=fail", "--set", f"store={tmp_path.as_uri()}", "--wait")
     assert [run["state"] for run in evernear_json("status")["runs"]] == ["failed", "failed"]
     output = evernear("status", published.runs[-1].id)
     assert "failed at train: The disk is full.\nNext: evernear pipeline run continuous-training\n" in output
 
 
 def test_stop_stops_a_run(published: KfpServer) -> None:
-    started = evernear_json("run", "--set", "task_cpu=wait", "--key", "a")
-    assert evernear_json("run", "--set", "task_cpu=wait", "--key", "a")["id"] == started["id"]
+    started = evernear_json("run", "--set", "source=wait", "--key", "a")
+    assert evernear_json("run", "--set", "source=wait", "--key", "a")["id"] == started["id"]
     output = evernear("stop", started["id"])
     assert output.startswith(f"Run {started['id']} is stopping. The run's store is not writable from here")
     assert published.run(started["id"]).ended.wait(10)
@@ -220,7 +240,7 @@ def test_stop_stops_a_run(published: KfpServer) -> None:
 def test_status_shows_who_stopped_a_run(published: KfpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ACTIONS": "true", "ACTOR": "ada", "EVENT_NAME": "push", "SHA": "5b67dc9f1c0b6c0f"}.items():
         monkeypatch.setenv(f"GITHUB_{name}", value)
-    started = evernear_json("run", "--set", "task_cpu=wait", "--set", f"store={tmp_path.as_uri()}")
+    started = evernear_json("run", "--set", "source=wait", "--set", f"store={tmp_path.as_uri()}")
     assert evernear("stop", started["id"]) == f"Run {started['id']} is stopping.\n"
     assert published.run(started["id"]).ended.wait(10)
     status = evernear_json("status", started["id"])
@@ -235,7 +255,7 @@ def test_interrupting_wait_does_not_stop_the_run(published: KfpServer, monkeypat
     # Not `time.sleep` itself: threads of other tests in this process sleep, too.
     monkeypatch.setattr(runs, "time", SimpleNamespace(**{**vars(time), "sleep": interrupt}))
     with pytest.raises(UserInterruptError, match=r"continues in Kubeflow Pipelines; `evernear pipeline status [^ ]+`"):
-        evernear("run", "--set", "task_cpu=wait", "--wait")
+        evernear("run", "--set", "source=wait", "--wait")
     monkeypatch.undo()
     (run,) = published.runs
     assert not run.is_canceling

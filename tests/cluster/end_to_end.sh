@@ -15,7 +15,7 @@ defaults=(
   kubernetes.token_secret=evernear-token
   kubernetes.replicas_min=1 kubernetes.replicas_max=1
   kubernetes.cpu=500m
-  task_cpu=1 task_memory=2G train_cpu=2 train_memory=4G
+  pipeline.task_cpu=1 pipeline.task_memory=2G pipeline.train_cpu=2 pipeline.train_memory=4G
 )
 evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"
 evernear pipeline upload --image "$TRAIN_IMAGE" "${defaults[@]/#/--set=}"  # idempotent

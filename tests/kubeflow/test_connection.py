@@ -20,6 +20,7 @@ LIST = "run_service_list_runs"
 @pytest.fixture(autouse=True)
 def _short_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(connection, "TIMEOUT_S", 5.0)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def server() -> Iterator[KfpServer]:
 
 
 def connect(url: str, environment: dict[str, str] | None = None, **settings: object) -> Connection:
-    values = {"endpoint": url, "timeout_s": 5.0, **settings}
+    values = {"endpoint": url, **settings}
     return Connection(PipelineSettings.model_validate(values), environment or {})
 
 
@@ -43,10 +44,10 @@ def test_failed_reads_are_retried(server: KfpServer, status: int) -> None:
 
 def test_retries_are_limited(server: KfpServer) -> None:
     server.calls.clear()
-    server.fail(times=2)
+    server.fail(times=connection.ATTEMPTS)
     with pytest.raises(PipelineServerError, match=r"answered 503: Service unavailable\."):
-        connect(server.url, attempts=2).call(LIST)
-    assert len(server.calls) == 2
+        connect(server.url).call(LIST)
+    assert len(server.calls) == connection.ATTEMPTS
 
 
 def test_rejected_requests_are_not_retried(server: KfpServer) -> None:
@@ -82,10 +83,12 @@ def test_create_requests_that_were_never_sent_are_retried(server: KfpServer, mon
     assert created.display_name == "x"
 
 
-def test_requests_time_out(server: KfpServer) -> None:
+def test_requests_time_out(server: KfpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "ATTEMPTS", 1)
     server.fail(delay_s=1.0)
     with pytest.raises(PipelineServerError, match=r"did not answer within 0\.2 s"):
-        connect(server.url, timeout_s=0.2, attempts=1).call(LIST)
+        connect(server.url).call(LIST)
 
 
 def test_bearer_token_is_read_from_the_environment() -> None:
@@ -159,7 +162,7 @@ def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
     subprocess.run(["openssl", *arguments.split(), *names], check=True, capture_output=True)
     with KfpServer(certificate=certificate, key=key) as server:
         with pytest.raises(PipelineServerError, match=r"is not trusted .*pipeline\.ca_file"):
-            connect(server.url, attempts=1).call(LIST)
+            connect(server.url).call(LIST)
         assert connect(server.url, ca_file=certificate).call(LIST).runs is None
     with pytest.raises(EvernearError, match=r"The CA file .*gone\.pem .*does not exist"):
         connect("https://127.0.0.1", ca_file=tmp_path / "gone.pem")
@@ -167,7 +170,7 @@ def test_tls_requires_a_trusted_certificate(tmp_path: Path) -> None:
 
 def test_https_to_a_port_without_tls_is_no_problem_of_certificates(server: KfpServer) -> None:
     with pytest.raises(PipelineServerError, match=r"does not speak TLS .*use http:// in pipeline\.endpoint"):
-        connect(server.url.replace("http:", "https:"), attempts=1).call(LIST)
+        connect(server.url.replace("http:", "https:")).call(LIST)
 
 
 def test_constructor_sends_no_request(server: KfpServer) -> None:

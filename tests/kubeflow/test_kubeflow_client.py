@@ -61,21 +61,21 @@ def store(tmp_path: Path) -> Store:
 
 
 def runs_of(server: KfpServer, **settings: Any) -> KfpRuns:
-    return KfpRuns(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 5.0, **settings}))
+    return KfpRuns(PipelineSettings.model_validate({"endpoint": server.url, **settings}))
 
 
 def test_parameters_come_from_the_newest_version(server: KfpServer, runs: KfpRuns, tmp_path: Path) -> None:
     newer = tmp_path / "newer.yaml"
-    newer.write_text(COMPILED.read_text().replace("train_memory", "train_mem"))
+    newer.write_text(COMPILED.read_text().replace("train_accelerators", "train_gpus"))
     declared = {parameter.name: parameter for parameter in runs.parameters(PIPELINE)}
     assert declared["store"].type == "STRING"
     assert declared["store"].default == "s3://evernear"
     assert declared["store"].description.startswith("Object store")
     assert declared["settings"].type == "STRUCT"
     assert not any(parameter.required for parameter in declared.values())
-    assert "train_memory" in declared
+    assert "train_accelerators" in declared
     server.publish(newer, version="second")
-    assert "train_mem" in {parameter.name for parameter in runs.parameters(PIPELINE)}
+    assert "train_gpus" in {parameter.name for parameter in runs.parameters(PIPELINE)}
     assert runs.start(PIPELINE, {}, "a").pipeline_version == "second"
 
 
@@ -125,8 +125,9 @@ def test_repeated_start_after_a_lost_response_returns_the_run(server: KfpServer,
     assert [runs.start(PIPELINE, {}, "a").id] == [run.id for run in server.runs]
 
 
-def test_lock_of_an_unfinished_start_expires(server: KfpServer, store: Store) -> None:
-    short_timeout = runs_of(server, timeout_s=0.5)
+def test_lock_of_an_unfinished_start_expires(server: KfpServer, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TIMEOUT_S", 0.5)
+    short_timeout = runs_of(server)
     server.fail(operation=CREATE, status=503)
     with pytest.raises(PipelineServerError, match="answered 503"):
         short_timeout.start(PIPELINE, {}, "a", store)

@@ -20,7 +20,7 @@ from tests.loopback.kfp import KfpServer
 
 PIPELINE = "continuous-training"
 IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32
-COMPILED = for_cluster(PIPELINE, IMAGE)
+COMPILED = for_cluster(PIPELINE, IMAGE, PipelineSettings())
 COMMIT = "5b67dc9f1c0b6c0f5d9e7a1b2c3d4e5f60718293"
 CREATE = "recurring_run_service_create_recurring_run"
 
@@ -42,7 +42,7 @@ def publisher(server: KfpServer) -> Publisher:
 
 
 def publisher_to(server: KfpServer, **settings: Any) -> Publisher:
-    return Publisher(PipelineSettings.model_validate({"endpoint": server.url, "timeout_s": 10.0, **settings}))
+    return Publisher(PipelineSettings.model_validate({"endpoint": server.url, **settings}))
 
 
 def test_upload_names_the_version_after_the_commit_and_is_idempotent(server: KfpServer, publisher: Publisher) -> None:
@@ -77,7 +77,7 @@ def test_upload_recognizes_a_version_that_the_server_reformatted(server: KfpServ
 
 def test_upload_rejects_different_content_under_the_same_version(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
-    changed = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"))
+    changed = for_cluster(PIPELINE, IMAGE.replace("ab", "cd"), PipelineSettings())
     with pytest.raises(
         PipelineServerError, match=f"Version {COMMIT} of the pipeline .* already exists with different content"
     ):
@@ -115,15 +115,15 @@ def test_upload_and_schedule_use_the_namespace() -> None:
 def test_every_pipeline_uploads_and_starts_without_arguments(
     server: KfpServer, publisher: Publisher, pipeline: str
 ) -> None:
-    publisher.upload(for_cluster(pipeline, IMAGE), COMMIT)
+    publisher.upload(for_cluster(pipeline, IMAGE, PipelineSettings()), COMMIT)
     required = [p for p in publisher.runs.parameters(pipeline) if p.required]
     assert not required
     assert publisher.runs.start(pipeline, {}, "a").pipeline == pipeline
 
 
 def test_manifests_are_reproducible_and_contain_the_pipeline() -> None:
-    pipeline = min(NAMES, key=lambda name: len(for_cluster(name, IMAGE)))  # kfp takes seconds for a large one
-    compiled = for_cluster(pipeline, IMAGE)
+    pipeline = min(NAMES, key=lambda name: len(for_cluster(name, IMAGE, PipelineSettings())))  # kfp is slow
+    compiled = for_cluster(pipeline, IMAGE, PipelineSettings())
     content = as_manifests(compiled, COMMIT, namespace="kubeflow")
     assert as_manifests(compiled, COMMIT, namespace="kubeflow") == content
     pipeline_manifest, version = yaml.load_all(content, yaml.CSafeLoader)
@@ -176,6 +176,27 @@ def test_replacing_a_schedule_never_leaves_two_enabled(
     assert server.policies == ["ORPHAN"], "other policies would delete the runs of the old schedule"
 
 
+@pytest.mark.parametrize(
+    ("cron", "reason"),
+    [
+        ("nightly", "five fields"),
+        ("", "five fields"),
+        ("@daily", "five fields"),
+        ("15 0 3 * * *", "five fields"),
+        ("TZ=Europe/Berlin 0 3 * * *", "five fields"),
+        ("61 3 * * *", "bad minute"),
+        ("0 3 31 2 *", "bad day-of-month"),
+    ],
+)
+def test_schedule_that_kfp_would_misread_is_refused(
+    server: KfpServer, publisher: Publisher, cron: str, reason: str
+) -> None:
+    publisher.upload(COMPILED, COMMIT)
+    with pytest.raises(SettingsError, match=f"{reason}.*'0 3 \\* \\* \\*' for daily at 3:00"):
+        publisher.schedule(PIPELINE, cron, {})
+    assert not server.state.recurring_runs
+
+
 def test_rejected_schedule_keeps_the_old_one_enabled(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
     before = publisher.schedule(PIPELINE, "0 3 * * *", {})
@@ -211,7 +232,7 @@ def test_schedules_include_those_created_from_a_file(server: KfpServer, publishe
 
 def test_unschedule_deletes_the_schedule(server: KfpServer, publisher: Publisher) -> None:
     publisher.upload(COMPILED, COMMIT)
-    publisher.schedule(PIPELINE, "@daily", {})
+    publisher.schedule(PIPELINE, "0 0 * * *", {})
     assert publisher.unschedule(PIPELINE) == 1
     assert publisher.unschedule(PIPELINE) == 0
     assert not server.state.recurring_runs

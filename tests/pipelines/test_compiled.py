@@ -16,7 +16,8 @@ import yaml
 
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, PIPELINES
-from evernear.kubeflow.compiled import for_cluster
+from evernear.kubeflow.compiled import cluster_version, for_cluster
+from evernear.settings import PipelineSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.name != "__init__.py")
@@ -28,6 +29,8 @@ STEPS = {
     "promote": {"promote", "notify"},
     "predict": {"predict", "notify"},
 }
+PARAMETERS = {"continuous_training": 8, "reindex": 7, "rollback": 6, "promote": 6, "predict": 6}
+IMAGE = "registry.example/evernear-train@sha256:" + "ab" * 32
 HOUR_S = 3600
 
 
@@ -79,18 +82,18 @@ def test_compilation_is_reproducible_and_golden_files_are_current(tmp_path: Path
 
 def test_for_cluster_requires_an_image_digest() -> None:
     image = "registry.example/evernear-train@sha256:" + "ab" * 32
-    spec = next(yaml.load_all(for_cluster("continuous-training", image), yaml.CSafeLoader))
+    spec = next(yaml.load_all(for_cluster("continuous-training", image, PipelineSettings()), yaml.CSafeLoader))
     images = {part["container"]["image"] for part in spec["deploymentSpec"]["executors"].values()}
     assert images == {image}
     for moving in ("registry.example/evernear-train:latest", "evernear-train@sha256:abc", "a b@sha256:" + "ab" * 32):
         with pytest.raises(SettingsError, match="has no digest"):
-            for_cluster("continuous-training", moving)
+            for_cluster("continuous-training", moving, PipelineSettings())
 
 
 @pytest.mark.parametrize("pipeline", ["continuous-training", "reindex"])
 def test_every_step_knows_its_image(pipeline: str) -> None:
     image = "registry.example/evernear-train@sha256:" + "ab" * 32
-    spec = next(yaml.safe_load_all(for_cluster(pipeline, image)))
+    spec = next(yaml.safe_load_all(for_cluster(pipeline, image, PipelineSettings())))
     for name, executor in spec["deploymentSpec"]["executors"].items():
         variables = executor["container"]["env"]
         assert {"name": IMAGE_VARIABLE, "value": image} in variables, name
@@ -131,12 +134,9 @@ def test_caching_is_disabled_for_every_task(compiled: Compiled) -> None:
     assert not [name for name, task in compiled.tasks.items() if task.get("cachingOptions", {}).get("enableCache")]
 
 
-def test_run_form_lists_user_parameters_first_and_no_settings_defaults(compiled: Compiled) -> None:
-    """The KFP UI sorts fields by name, so the names of cluster parameters sort last."""
-    names = sorted(compiled.parameters)
-    platform = [name for name in names if name.startswith(("task_", "train_"))]
-    assert names[-len(platform) :] == platform
-    assert len(names) - len(platform) <= 8
+def test_run_form_is_short_and_has_no_settings_defaults(compiled: Compiled) -> None:
+    assert len(compiled.parameters) == PARAMETERS[compiled.module]
+    assert not compiled.parameters.keys() & PipelineSettings().cluster.keys()
     assert compiled.parameters["settings"]["defaultValue"] == {}
 
 
@@ -178,8 +178,7 @@ def test_secrets_are_not_parameters_and_every_step_has_store_credentials(compile
         verifies = name in ("deploy", "rollback", "promote")
         assert ("EVERNEAR_TOKEN" in variables) == verifies, "only tasks that request predictions get the token"
     suspicious = [name for name in compiled.parameters if "key" in name or "password" in name or "token" in name]
-    queries_release = compiled.module != "predict"
-    assert suspicious == ["task_token_secret"] * queries_release, "the name of a Secret is none"
+    assert suspicious == []
 
 
 def test_steps_that_are_not_idempotent_are_not_retried(compiled: Compiled) -> None:
@@ -208,24 +207,55 @@ def test_runs_have_a_deadline_and_are_deleted_from_the_cluster(compiled: Compile
     assert config["resourceTtlOnCompletion"] == 7 * 24 * HOUR_S
 
 
-def test_every_task_has_resource_limits_and_only_training_requests_accelerators(compiled: Compiled) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        PipelineSettings(),
+        PipelineSettings(
+            task_cpu="500m", task_memory="2Gi", train_cpu="8", train_memory="64Gi", train_accelerator="amd.com/gpu"
+        ),
+    ],
+)
+def test_every_task_has_resource_limits_and_only_training_requests_accelerators(
+    compiled: Compiled, settings: PipelineSettings
+) -> None:
+    uploaded = for_cluster(compiled.module.replace("_", "-"), IMAGE, settings)
+    executors = next(yaml.load_all(uploaded, yaml.CSafeLoader))["deploymentSpec"]["executors"]
     for name in compiled.tasks:
-        resources = dict(compiled.container(name)["resources"])
-        accelerator = resources.pop("accelerator", None)
-        prefix = "train" if name in ("train", "probe") else "task"
-        assert resources == {
-            "resourceCpuLimit": reference(f"{prefix}_cpu"),
-            "resourceMemoryLimit": reference(f"{prefix}_memory"),
-        }
-        assert accelerator == (
-            {"resourceType": reference("train_accelerator"), "resourceCount": reference("train_accelerators")}
-            if prefix == "train"
-            else None
+        resources = executors[f"exec-{name}"]["container"]["resources"]
+        accelerator = resources.get("accelerator", {})
+        trains = name in ("train", "probe")
+        cpu, memory = (
+            (settings.train_cpu, settings.train_memory) if trains else (settings.task_cpu, settings.task_memory)
         )
+        assert (resources["resourceCpuLimit"], resources["resourceMemoryLimit"]) == (cpu, memory)
+        assert accelerator.get("resourceType") == (settings.train_accelerator if trains else None)
+        assert accelerator.get("resourceCount") == (reference("train_accelerators") if trains else None)
     if compiled.module == "continuous_training":
         count = compiled.parameters["train_accelerators"]
         # KFP ignores a count that is not text.
         assert (count["parameterType"], count["defaultValue"]) == ("STRING", "0")
+
+
+def test_upload_names_the_secret_of_the_store(compiled: Compiled) -> None:
+    uploaded = for_cluster(compiled.module.replace("_", "-"), IMAGE, PipelineSettings(s3_secret="team-s3"))
+    _, platform = yaml.load_all(uploaded, yaml.CSafeLoader)
+    for executor in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
+        names = [secret["secretName"] for secret in executor["secretAsEnv"]]
+        assert names[0] == "team-s3"
+        assert "evernear-s3" not in names
+        for secret in executor["secretAsEnv"]:
+            assert secret["secretNameParameter"]["runtimeValue"]["constant"] == secret["secretName"]
+
+
+def test_change_of_the_cluster_is_another_version() -> None:
+    def version(**settings: str) -> str:
+        return cluster_version("c0ffee", PipelineSettings.model_validate(settings))
+
+    assert version() == version(endpoint="https://kfp.example.org") == version(task_cpu="2")
+    changed = [version(**{name: "8"}) for name in PipelineSettings().cluster]
+    assert len({version(), *changed}) == 1 + len(changed)
+    assert all(name.startswith("c0ffee-") for name in changed)
 
 
 def test_steps_that_read_images_mount_the_scratch_volume(compiled: Compiled) -> None:

@@ -88,6 +88,16 @@ def step(name: str, state: str, message: str = "") -> StepRecord:
     return StepRecord(step=name, state=state, message=message, started=datetime.now(UTC))
 
 
+@pytest.mark.parametrize(("name", "limit"), [("train", "train_memory"), ("embed", "task_memory")])
+def test_step_that_a_cluster_killed_names_the_memory_limit(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch, name: str, limit: str
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    record.save_step(step(name, "running"))
+    outcome = finalize(record, "continuous-training", "FAILED", "")
+    assert f"`evernear pipeline upload --set pipeline.{limit}=...` raises its memory limit" in outcome.summary()
+
+
 def test_failed_run_names_step_error_and_next_command(record: RunRecord) -> None:
     for failing in (step("ingest", "finished"), step("train", "running"), step("probe", "failed", "The disk is full.")):
         record.save_step(failing)

@@ -1,6 +1,7 @@
 """``evernear pipeline``: compile the pipelines, and run them on Kubeflow Pipelines."""
 
 import secrets
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +42,15 @@ NamespaceOption = Annotated[
 ]
 ParameterOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting or pipeline parameter: train.epochs=20, task_cpu=4"),
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting or pipeline parameter: train.epochs=20"),
+]
+UploadParameterOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="The default of a setting or pipeline parameter, or a fact about the cluster: pipeline.task_memory=8G",
+    ),
 ]
 SourceOption = Annotated[
     str | None, typer.Option("--source", metavar="SOURCE", help="Images to train on: s3://bucket/prefix, mnist ...")
@@ -58,13 +67,16 @@ StoreOption = Annotated[
 
 
 def server_settings(
-    endpoint: EndpointOption = None, namespace: NamespaceOption = None, config: ConfigOption = None
+    endpoint: str | None = None,
+    namespace: str | None = None,
+    config: Path | None = None,
+    words: Sequence[str] = (),
 ) -> PipelineSettings:
     """The settings for the Kubeflow Pipelines server. Settings that a working directory
     remembers are ignored, because they concern this machine.
     """
     options = {"pipeline.endpoint": endpoint, "pipeline.namespace": namespace}
-    return load(config=config, overrides=assignments(None, **options), remembered=False).pipeline
+    return load(config=config, overrides=assignments([*words], **options), remembered=False).pipeline
 
 
 def run_assignments(
@@ -83,10 +95,16 @@ def default_assignments(
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
     store: StoreOption = None,
-    defaults: ParameterOption = None,
+    defaults: UploadParameterOption = None,
 ) -> list[str]:
     """The parameter defaults for a pipeline version as a list of ``key=value``."""
     return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
+
+
+def _split(words: list[str] | None) -> tuple[list[str], list[str]]:
+    """The words of the ``pipeline`` section, and all others."""
+    of_section = [word for word in words or () if word.startswith("pipeline.")]
+    return of_section, [word for word in words or () if word not in of_section]
 
 
 @app.command(name="compile")
@@ -106,19 +124,23 @@ def compile_(
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
     store: StoreOption = None,
-    defaults: ParameterOption = None,
+    defaults: UploadParameterOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. Each option sets the
     default of its parameter.
     """
     from evernear.common.disk import write_atomically
-    from evernear.kubeflow.compiled import as_manifests
+    from evernear.kubeflow.compiled import as_manifests, cluster_version
 
-    defaults = default_assignments(source, target, serving_image, store, defaults)
-    compiled = _compile_all(pipelines, image, defaults)
+    of_cluster, defaults = _split(defaults)
+    cluster = server_settings(None, namespace, config, of_cluster)
+    compiled = _compile_all(
+        pipelines, image, default_assignments(source, target, serving_image, store, defaults), cluster
+    )
     if kubernetes_native:
-        commit = version or _commit()
-        compiled = {name: as_manifests(content, commit, namespace or "") for name, content in compiled.items()}
+        named = cluster_version(version or _commit(), cluster)
+        compiled = {name: as_manifests(content, named, namespace or "") for name, content in compiled.items()}
     for name, content in compiled.items():
         path = output / f"{name}.yaml"
         try:
@@ -139,7 +161,7 @@ def upload(
     target: TargetOption = None,
     serving_image: ServingImageOption = None,
     store: StoreOption = None,
-    defaults: ParameterOption = None,
+    defaults: UploadParameterOption = None,
     endpoint: EndpointOption = None,
     namespace: NamespaceOption = None,
     config: ConfigOption = None,
@@ -147,16 +169,21 @@ def upload(
     """Upload pipelines as a new version that uses this image. Each option sets the
     default of its parameter.
 
-    A version that already exists with the same content is left unchanged.
+    The version's name ends in a hash of the settings that describe the cluster, such as
+    pipeline.task_memory. A version that already exists with the same content is left
+    unchanged.
     """
-    defaults = default_assignments(source, target, serving_image, store, defaults)
-    server = server_settings(endpoint, namespace, config)
+    of_server, defaults = _split(defaults)
+    server = server_settings(endpoint, namespace, config, of_server)
     commit = version or _commit()
+    from evernear.kubeflow.compiled import cluster_version
     from evernear.kubeflow.publish import Publisher
 
-    compiled = _compile_all(pipelines, image, defaults)
+    compiled = _compile_all(
+        pipelines, image, default_assignments(source, target, serving_image, store, defaults), server
+    )
     publisher = Publisher(server)
-    uploaded = [publisher.upload(content, commit) for content in compiled.values()]
+    uploaded = [publisher.upload(content, cluster_version(commit, server)) for content in compiled.values()]
     if as_json:
         print_json(uploaded)
         return
@@ -214,7 +241,7 @@ def schedule(
         typer.Option(
             "--cron",
             metavar="CRON",
-            help="Schedule such as '0 3 * * *' (daily at 3:00), @weekly or '@every 12h', in the server's time zone.",
+            help="Schedule such as '0 3 * * *' (daily at 3:00), in the server's time zone.",
         ),
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Remove the schedule instead; active runs continue.")] = False,
@@ -333,18 +360,17 @@ def _new_key() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _compile_all(pipelines: list[str] | None, image: str, defaults: list[str]) -> dict[str, bytes]:
+def _compile_all(
+    pipelines: list[str] | None, image: str, defaults: list[str], cluster: PipelineSettings
+) -> dict[str, bytes]:
     """Compile pipelines, keyed by name. A default applies to every pipeline that has a
     parameter with that name.
     """
     from evernear.kubeflow import NAMES
     from evernear.kubeflow.compiled import compiled_parameters, fill_defaults, for_cluster
-    from evernear.kubeflow.parameters import from_words
+    from evernear.kubeflow.parameters import for_pipeline, from_words
 
-    compiled = {name: for_cluster(name, image) for name in pipelines or NAMES}
+    compiled = {name: for_cluster(name, image, cluster) for name in pipelines or NAMES}
     declared = {name: compiled_parameters(content) for name, content in compiled.items()}
     arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
-    for name, content in compiled.items():
-        own = {parameter.name for parameter in declared[name]}
-        compiled[name] = fill_defaults(content, {name: value for name, value in arguments.items() if name in own})
-    return compiled
+    return {name: fill_defaults(content, for_pipeline(arguments, declared[name])) for name, content in compiled.items()}

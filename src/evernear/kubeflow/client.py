@@ -15,6 +15,7 @@ from evernear.common.disk import sha256_bytes
 from evernear.common.run_record import RUNS, STARTING
 from evernear.common.store import Store
 from evernear.errors import ConflictError, PipelineServerError, SettingsError, StoreError
+from evernear.kubeflow import connection
 from evernear.kubeflow.connection import ApiError, Connection
 from evernear.kubeflow.runs import KfpStep, Parameter, Run, State
 from evernear.settings import PipelineSettings, merge
@@ -35,11 +36,11 @@ class KfpRuns:
             endpoint unencrypted.
     """
 
-    def __init__(self, settings: PipelineSettings, connection: Connection | None = None) -> None:
-        self._kfp = connection or Connection(settings)
+    def __init__(self, settings: PipelineSettings, shared: Connection | None = None) -> None:
+        self._kfp = shared or Connection(settings)
         self._namespace = settings.namespace
         self._experiment = settings.experiment
-        self._lease_s = 2 * settings.timeout_s
+        self._lease_s = 2 * connection.TIMEOUT_S
         self._pipelines: dict[str, str] = {}
         self._versions: dict[tuple[str, str], Any] = {}
 

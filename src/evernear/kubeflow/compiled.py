@@ -1,6 +1,7 @@
 """Prepare compiled pipelines for a cluster: set the image and defaults, or convert
 pipelines to Kubernetes manifests."""
 
+import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,17 @@ import yaml
 from kfp import compiler, components
 from kfp.compiler.compiler_utils import KubernetesManifestOptions
 
+from evernear.common.disk import sha256_bytes
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, NAMES, PLACEHOLDER_IMAGE
 from evernear.kubeflow.client import parameters_in
 from evernear.kubeflow.runs import Parameter
+from evernear.settings import PipelineSettings
 
 
-def for_cluster(pipeline: str, image: str) -> bytes:
-    """The golden file of ``pipeline``,
-    with the placeholder image replaced by ``image``.
+def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
+    """The golden file of ``pipeline`` with ``image`` instead of the placeholder, and
+    with the limits, the accelerator and the Secret of ``settings``.
 
     Raises:
         SettingsError: ``pipeline`` is unknown, or ``image`` has no digest.
@@ -31,7 +34,36 @@ def for_cluster(pipeline: str, image: str) -> bytes:
             f"The image {image!r} has no digest; use REF@sha256:<64 hex digits>, because a tag may change between runs."
         )
     golden = GOLDEN / f"{pipeline.replace('-', '_')}.yaml"
-    return golden.read_bytes().replace(PLACEHOLDER_IMAGE.encode(), image.encode())
+    compiled = golden.read_bytes().replace(PLACEHOLDER_IMAGE.encode(), image.encode())
+    default = PipelineSettings()
+    if settings.cluster == default.cluster:
+        return compiled
+    spec, platform = yaml.load_all(compiled, Loader=yaml.CSafeLoader)
+    for executor in spec["deploymentSpec"]["executors"].values():
+        _set_limits(executor["container"]["resources"], settings)
+    for executor in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
+        for secret in executor["secretAsEnv"]:
+            if secret["secretName"] == default.s3_secret:
+                secret["secretName"] = settings.s3_secret
+                secret["secretNameParameter"] = {"runtimeValue": {"constant": settings.s3_secret}}
+    return _dump([spec, platform])
+
+
+def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
+    """Set the limits of one task. Only tasks that train have an accelerator."""
+    cpu, memory = settings.task_cpu, settings.task_memory
+    if accelerator := resources.get("accelerator"):
+        cpu, memory = settings.train_cpu, settings.train_memory
+        accelerator |= {"resourceType": settings.train_accelerator, "type": settings.train_accelerator}
+    resources |= {"resourceCpuLimit": cpu, "resourceMemoryLimit": memory}
+    for deprecated in ("cpuLimit", "memoryLimit"):  # KFP reads them only without the other two
+        resources.pop(deprecated)
+
+
+def cluster_version(version: str, settings: PipelineSettings) -> str:
+    """The name of a version, which differs for clusters with different settings."""
+    values = json.dumps(settings.cluster, sort_keys=True)
+    return f"{version}-{sha256_bytes(values.encode())[:8]}"
 
 
 def compiled_parameters(compiled: bytes) -> Sequence[Parameter]:
@@ -47,6 +79,10 @@ def fill_defaults(compiled: bytes, defaults: Mapping[str, Any]) -> bytes:
     parameters = documents[0]["root"]["inputDefinitions"]["parameters"]
     for name, value in defaults.items():
         parameters[name]["defaultValue"] = value
+    return _dump(documents)
+
+
+def _dump(documents: list[Any]) -> bytes:
     return yaml.dump_all(documents, Dumper=yaml.CSafeDumper, sort_keys=True).encode()
 
 

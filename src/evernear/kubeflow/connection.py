@@ -26,6 +26,12 @@ from evernear.settings import PipelineSettings
 TOKEN_VARIABLE = "KFP_TOKEN"  # noqa: S105 - a variable name, not a token
 COOKIES_VARIABLE = "KFP_COOKIES"
 IN_CLUSTER = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
+TIMEOUT_S = 30.0
+"""Timeout of an API call. A request that starts a run waits for Argo's webhook."""
+ATTEMPTS = 4
+"""Attempts of an API call, over 3.5 s: a restarted API server answers again after some
+seconds, and callers that run for long try again themselves.
+"""
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 8.0
 PAGE_SIZE = 100
@@ -98,7 +104,7 @@ class Connection:
                 message, repeatable = self._describe_rejection(error), error.status != 0 and not creates
             raise (_RepeatableError if repeatable else PipelineServerError)(message)
 
-        pauses_s = itertools.islice(doubling(BACKOFF_S, BACKOFF_CAP_S), self.settings.attempts - 1)
+        pauses_s = itertools.islice(doubling(BACKOFF_S, BACKOFF_CAP_S), ATTEMPTS - 1)
         return retry(attempt, on=_RepeatableError, pauses_s=pauses_s)
 
     def find(self, operation: str, **arguments: Any) -> Any:
@@ -133,11 +139,10 @@ class Connection:
 
     def _call_once(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         method = next(getattr(s, f"{operation}_with_http_info") for s in self._services if hasattr(s, operation))
-        timeout_s = self.settings.timeout_s
         try:
             # The timeout is a pair, because the generated client ignores a single
             # float.
-            response, _, headers = method(**arguments, _request_timeout=(timeout_s, timeout_s))
+            response, _, headers = method(**arguments, _request_timeout=(TIMEOUT_S, TIMEOUT_S))
         except OSError as error:  # reading the mounted token failed, which happens for each request
             raise PipelineServerError(f"Cannot read the token for {self.url}: {error}.") from None
         # An authenticating proxy returns its login page with status 200. kfp would
@@ -160,7 +165,7 @@ class Connection:
                 hint = "set pipeline.ca_file to its CA"
                 return f"The certificate of {self.url} is not trusted ({_last_part(reason)}); {hint}."
             case urllib3.exceptions.TimeoutError() if not isinstance(reason, urllib3.exceptions.NewConnectionError):
-                return f"Kubeflow Pipelines at {self.url} did not answer within {self.settings.timeout_s:g} s."
+                return f"Kubeflow Pipelines at {self.url} did not answer within {TIMEOUT_S:g} s."
             case _:
                 hint = "check pipeline.endpoint and that the server is running"
                 return f"Kubeflow Pipelines at {self.url} is unreachable ({_last_part(reason)}); {hint}."

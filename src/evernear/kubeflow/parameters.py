@@ -11,13 +11,13 @@ import difflib
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from evernear.errors import SettingsError
 from evernear.kubeflow.runs import Parameter
 from evernear.release.promotions import whoami
-from evernear.settings import PARAMETERS, RunSettings, Settings, merge, of_run, overrides_from
+from evernear.settings import PARAMETERS, PipelineSettings, RunSettings, Settings, merge, of_run, overrides_from
 from evernear.settings.sources import known_keys, require_no_secret
 
 _BY_KEY = {key: name for name, key in PARAMETERS.items()}
@@ -48,14 +48,16 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
     if settings.target != "local":
         tree["target"] = settings.target
     arguments: dict[str, Any] = {}
+    names = {parameter.name for parameter in known}
     for name, dotted in PARAMETERS.items():
+        if _is_setting(name, names):
+            continue
         section, _, key = dotted.rpartition(".")
         values: dict[str, Any] = tree.get(section, {}) if section else tree
         if value := values.pop(key, ""):
             arguments[name] = value
     if overrides := {section: values for section, values in tree.items() if values}:
         arguments["settings"] = overrides
-    names = {parameter.name for parameter in known}
     return {name: value for name, value in arguments.items() if name in names}
 
 
@@ -74,17 +76,38 @@ def from_words(
         key, equals, text = word.partition("=")
         if not equals:
             raise SettingsError(f"{word!r} has no '='; write key=value.")
-        name = key if key in by_name else _BY_KEY.get(key, "settings" if key in _setting_keys() else "")
+        if _is_setting(_BY_KEY.get(key, key), by_name):
+            key, name = PARAMETERS.get(key, key), "settings"
+        else:
+            name = key if key in by_name else _BY_KEY.get(key, "settings" if key in _setting_keys() else "")
         if name not in by_name:
             raise SettingsError(_unknown(key, by_name))
         if allowed is not None and key not in allowed:
             raise SettingsError(f"{key!r} cannot be set from here; slack.parameters allows: {', '.join(allowed)}.")
         if name == "settings" and key != "settings":
-            merge(arguments, {"settings": overrides_from([word])})
+            merge(arguments, {"settings": overrides_from([f"{key}={text}"])})
         else:
             merge(arguments, {name: _value(by_name[name], text)})
     require_no_secret(arguments)
     return arguments | _validate_settings(arguments, by_name)
+
+
+def for_pipeline(arguments: Mapping[str, Any], known: Sequence[Parameter]) -> dict[str, Any]:
+    """The ``arguments`` for several pipelines that one pipeline takes."""
+    names = {parameter.name for parameter in known}
+    own = {name: value for name, value in arguments.items() if name in names}
+    for name in filter(arguments.get, PARAMETERS):
+        if _is_setting(name, names):
+            image = overrides_from([f"{PARAMETERS[name]}={arguments[name]}"])
+            own["settings"] = combine(own.get("settings", {}), image)
+    return own
+
+
+def _is_setting(name: str, names: Container[str]) -> bool:
+    """Whether a pipeline with the parameters ``names`` takes the value of a parameter
+    of other pipelines as a setting, as promote and rollback take the serving image.
+    """
+    return name == "serving_image" and name not in names and "target" in names
 
 
 def split_words(text: str) -> list[str]:
@@ -152,6 +175,11 @@ def _setting_keys() -> list[str]:
 
 
 def _unknown(key: str, by_name: Mapping[str, Parameter]) -> str:
+    if (name := key.removeprefix("pipeline.")) in PipelineSettings().cluster:
+        return (
+            f"{key} describes the cluster, so it is not a parameter of a run; set it with "
+            f"`evernear pipeline upload --set pipeline.{name}=VALUE`."
+        )
     if key in _setting_keys() or key in _BY_KEY:
         return (
             f"The pipeline has no parameter {key!r}: it was uploaded by another version of evernear; upload it again."

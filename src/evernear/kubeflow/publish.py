@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from cronsim import CronSim, CronSimError
 from google.protobuf import json_format
 from kfp.pipeline_spec.pipeline_spec_pb2 import (
     PipelineSpec,  # pyright: ignore[reportAttributeAccessIssue]
@@ -14,12 +15,13 @@ from kfp.pipeline_spec.pipeline_spec_pb2 import (
 )
 
 from evernear.common.frozen import Frozen
-from evernear.errors import PipelineServerError
+from evernear.errors import PipelineServerError, SettingsError
 from evernear.kubeflow.client import KfpRuns, arguments_for, reference_to
 from evernear.kubeflow.compiled import version_name
 from evernear.kubeflow.connection import ApiError, Connection
-from evernear.kubeflow.cron import next_run, to_kfp
 from evernear.settings import PipelineSettings
+
+UNIX_FIELDS = 5
 
 
 class Uploaded(Frozen):
@@ -44,7 +46,7 @@ class Schedule(Frozen):
     created: datetime
     next_run: datetime | None
     """The next start, assuming that the server's time zone is UTC. The value is None if
-    the schedule is disabled or the time is unknown, as for ``@every``."""
+    the schedule is disabled, or if another client wrote it in another form."""
 
 
 class Publisher:
@@ -102,7 +104,7 @@ class Publisher:
             SettingsError: the schedule is not valid,
                 or a parameter is unknown or of the wrong type.
         """
-        kfp_cron = to_kfp(cron)
+        kfp_cron = _with_seconds(cron)
         version = self.runs.newest(pipeline)
         arguments = arguments_for(version, parameters)
         request = {
@@ -206,8 +208,36 @@ def _schedule(recurring: Any) -> Schedule:
         cron=cron,
         state="enabled" if enabled else "disabled",
         created=recurring.created_at,
-        next_run=next_run(cron, datetime.now(UTC)) if enabled else None,
+        next_run=_next_run(cron) if enabled else None,
     )
+
+
+def _with_seconds(cron: str) -> str:
+    """The schedule for KFP, which reads the seconds first. Without them, it would run
+    ``0 3 * * *`` at minute 3 of every hour.
+
+    Raises:
+        SettingsError: it does not have five valid fields.
+    """
+    reason = "it does not have five fields"
+    if len(cron.split()) == UNIX_FIELDS:
+        try:
+            CronSim(cron, datetime.now(UTC))
+        except CronSimError as error:
+            reason = str(error).lower()
+        else:
+            return f"0 {cron}"
+    raise SettingsError(
+        f"The schedule {cron!r} is not valid: {reason}. Write minute, hour, day of the month, month and day of the "
+        "week, such as '0 3 * * *' for daily at 3:00, in the server's time zone."
+    )
+
+
+def _next_run(cron: str) -> datetime | None:
+    try:
+        return next(CronSim(cron, datetime.now(UTC)))
+    except (CronSimError, StopIteration):
+        return None
 
 
 def _documents(compiled: bytes) -> tuple[dict[str, Any], dict[str, Any] | None]:

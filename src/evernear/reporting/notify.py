@@ -4,6 +4,7 @@ The exit step derives the outcome of a run from the run's record in the store (s
 `evernear.common.run_record`).
 """
 
+import os
 import shlex
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
@@ -250,4 +251,8 @@ def _failure(record: RunRecord, state: str, error_message: str) -> dict[str, obj
 def _error_of(step: StepRecord) -> tuple[str, str]:
     if step.state == "failed":
         return step.step, step.message
-    return step.step, "The step ended without recording an error: it was stopped, evicted or out of memory."
+    ending = "The step ended without recording an error: it was stopped, evicted or out of memory."
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        limit = "train_memory" if step.step in ("train", "probe") else "task_memory"
+        ending += f" `evernear pipeline upload --set pipeline.{limit}=...` raises its memory limit."
+    return step.step, ending
