@@ -472,3 +472,57 @@ def test_confusion_png_accepts_any_class_name(
     matrix = names, [[3, 1, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     monkeypatch.setattr(type(measured[0].candidate), "confusion_matrix", lambda _: matrix)
     assert confusion_png(measured[0]).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("promoted", [True, False])
+def test_page_and_comparison_have_a_main_and_tables_that_a_keyboard_scrolls(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples], promoted: bool
+) -> None:
+    save(record, system, measured, floor=0.5 if promoted else 1.0)
+    for html in (run_page(record), compare_page(record, record)):
+        check(html)
+        assert html.count("<main>") == 1
+        divisions = re.findall(r'<div class="scroll"[^>]*>', html)
+        assert len(divisions) > 3
+        names = [re.findall(r'tabindex="0" role="region" aria-label="([^"]+)"', division) for division in divisions]
+        assert all(names)
+        assert html.count('class="scroll"') == html.count("<table"), "every table is in one of them"
+
+
+def test_page_explains_its_terms_and_claims_nothing_about_what_is_live_later(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    save(record, system, measured, deployment={"version": CANDIDATE, "url": "http://h/predictions/m"})
+    html = run_page(record)
+    assert f"Release {CANDIDATE} was promoted" in html
+    assert "deployed to http://h/predictions/m" in html
+    assert "The probe trains a network without some of the classes" in html
+    assert "The anchor, an earlier release with which the gate also compares" in html
+    for page_ in (html, compare_page(record, record)):
+        assert "is live at" not in page_
+        assert f"{CANDIDATE} is live" not in page_
+        assert "as it ended" in page_
+    save(record, system, measured, floor=1.0)
+    assert "Held: the gate did not promote the candidate" in run_page(record)
+
+
+def test_page_says_how_many_classes_were_tested(
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+) -> None:
+    save(record, system, measured)
+    assert "classes tested" not in run_page(record)
+    evaluation, examples = measured
+    _, *others = evaluation.candidate.class_recall
+    recall = {each: evaluation.candidate.class_recall[each] for each in others}
+    partly = evaluation.model_copy(
+        update={"candidate": evaluation.candidate.model_copy(update={"class_recall": recall})}
+    )
+    save(record, system, (partly, examples))
+    known = len(evaluation.candidate.known_labels)
+    tested = f"{known - 1} of {known} classes tested"
+    html = run_page(record)
+    assert tested in html[html.index("<h1>") : html.index("<nav>")], "the reason with the accuracy says so"
+    assert f'<b class="warn">{tested}</b>' in html
+    assert tested in compare_page(record, record)
+    assert tested in partly.summary()
+    assert (partly.metrics()["classes"], partly.metrics()["tested_classes"]) == (known, known - 1)

@@ -8,6 +8,7 @@ import typer
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import IntegrityError, SettingsError
+from evernear.evaluation.coverage import classes_tested
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def list_(
         (
             release["version"],
             release["created"][:16].replace("T", " "),
-            _percent(release["metrics"].get("accuracy")),
+            _accuracy(release["metrics"]),
             release["state"],
             release["parent"] or "-",
             f"{release['archive_size_bytes'] / 1e6:.1f} MB",
@@ -355,8 +356,9 @@ def _print(deployed: "Deployment", settings: Settings, as_json: bool) -> None:
     print_line(f"Release {deployed.version} {deployed.state()}.{target}")
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2%}"
+def _accuracy(metrics: dict[str, float]) -> str:
+    tested = classes_tested(metrics)
+    return f"{metrics['accuracy']:.2%}{f' ({tested})' if tested else ''}" if "accuracy" in metrics else "-"
 
 
 def _format(value: Any) -> str:

@@ -21,6 +21,7 @@ from evernear.data.shards import Dataset
 from evernear.errors import IntegrityError
 from evernear.evaluation.baselines import Baseline, measure_baselines
 from evernear.evaluation.compare import Comparison, compare
+from evernear.evaluation.coverage import classes_tested
 from evernear.evaluation.evidence import FewGroups
 from evernear.evaluation.leakage import count_leakage
 from evernear.evaluation.measure import NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
@@ -156,7 +157,9 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
         """The candidate's accuracy, and the number of known images that the candidate
         calls unknown.
         """
-        return f"accuracy {self.candidate.accuracy}; {self.candidate.false_rejects} of known images called unknown"
+        tested = classes_tested(self.candidate.coverage)
+        accuracy = f"accuracy {self.candidate.accuracy}{f', {tested}' if tested else ''}"
+        return f"{accuracy}; {self.candidate.false_rejects} of known images called unknown"
 
     def metrics(self) -> dict[str, float]:
         """The metrics to chart, except metrics whose value is None or not finite."""
@@ -172,6 +175,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
             "threshold": self.candidate.threshold,
             "parity_max_abs_difference": self.candidate.parity_max_abs_difference,
             "test_images": self.candidate.accuracy.total,
+            **self.candidate.coverage,
             "test_images_seen": sum(self.leakage.values()),
         }
         if self.reviewed_left_out:

@@ -73,6 +73,7 @@ First release (`beats_baselines`)
 from collections.abc import Iterator
 
 from evernear.common.output import quantity
+from evernear.evaluation.coverage import classes_tested
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate_anchor import (
     Anchor,
@@ -144,7 +145,8 @@ def _rules(evaluation: Evaluation, anchor: Anchor | None, settings: GateSettings
 def _accuracy_floor(candidate: Measurement, settings: GateSettings) -> Rule:
     accuracy, floor = candidate.accuracy, settings.accuracy_floor
     passed = accuracy.value >= floor
-    reason = f"Accuracy is {accuracy} on {_queries(accuracy.total, candidate.groups)}"
+    tested = classes_tested(candidate.coverage)
+    reason = f"Accuracy is {accuracy} on {_queries(accuracy.total, candidate.groups)}{f' ({tested})' if tested else ''}"
     if floor or not passed:
         reason += f", {'at least' if passed else 'below'} the floor of {floor:.2%}"
     return Rule(

@@ -123,6 +123,11 @@ class Measurement(Frozen):
     """
 
     @property
+    def coverage(self) -> dict[str, float]:
+        """The number of classes that the system knows, and of those with a query."""
+        return {"classes": len(self.known_labels), "tested_classes": len({*self.known_labels} & {*self.class_recall})}
+
+    @property
     def most_common_class_proportion(self) -> float:
         """The accuracy of always predicting the most common class in the split."""
         return max((recall.total for recall in self.class_recall.values()), default=0) / self.accuracy.total

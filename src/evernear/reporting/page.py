@@ -14,6 +14,7 @@ from markupsafe import Markup
 from evernear.common.output import printable
 from evernear.common.progress import duration
 from evernear.common.run_record import RunRecord
+from evernear.evaluation.coverage import classes_tested
 from evernear.evaluation.examples import Examples
 from evernear.evaluation.image_sheet import SHEET_COLUMNS, Sheet
 from evernear.index.description import describe_threshold
@@ -115,7 +116,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters, values = (cast(dict[str, Any], each) for each in (environment.filters, environment.globals))
-    filters.update(percent=_percent, number=_number, short=plots.shorten, tile=_tile, seconds=duration, money=_money)
+    filters.update(
+        tested=classes_tested,
+        percent=_percent,
+        number=_number,
+        short=plots.shorten,
+        tile=_tile,
+        seconds=duration,
+        money=_money,
+    )
     values.update(
         columns=SHEET_COLUMNS,
         describe_threshold=describe_threshold,

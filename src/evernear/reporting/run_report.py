@@ -117,8 +117,10 @@ class RunReport:
         """The state of the run in a few words, for the title of the page."""
         outcome = self.outcome
         match outcome.state:
-            case "promoted" | "rolled back":
-                return f"Release {outcome.release} {outcome.release_state()}"
+            case "promoted":  # the page outlives the promotion
+                return f"Release {outcome.release} was promoted"
+            case "rolled back":
+                return f"Release {outcome.release} was restored"
             case "held":
                 return f"Release {outcome.candidate} is not promoted"
             case _:

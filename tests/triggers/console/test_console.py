@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 from evernear.common.store import Store, open_store
 from evernear.data.sources import open_source
 from evernear.errors import SettingsError
+from evernear.release.records import MANIFESTS, record_key
 from evernear.release.registry import Registry
 from evernear.review.answers import ANSWERS, PENDING, Answer
 from evernear.review.submissions import Submissions
@@ -332,6 +333,16 @@ def test_neighbor_is_shown_until_it_is_forgotten(released: tuple[Store, str], so
     gone = client.get(f"/try/neighbor/{version}/0")
     assert (gone.status_code, gone.headers["content-type"]) == (404, "image/svg+xml")
     assert ">forgotten<" in gone.text
+
+
+def test_releases_say_how_many_classes_were_tested(released: tuple[Store, str]) -> None:
+    store, version = released
+    assert "classes tested" not in signed_in(store, "digits").get("/releases").text
+    record = Registry(store).get(version)
+    metrics = record.manifest.metrics | {"classes": 10.0, "tested_classes": 8.0}
+    partly = record.model_copy(update={"manifest": record.manifest.model_copy(update={"metrics": metrics})})
+    store.put(record_key(MANIFESTS, version), partly.to_json())
+    assert "8 of 10 classes tested" in signed_in(store, "digits").get("/releases").text
 
 
 def test_data_counts_the_images_of_all_splits(released: tuple[Store, str], system: System) -> None:

@@ -147,3 +147,13 @@ def test_promotion_says_which_loss_it_would_not_have_detected() -> None:
         message = runs.verdict(request(), run(State.SUCCEEDED), result, [RULE], champion(), [])
         texts = [block.get("text", {}).get("text", "") for block in message.blocks]
         assert [text for text in texts if text.startswith(":warning:")] == expected
+
+
+def test_accuracy_says_how_many_classes_were_tested() -> None:
+    metrics = {"accuracy": 1.0, "test_images": 24.0, "classes": 10.0, "tested_classes": 8.0}
+    result = RunOutcome(run="run-1", state="held", metrics=metrics)
+    message = runs.verdict(request(), run(State.SUCCEEDED), result, [], champion(), [])
+    assert "Accuracy 100.00% on 24 test images (8 of 10 classes tested)" in str(message.blocks)
+    manifest = SimpleNamespace(metrics=metrics, labels=tuple("abcdefghij"))
+    record = cast("Record", SimpleNamespace(manifest=manifest))
+    assert "8 of 10 classes tested" in str(commands.champion_message(champion(), record).blocks)

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from evernear.common.output import printable
 from evernear.errors import BusyError, ConflictError, DataError, EvernearError, SettingsError
+from evernear.evaluation.coverage import classes_tested
 from evernear.serving.decoding import OverloadedError
 from evernear.triggers.console.warm_up import WarmUp
 
@@ -113,5 +114,5 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
+    environment.filters.update(tested=classes_tested, time=lambda at: f"{at:%Y-%m-%d %H:%M} UTC")
     return environment

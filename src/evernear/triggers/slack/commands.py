@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from evernear.errors import StoreError
+from evernear.evaluation.coverage import classes_tested
 from evernear.kubeflow.runs import Run
 from evernear.release.promotions import Champion
 from evernear.release.records import Record
@@ -161,7 +162,7 @@ def champion_message(current: Champion | None, record: Record | None) -> Message
     facts = fields(
         {
             "Accuracy": "not measured" if accuracy is None else f"{accuracy:.2%}",
-            "Classes": str(len(record.manifest.labels)),
+            "Classes": classes_tested(record.manifest.metrics) or str(len(record.manifest.labels)),
             "Rollback target": escape(promotion.previous or "") or "none: this is the first release",
         }
     )

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from evernear.common.output import printable, quantity
 from evernear.common.run_record import RunRecord
 from evernear.errors import SettingsError
+from evernear.evaluation.coverage import classes_tested
 from evernear.evaluation.verdict import Rule
 from evernear.kubeflow.parameters import combine, from_settings
 from evernear.kubeflow.runs import KfpStep, Run, State
@@ -332,6 +333,8 @@ def _accuracy(metrics: Mapping[str, float]) -> str:
     if "accuracy_low" in metrics and "accuracy_high" in metrics:
         text += f" ({metrics['accuracy_low']:.2%} to {metrics['accuracy_high']:.2%})"
     images = quantity(int(metrics["test_images"]), "test image") if "test_images" in metrics else "test images"
+    if tested := classes_tested(metrics):
+        images += f" ({tested})"
     if "champion_accuracy" in metrics:
         return f"{text}, the champion's {metrics['champion_accuracy']:.2%}, on the same {images}"
     return f"{text} on {images}"
