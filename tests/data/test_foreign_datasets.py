@@ -92,6 +92,7 @@ CELLS = [
     (pa.array(["ant", "bee"], pa.large_string()), "ant bee"),
     (pa.array(["ant", "bee", "ant"]).dictionary_encode(), "ant bee ant"),
     (pa.array([b"ant", b"bee"]).dictionary_encode(), "ant bee"),
+    (pa.array([b"ant\0\0", b"moth\0"], pa.binary(5)), "ant moth"),
     (pa.array([["ant"], ["bee"]]), "ant bee"),
     (pa.array([[b"ant"], [b"bee"]], pa.large_list(pa.binary())), "ant bee"),
     (pa.array([["ant"], ["bee"]], pa.list_(pa.string(), 1)), "ant bee"),
@@ -180,6 +181,33 @@ def test_labels_in_json_are_text(wds, value: object, text: str) -> None:
 def test_other_labels_in_json_are_named(wds, value: object, shown: str) -> None:
     with pytest.raises(DataError, match=r"The field label of a\.tar/0\.json contains " + shown):
         wds({"0.png": b"x", "0.json": json.dumps({"label": value})})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([b"ant", b"\xff"]).cast(pa.binary()).view(pa.string()), "whose type is string, .* cannot be read"),
+        (pa.array([2**62], pa.int64()).view(pa.timestamp("s")), r"whose type is timestamp\[.*cannot be read"),
+    ],
+    ids=["UTF-8", "timestamp"],
+)
+def test_values_that_python_cannot_represent_are_named(hub, tmp_path: Path, values: Any, message: str) -> None:
+    write(tmp_path / "a.arrow", rows(values))
+    with pytest.raises(DataError, match="The column label of a.arrow, " + message):
+        hub()
+
+
+@pytest.mark.parametrize("twice", ["label", "image", "group"])
+def test_a_column_that_occurs_twice(hub, tmp_path: Path, twice: str) -> None:
+    table = rows(["ant", "bee"], group=["x", "y"])
+    write(tmp_path / "a.arrow", table.append_column(twice, table.column(twice)))
+    if twice == "group":
+        assert hub().labels == {"ant": 1, "bee": 1}
+        return
+    with pytest.raises(
+        DataError, match=f"has no column {twice}.*, or several; its columns: image, label, group, {twice}"
+    ):
+        hub()
 
 
 def test_a_long_value_is_shortened_in_the_message() -> None:
@@ -399,6 +427,8 @@ def test_a_tar_of_test_images_without_labels(wds, tmp_path: Path) -> None:
     tar(tmp_path / "train-0.tar", {"0.png": b"x", "0.cls": "ant", "1.png": b"y", "2.png": b"z", "2.json": "{}"})
     with pytest.raises(DataError, match=r"1 image of test in .* have no label.* --set data\.split_folders\.test=none"):
         wds({"0.png": b"x"}, "test-0.tar")
+    with pytest.raises(DataError, match=r"1 image of test in .* have no label"):
+        wds({"0.png": b"x", "0.cls": "-1"}, "test-0.tar")
     listing = wds({"0.png": b"x"}, "test-0.tar", split_folders={"test": "none"})
     assert listing.labels == {"ant": 1}
     assert listing.left_out["no_label"] == ["train-0.tar/1.png", "train-0.tar/2.png"]
@@ -458,7 +488,8 @@ def test_names_with_dots_and_no_labels(wds) -> None:
     with pytest.raises(DataError) as caught:
         wds({**members, "img_2.000.txt": "ant"})
     message = str(caught.value)
-    assert "has the images img_2.000.png, img_2.001.png, img_2.002.png and no label: add img_2.000.cls" in message
+    shown = "img_2.000.png, img_2.001.png, img_2.002.png, img_2.000.txt"
+    assert f"has the members {shown}, and none is the label of img_2.000.png: add img_2.000.cls" in message
     with pytest.raises(DataError, match=r"several images.*such as img_2\.000\.cls, and remove the label of img_2"):
         wds({**members, "img_2.cls": "1"})  # all images would have one class
     assert wds({**members, "img_2.000.cls": "1"}).labels == {"1": 1}

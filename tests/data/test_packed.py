@@ -316,7 +316,10 @@ def test_webdataset_metadata_and_litter(tmp_path, images, run_ingest) -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([("0.jpg", b"x")], r"The sample 0 of a\.tar has the images 0\.jpg and no label: add 0\.cls"),
+        (
+            [("0.jpg", b"x")],
+            r"The sample 0 of a\.tar has the members 0\.jpg, and none is the label of 0\.jpg: add 0\.cls",
+        ),
         ([("0.jpg", b"x"), ("0.cls", b"\xff")], r"a\.tar/0\.cls is not UTF-8"),
         ([("0.jpg", b"x"), ("0.json", b"{")], r"a\.tar/0\.json is not JSON"),
         ([("0.jpg", b"x"), ("0.cls", b"1"), ("0.jpg", b"y")], r"contains two images called 0\.jpg"),

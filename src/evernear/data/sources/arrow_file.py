@@ -37,7 +37,7 @@ class ArrowFile(NamedTuple):
         kinds = [str(self.schema.field(column).type) for column in columns]
         row = first_row
         for batch in self.batches(list(dict.fromkeys(columns)), _TEXT_ROWS):
-            cells = [batch.column(column).to_pylist() for column in columns]
+            cells = [self._values(batch, column) for column in columns]
             for values in zip(*cells, strict=True):
                 texts: list[str] = []
                 for column, kind, value in zip(columns, kinds, values, strict=True):
@@ -46,6 +46,16 @@ class ArrowFile(NamedTuple):
                     texts.append(_class_of(text, column, place, names[column]) if column in names else text)
                 row += 1
                 yield texts
+
+    def _values(self, batch: Any, column: str) -> list[object]:
+        try:
+            return batch.column(column).to_pylist()
+        except (ValueError, OverflowError) as error:
+            kind = self.schema.field(column).type
+            raise DataError(
+                f"The column {column} of {self.name}, whose type is {kind}, contains a value that cannot be read"
+                f" ({error}); write text in UTF-8 or whole numbers."
+            ) from None
 
 
 def class_names(schema: Any) -> Mapping[str, Sequence[str]]:

@@ -44,7 +44,7 @@ def field_text(value: object, what: str, kind: str = "") -> str:
             return str(int(value))
         case bytes():
             try:
-                return value.decode()
+                return value.rstrip(b"\0").decode()  # NumPy pads texts of different lengths
             except UnicodeDecodeError:
                 pass
         case _:

@@ -65,9 +65,9 @@ class HuggingFace(PackedFiles):
         """
         names = table.schema.names
         classes = [*class_names(table.schema)]
-        label = "label" if "label" in names else classes[0] if len(classes) == 1 else None
+        label = "label" if names.count("label") == 1 else classes[0] if len(classes) == 1 else None
         images = [field.name for field in table.schema if field.name not in (label, "group") and _is_image(field.type)]
-        image = "image" if "image" in images else images[0] if len(images) == 1 else None
+        image = "image" if images.count("image") == 1 else images[0] if len(images) == 1 else None
         if image is None or label is None:
             what = "image, with the bytes of an image" if image is None else "label"
             word = split_word(table.name)
@@ -76,7 +76,7 @@ class HuggingFace(PackedFiles):
                 f"{table.name} has no column {what}, or several; its columns: {', '.join(names)}. Rename the right one"
                 f" to {'image' if image is None else 'label'} (`rename_column` of datasets).{leave_out}"
             )
-        has_group = "group" in names and label != "group"
+        has_group = names.count("group") == 1 and label != "group"
         # Unless the groups are used, a column of another type may have another meaning.
         is_used = self._settings.group == COLUMN or (has_group and _is_plain(table.schema.field("group").type))
         return _Columns(image, label, "group" if has_group and is_used else None)

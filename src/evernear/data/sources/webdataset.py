@@ -44,13 +44,18 @@ class WebDataset(PackedFiles):
             for key, infos in groupby(self._used(tar, file), key=lambda info: _split_name(info.name)[0]):
                 images: list[tarfile.TarInfo] = []
                 labels = _Labels(file, self._settings.group == COLUMN)
+                names: list[str] = []
                 for info in infos:
+                    names.append(info.name)
                     stem, suffix = posixpath.splitext(info.name)
                     if suffix.lower() in (".cls", ".json"):
                         labels.add(stem, suffix.lower(), info.size, lambda info=info: _content(tar, info))
                     elif has_image_suffix(f"image{suffix}"):
                         images.append(info)
-                yield from self._of_sample(file, key, images, labels)
+                for member in self._of_sample(file, key, images, labels):
+                    if not member.label:
+                        self._advice = self._advice or _advice(file, key, names, member.name)
+                    yield member
             _require_end(tar, file)
 
     def _of_sample(self, file: str, key: str, images: list[tarfile.TarInfo], labels: "_Labels") -> Iterator[Member]:
@@ -72,7 +77,6 @@ class WebDataset(PackedFiles):
                 yield Member(image.name, label, image.size, group)
             else:
                 yield from (Member(image.name, "", image.size) for image in own)
-                self._advice = self._advice or _advice(file, key, own)
 
     def _choose(self, file: str, stem: str, images: list[tarfile.TarInfo]) -> tarfile.TarInfo:
         """The image of a sample. Other images of the sample, such as masks, show the
@@ -177,12 +181,11 @@ class _Labels:
             raise DataError(f"{where} is not UTF-8; write it again.") from None
 
 
-def _advice(file: str, key: str, images: list[tarfile.TarInfo]) -> str:
-    name = images[0].name
+def _advice(file: str, key: str, members: list[str], image: str) -> str:
     return (
-        f" The sample {key} of {file} has the images {_listed(images)} and no label: add"
-        f" {posixpath.splitext(name)[0]}.cls with the class of {name}, or a .json of this name with the field label,"
-        " next to the image."
+        f" The sample {key} of {file} has the members {named(members)}, and none is the label of {image}: add"
+        f" {posixpath.splitext(image)[0]}.cls with its class, or a .json of this name with the field label, next to the"
+        " image."
     )
 
 
