@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from evernear.common.store import open_store
 from evernear.data.sources import FileEntry, FileSource, open_source
 from evernear.data.sources.field_text import field_text
 from evernear.errors import DataError
@@ -300,6 +301,24 @@ def test_only_the_files_of_a_saved_dataset_are_used(hub, tmp_path: Path) -> None
     assert listing.left_out == {"litter": strays}
 
 
+def test_a_saved_dataset_in_a_bucket(tmp_path: Path, bucket: str) -> None:
+    save(tmp_path / "train", "data-00000-of-00001.arrow")
+    write(tmp_path / "train" / "cache-e955a3ff94534fe8.arrow", rows(["stray"]))
+    (tmp_path / "README.md").write_text(README)
+    store = open_store(f"s3://{bucket}/insects")
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        store.put(path.relative_to(tmp_path).as_posix(), path)
+    listing = Listing(f"huggingface:s3://{bucket}/insects")
+    assert listing.labels == {"ant": 3}
+    assert listing.left_out == {"litter": ["train/cache-e955a3ff94534fe8.arrow"]}
+
+
+def test_a_directory_of_caches(hub, tmp_path: Path) -> None:
+    write(tmp_path / "cache-e955a3ff94534fe8.arrow", rows(["stray"]))
+    with pytest.raises(DataError, match=r"no Parquet or Arrow files .*, except cache-e955a3ff94534fe8\.arrow, which"):
+        hub()
+
+
 def test_a_cache_is_left_out_without_state(hub, tmp_path: Path) -> None:
     write(tmp_path / "insects-train.arrow", rows(["ant", "bee"]))
     write(tmp_path / "cache-e955a3ff94534fe8.arrow", rows(["stray"]))
@@ -409,7 +428,7 @@ def test_a_split_without_labels_is_named_with_the_option_that_leaves_it_out(hub,
 
 def test_labels_of_a_test_file_that_are_all_minus_one(hub, tmp_path: Path) -> None:
     write(tmp_path / "train-0.parquet", rows([1, -1, 1, -1]))  # two classes
-    write(tmp_path / "test-0.parquet", rows([-1] * 5))
+    write(tmp_path / "test-0.parquet", rows(pa.array([-1, -1, None, -1, -1])))
     with pytest.raises(DataError, match=r"5 images of test in .* have no label"):
         hub()
     assert hub(split_folders={"test": "none"}).labels == {"1": 2, "-1": 2}

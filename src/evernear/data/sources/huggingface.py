@@ -11,7 +11,7 @@ import pyarrow as pa
 from evernear.data.sources.arrow_file import ArrowFile, class_names, open_arrow_file
 from evernear.data.sources.base import FileEntry
 from evernear.data.sources.hub_files import require_one_configuration, stray_files
-from evernear.data.sources.packed import Member, PackedFile, PackedFiles, split_word
+from evernear.data.sources.packed import Member, PackedFiles, split_word
 from evernear.errors import DataError
 from evernear.settings.group import COLUMN
 
@@ -34,11 +34,12 @@ class HuggingFace(PackedFiles):
     kind = "Parquet or Arrow files"
 
     def _strays(self, names: Sequence[str]) -> set[str]:
-        return stray_files(names, self._small_file)
-
-    def _require_one_dataset(self, files: Sequence[PackedFile], names: Sequence[str]) -> None:
+        strays, splits = stray_files(names, self._small_file), self._settings.split_folders
+        own = [name for name in names if name.lower().endswith(self.suffixes) and name not in strays]
+        used = [name for name in own if splits.get(split_word(name, splits)) != "none"]
         readme = self._small_file("README.md") if "README.md" in names else b""
-        require_one_configuration(f"huggingface:{self._location}", [file.name for file in files], readme)
+        require_one_configuration(f"huggingface:{self._location}", used, readme)
+        return strays
 
     def _members(self, path: Path, file: str) -> Iterator[Member]:
         with open_arrow_file(path, file) as table:

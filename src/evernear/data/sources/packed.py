@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from evernear.common.class_names import class_name
 from evernear.common.disk import disk_errors
-from evernear.common.output import quantity
+from evernear.common.output import named, quantity
 from evernear.common.store import open_store
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
@@ -122,10 +122,11 @@ class PackedFiles(FileSource):
         for file in files:
             explicit = splits.explicit(file.split)
             known = () if list_again else self.remembered(file.name, file.etag)
-            without_label = self._count_without_label()
-            entries = [entry._replace(explicit_split=explicit) for entry in known] or self._listed(file, explicit)
+            entries = [entry._replace(explicit_split=explicit) for entry in known]
+            if not entries:
+                entries, count = self._listed(file, explicit)
+                unlabeled[file.word] += count
             labeled[file.word] += len(entries)
-            unlabeled[file.word] += self._count_without_label() - without_label
             yield from entries
         if not labeled.total():
             raise DataError(f"{self._location} contains no image with a label in {self.kind}.{self._advice}")
@@ -161,9 +162,6 @@ class PackedFiles(FileSource):
             if wanted:
                 raise DataError(f"{file} no longer contains {min(wanted)}, which was listed; run again.")
 
-    def _count_without_label(self) -> int:
-        return self._notes["no_label"].count if "no_label" in self._notes else 0
-
     def _require_labels(self, hidden: Mapping[str, int]) -> None:
         """Reject splits without a label. ``hidden`` maps the words for these splits to
         the numbers of their images.
@@ -181,15 +179,13 @@ class PackedFiles(FileSource):
         )
 
     def _strays(self, names: Sequence[str]) -> set[str]:
-        """The files that do not belong to the dataset, although their suffix is right.
-        ``names`` are the paths of all files.
+        """The files that do not belong to the dataset, although their suffix may be
+        right. ``names`` are the paths of all files.
+
+        Raises:
+            DataError: there are several datasets.
         """
         return set()
-
-    def _require_one_dataset(self, files: Sequence[PackedFile], names: Sequence[str]) -> None:
-        """Reject ``files`` of several datasets. ``names`` are the paths of all
-        files.
-        """
 
     def _small_file(self, file: str) -> bytes:
         """The content of a small file."""
@@ -206,8 +202,10 @@ class PackedFiles(FileSource):
         order of the file.
         """
 
-    def _listed(self, file: PackedFile, explicit: Split | None) -> list[FileEntry]:
-        """Read the list of images in a packed file from the file itself."""
+    def _listed(self, file: PackedFile, explicit: Split | None) -> tuple[list[FileEntry], int]:
+        """Read the list of images in a packed file from the file itself. The result
+        also contains the number of images without a label.
+        """
         groups: dict[str, str] = {}
         entries: list[FileEntry] = []
         noted = sum(note.count for note in self._notes.values())
@@ -217,22 +215,20 @@ class PackedFiles(FileSource):
                 if name in groups:
                     raise DataError(f"{file.name} contains two images called {member.name}; rename one of them.")
                 groups[name] = member.group
-                if label := class_name(member.label):
-                    entries.append(FileEntry(name, file.etag, label, explicit, member.size_bytes))
-                else:
-                    self._notes["no_label"].add(name)
-        if file.split not in ("", "train") and {entry.label for entry in entries} == {"-1"}:
-            # The labels of a test split are hidden, and no feature names the classes.
-            for entry in entries:
-                self._notes["no_label"].add(entry.name)
-            entries = []
+                entries.append(FileEntry(name, file.etag, class_name(member.label), explicit, member.size_bytes))
         if self.named_groups:
             self.named_groups.record(file.name, groups)
-        if noted != sum(note.count for note in self._notes.values()):
-            # Such a file is listed again every time, because only the file itself shows
-            # which images are left out.
-            entries = [entry._replace(etag=file.etag + _WITH_NOTES) for entry in entries]
-        return entries
+        no_label = {""}
+        if file.split not in ("", "train") and {entry.label for entry in entries} <= {"", "-1"}:
+            no_label.add("-1")  # the labels of a test split are hidden, and no feature names the classes
+        unlabeled = [entry.name for entry in entries if entry.label in no_label]
+        for name in unlabeled:
+            self._notes["no_label"].add(name)
+        # A file with notes is listed again every time, because only the file itself
+        # shows which images are left out.
+        has_notes = noted != sum(note.count for note in self._notes.values())
+        etag = file.etag + _WITH_NOTES if has_notes else file.etag
+        return [entry._replace(etag=etag) for entry in entries if entry.label not in no_label], len(unlabeled)
 
     def _files(self) -> tuple[list[PackedFile], NamedSplits]:
         """The files, sorted by name, each with its split."""
@@ -256,7 +252,6 @@ class PackedFiles(FileSource):
                     files.append(PackedFile(name, etag, split, word))
         for name in litter:
             self._notes["litter"].add(name)
-        self._require_one_dataset(files, [*etags])
         unnamed = [file.name for file in files if not file.split]
         if unnamed and len(unnamed) < len(files):
             more = " and more" if len(unnamed) > _MAX_NAMES else ""
@@ -269,7 +264,8 @@ class PackedFiles(FileSource):
                 f" others a split (or none to leave them out), as in {option}."
             )
         if not files:
-            raise DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}).")
+            but = f", except {named(sorted(litter))}, which belong to no dataset" if litter else ""
+            raise DataError(f"{self._location} contains no {self.kind} ({', '.join(self.suffixes)}){but}.")
         splits.finish()
         return sorted(files), splits
 

@@ -59,17 +59,13 @@ class WebDataset(PackedFiles):
             _require_end(tar, file)
 
     def _of_sample(self, file: str, key: str, images: list[tarfile.TarInfo], labels: "_Labels") -> Iterator[Member]:
-        """The used images of a sample. If names contain dots, as in ``a.0.png`` and
+        """The images of a sample. If names contain dots, as in ``a.0.png`` and
         ``a.0.cls``, several samples have the same key.
         """
-        label, group = labels.of(key)
-        if label and images:
-            image = self._choose(file, key, images)
-            yield Member(image.name, label, image.size, group)
-            return
         parts: defaultdict[str, list[tarfile.TarInfo]] = defaultdict(list)
+        is_one, _ = labels.of(key) if images else ("", "")
         for image in images:
-            parts[labels.stem_of(image.name, key)].append(image)
+            parts[key if is_one else labels.stem_of(image.name, key)].append(image)
         for stem, own in parts.items():
             label, group = labels.of(stem)
             if label:
