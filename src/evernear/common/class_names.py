@@ -21,7 +21,12 @@ def class_name(text: str) -> str:
     Letter case is preserved, because handwriting datasets have the classes ``a`` and
     ``A``.
     """
-    return unicodedata.normalize("NFC", text).strip(_SPACES + _INVISIBLE)
+    return trimmed(unicodedata.normalize("NFC", text))
+
+
+def trimmed(text: str) -> str:
+    """``text`` without leading or trailing spaces and invisible characters."""
+    return text.strip(_SPACES + _INVISIBLE)
 
 
 def lookalike_key(name: str) -> str:

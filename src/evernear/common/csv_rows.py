@@ -1,69 +1,100 @@
 """Read CSV files as spreadsheets and databases write them."""
 
 import csv
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from evernear.common.class_names import lookalike_key, trimmed
 from evernear.common.disk import disk_errors
 from evernear.errors import DataError
 
 _MAX_NAMES = 5
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)[\s,;"]*', re.IGNORECASE)
+_TEXT_FORMULA = re.compile(r'="([^"]*)"')
+"""A number that was written as a formula, so that a spreadsheet keeps its leading zeros.
+"""
 
 
 def csv_rows(file: Path, name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the line number and the cells of each row of a CSV file that is named
-    ``name`` in messages. The first row names the columns. Empty rows are skipped.
+    ``name`` in messages. The first row names the columns.
 
-    The file is encoded in UTF-8 or UTF-16 and separated by commas, semicolons or tabs.
-    Memory does not grow with the file.
+    The file is encoded in UTF-8 or UTF-16 and separated by commas, semicolons or tabs,
+    or by the separator in Excel's first line ``sep=;``. Spaces around a value, and
+    empty columns and rows at the end, are not part of the table. Memory does not grow
+    with the file.
 
     Raises:
         DataError: the file is not CSV, or a row has too many or too few cells.
     """
-    with disk_errors(file):
-        with file.open("rb") as start:
-            begin = start.read(2)
-        encoding = "utf-16" if begin in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
-        with file.open(encoding=encoding, newline="") as text:
-            lines = 0
-            try:
-                header = text.readline()
-                text.seek(0)
-                # Excel separates columns with semicolons in locales whose decimal
-                # separator is a comma.
-                reader = csv.reader(text, delimiter=max(",;\t", key=header.count), strict=True)
-                columns = next(reader, [])
+    with disk_errors(file), file.open(encoding=_encoding(file), newline="") as text:
+        lines = 0
+        try:
+            first = next((line for line in text if line.strip()), "")
+            text.seek(0)
+            declared = _SEPARATOR_LINE.fullmatch(first)
+            # Excel separates columns with semicolons in locales whose decimal
+            # separator is a comma.
+            delimiter = declared[1] if declared else max(",;\t", key=first.count)
+            reader = csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True)
+            rows = filter(any, ([_value(cell) for cell in cells] for cells in reader))
+            if declared:
+                next(rows)
+            columns = _without_empty_end(next(rows, []))
+            lines = reader.line_num
+            yield lines, columns
+            for cells in rows:
                 lines = reader.line_num
-                yield lines, columns
-                for cells in reader:
-                    lines = reader.line_num
-                    if not cells:
-                        continue
-                    if len(cells) != len(columns):
-                        raise DataError(
-                            f"Line {lines:,} of {name} has {len(cells)} of {len(columns)} columns; put a value that"
-                            ' contains the separator in quotes ("), and leave a missing one empty.'
-                        )
-                    yield lines, cells
-            except UnicodeError:
-                raise DataError(
-                    f"{name} is not UTF-8 after line {lines:,}; save it as CSV UTF-8, or convert it with `iconv`."
-                ) from None
-            except csv.Error as error:
-                raise DataError(f"{name} is not valid CSV after line {lines:,} ({error}); correct it.") from None
+                # Excel leaves out separators of empty cells at the end of a row.
+                if len(_without_empty_end(cells)) > len(columns) or len(cells) == 1 < len(columns):
+                    raise DataError(
+                        f"Line {lines:,} of {name} has {len(cells)} of {len(columns)} columns; put a value that"
+                        ' contains the separator in quotes ("), and leave a missing one empty.'
+                    )
+                yield lines, (cells + [""] * len(columns))[: len(columns)]
+        except UnicodeError:
+            raise DataError(
+                f"{name} is not UTF-8 after line {lines:,}; save it as CSV UTF-8, or convert it with `iconv`."
+            ) from None
+        except csv.Error as error:
+            raise DataError(f"{name} is not valid CSV after line {lines:,} ({error}); correct it.") from None
+
+
+def _encoding(file: Path) -> str:
+    """The encoding of a file, which is UTF-8 unless it begins like a text in UTF-16."""
+    with file.open("rb") as start:
+        match [*start.read(2)]:
+            case [0xFF, 0xFE] | [0xFE, 0xFF]:
+                return "utf-16"
+            case [_, 0]:
+                return "utf-16-le"
+            case [0, _]:
+                return "utf-16-be"
+            case _:
+                return "utf-8-sig"
+
+
+def _value(cell: str) -> str:
+    value = trimmed(cell)
+    formula = _TEXT_FORMULA.fullmatch(value)
+    return trimmed(formula[1]) if formula else value
+
+
+def _without_empty_end(cells: list[str]) -> list[str]:
+    return cells[: max((number for number, cell in enumerate(cells, 1) if cell), default=0)]
 
 
 def column_positions(
     columns: Sequence[str], name: str, required: Sequence[str], optional: Sequence[str] = ()
 ) -> Mapping[str, int]:
     """The position of each ``required`` or ``optional`` column in the first row of the
-    file ``name``. Letter case and spaces around a column's name are ignored.
+    file ``name``. Letter case, spaces and invisible characters are ignored.
 
     Raises:
         DataError: a required column is missing, or a known column occurs twice.
     """
-    plain = [column.strip().casefold() for column in columns]
+    plain = [lookalike_key(column) for column in columns]
     known = [*required, *optional]
     if missing := [column for column in required if column not in plain]:
         shown = ", ".join(repr(column) for column in columns[:_MAX_NAMES])

@@ -7,14 +7,16 @@ the table. SQLite finds repeated paths, and joins the rows with the listing of a
 
 import os
 import posixpath
+import re
 import sqlite3
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
-from evernear.common.class_names import class_name, spelled
+from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.disk import disk_errors
 from evernear.common.store import open_store
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
@@ -28,6 +30,8 @@ from evernear.settings.data import DataSettings
 
 _PAGE = 500
 _MAX_NAMES = 5
+_MAX_LISTED = 100_000
+"""Number of objects among which a missing one is looked for under a similar name."""
 _S3 = "s3://"
 _SCHEMA = """
 CREATE TABLE rows (name TEXT PRIMARY KEY, bucket TEXT, key TEXT, label TEXT, split TEXT, grp TEXT, etag TEXT,
@@ -251,14 +255,46 @@ class Table(FileSource):
         if not missing.count:
             return
         slashes = " Separate folders by / instead of \\." if any("\\" in name for name in missing.names) else ""
+        shown = NameSample(missing.count, [self._beside_twin(name) for name in missing.names[:_MAX_NAMES]])
         raise DataError(
-            f"{self._file_name} names files that do not exist in {self._root}: {_sample(missing)}; correct the paths,"
+            f"{self._file_name} names files that do not exist in {self._root}: {_sample(shown)}; correct the paths,"
             f" restore the files, or remove the rows.{slashes}"
         )
+
+    def _beside_twin(self, name: str) -> str:
+        """The name of a missing file and, if a file has a name that looks the same,
+        both names with escapes for the characters that differ.
+        """
+        if name.startswith(_S3) or self._in_bucket:
+            uri = name if name.startswith(_S3) else f"{self._root}/{name}"
+            folder, _, last = uri.rpartition("/")
+            keys = (info.key for info in islice(open_store(folder).list(""), _MAX_LISTED))
+            found = next((key for key in keys if lookalike_key(key) == lookalike_key(last)), "")
+            twin = f"{name.rpartition('/')[0]}/{found}".lstrip("/") if found else ""
+        else:
+            twin = _twin_on_disk(Path(self._root), name)
+        return f"{name!a} (the file there is {twin!a})" if twin else name
 
 
 def _reader(bucket: str) -> Callable[[str], bytes]:
     return open_store(_S3 + bucket).reader()
+
+
+def _twin_on_disk(root: Path, name: str) -> str:
+    """The relative path of the file below ``root`` that looks like ``name``, or an
+    empty string.
+    """
+    path = root
+    for part in re.split(r"[/\\]", name):
+        try:
+            names = os.listdir(path)  # noqa: PTH208 - names, not paths
+        except OSError:
+            return ""
+        alike = [part] if part in names else sorted(n for n in names if lookalike_key(n) == lookalike_key(part))
+        if not alike:
+            return ""
+        path /= alike[0]
+    return path.relative_to(root).as_posix() if path.is_file() else ""
 
 
 def _sample(names: NameSample) -> str:
