@@ -201,7 +201,8 @@ def test_validate_mentions_what_is_no_problem(tmp_path: Path, capsys: pytest.Cap
     settings = RunSettings(store=(tmp_path / "store").as_uri())
     steps.validate("run", settings.model_dump(mode="json"), str(tmp_path), str(tmp_path / "report.md"))
     shown = capsys.readouterr().out
-    assert "finished: no problems. 1 file is not an image of a class and was left out: notes.txt.\n" in shown
+    assert "note: 1 file is not an image of a class and was left out: notes.txt.\n" in shown
+    assert "finished: no problems\n" in shown
 
 
 def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

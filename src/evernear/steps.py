@@ -88,6 +88,8 @@ def validate(run: str, settings: Tree, dataset: str, report: str) -> None:
         )
         write_atomically(Path(report), result.markdown())
         record.save(validation=result)
+        for note in result.notes():
+            running.note(note)
         running.summary = result.summary()
         require_valid(result)
 

@@ -126,6 +126,16 @@ def test_finished_step_has_its_own_line_on_a_terminal() -> None:
     assert any("file a[/b].png" in line for line in output)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_note_has_its_own_line(terminal: bool) -> None:
+    written = io.StringIO()
+    with run._Progress(Console(file=written, force_terminal=terminal, no_color=True, width=40)) as show:
+        for kind, message in (("started", ""), ("note", "Add --preset photos [to] the command."), ("finished", "ok")):
+            show(Event(at=datetime.now(UTC), step="validate", kind=kind, message=message))
+    lines = written.getvalue().replace("\r", "").replace("\n", ERASED).split(ERASED)
+    assert sum(line.endswith("     Add --preset photos [to] the command.") for line in lines) == 1
+
+
 def test_retired_and_renamed_classes_are_settings_of_the_run() -> None:
     settings = run_settings(retire=["cat", "sea lion"], rename=["old=new", "a=b=c", r"x\=y=z\=w"])
     assert settings.classes.retired == ("cat", "sea lion")

@@ -346,6 +346,7 @@ def test_photographs_from_scratch_get_a_recommendation(
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     report = validate_dataset(dataset, ValidationSettings(), from_scratch=True)
     assert [(finding.rule, finding.severity) for finding in report.findings] == [("from_scratch", "info")] * named
+    assert (report.summary(), len(report.notes())) == ("no problems", named), "the recommendation stands alone"
     assert not named or "--preset photos" in report.findings[0].message
     assert validate_dataset(dataset, ValidationSettings()).findings == ()
     assert validate_dataset(dataset, ValidationSettings(from_scratch="off"), from_scratch=True).findings == ()

@@ -165,6 +165,8 @@ class _Progress:
                 self._status.update(Text.assemble((event.step, "bold"), " ", printable(event.message)))
                 if not self._console.is_terminal and event.kind == "progress":
                     self._console.print(Text(f"  .. {event.step:<10} {printable(event.message)}"))
+            case "note":
+                self.note(event.message)
             case _:
                 mark, color = ("ok", "green") if event.kind == "finished" else ("!!", "red")
                 rest = f" {event.step:<10} {event.duration_s:6.1f} s  {printable(event.message)}"

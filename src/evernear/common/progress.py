@@ -54,7 +54,7 @@ class Event(Frozen):
 
     at: datetime
     step: str
-    kind: Literal["started", "progress", "finished", "failed"]
+    kind: Literal["started", "progress", "note", "finished", "failed"]
     message: str = ""
     duration_s: float = 0.0
     """Time since the step started, excluding the startup of the step's process."""
@@ -84,6 +84,11 @@ class Step:
         counted = self._progress or StepProgress(at=self._started, message="")
         self.progressed(counted.model_copy(update={"at": datetime.now(UTC), "message": printable(message)}))
 
+    def note(self, message: str) -> None:
+        """Say something that a person should read, such as a recommendation, on its own
+        line."""
+        self.emit("note", message)
+
     def progressed(self, progress: StepProgress) -> None:
         """Record progress in the store for other processes, at most once per
         `REPORT_INTERVAL_S`. Never waits.
@@ -91,9 +96,11 @@ class Step:
         self._progress = progress
         self._writer.write_soon()
 
-    def emit(self, kind: Literal["started", "progress", "finished", "failed"], message: str, code: int = 0) -> None:
-        """Write one event to the event file, to the log and, except for progress,
-        to the run's record.
+    def emit(
+        self, kind: Literal["started", "progress", "note", "finished", "failed"], message: str, code: int = 0
+    ) -> None:
+        """Write one event to the event file, to the log and, except for progress and
+        notes, to the run's record.
         """
         message = printable(message)
         event = Event(
@@ -116,7 +123,7 @@ class Step:
         """Record the state of the step. Store errors are ignored, because the step may
         have no other need for the store.
         """
-        if event.kind == "progress":
+        if event.kind in ("progress", "note"):
             return
         self._writer.stop()  # a record of progress must not replace the record of the end
         step = StepRecord.of_this_process(event.step, self._started)

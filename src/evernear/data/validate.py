@@ -59,14 +59,13 @@ class Report(Frozen):
     near_duplicates: NearDuplicates | None = None
 
     def summary(self) -> str:
-        """The findings of a validation, starting with the errors. Findings of severity
-        information do not count as problems.
-        """
-        if not self.findings:
-            return "no problems"
-        problems = sum(finding.severity != "info" for finding in self.findings)
-        messages = [finding.message for finding in self.findings]
-        return " ".join([f"{quantity(problems, 'finding')}:" if problems else "no problems.", *messages])
+        """The problems, starting with the errors."""
+        messages = [finding.message for finding in self.findings if finding.severity != "info"]
+        return " ".join([f"{quantity(len(messages), 'finding')}:", *messages]) if messages else "no problems"
+
+    def notes(self) -> list[str]:
+        """The findings of severity information, which are no problems."""
+        return [finding.message for finding in self.findings if finding.severity == "info"]
 
     def markdown(self) -> str:
         """The report as Markdown."""
