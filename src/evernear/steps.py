@@ -46,13 +46,17 @@ def ingest(run: str, store: str, parameters: dict[str, str], settings: Tree, dat
     with step("ingest", run, store) as running:
         from evernear.data.ingest import ingest_source
         from evernear.data.manifest import save_manifest
+        from evernear.data.waiting import ClassMinimum
         from evernear.kubeflow.nodes import StepNodes, nodes_of_ingest
         from evernear.kubeflow.preflight import require_runnable
+        from evernear.release.champion import live_classes
 
         chosen, swaps = of_run(settings, **parameters, store=store), list[str]()
         require_runnable(chosen)
         nodes = StepNodes(nodes_of_ingest(chosen), chosen, running.report)
-        manifest = ingest_source(chosen.images(), chosen.store_uri, running.report, swaps.append, nodes.run)
+        live = live_classes(open_store(chosen.store_uri), chosen.classes)
+        minimum = ClassMinimum(chosen.validation.min_class_images, live)
+        manifest = ingest_source(chosen.images(), chosen.store_uri, running.report, swaps.append, nodes.run, minimum)
         save_manifest(manifest, Path(dataset))
         record = RunRecord(open_store(chosen.store_uri), run)
         record.save(settings=chosen.model_dump(mode="json"), parts_ingest=nodes.ran)

@@ -36,12 +36,13 @@ from evernear.data.decoding import ImageForm
 from evernear.data.form import choose_form
 from evernear.data.groups import grouping
 from evernear.data.ledger import Ledger
-from evernear.data.listing import dataset_name, list_source, require_groups, require_one_source
+from evernear.data.listing import ANY_NUMBER, dataset_name, list_source, require_groups, require_one_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.plan import RunParts, decode_in_parts, in_order, parts_folder, planned_form
 from evernear.data.reviewed import reviewed_by_name
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileSource, open_source
+from evernear.data.waiting import ClassMinimum
 from evernear.data.writer import ShardWriter
 from evernear.errors import SettingsError, StoreError
 from evernear.settings import DataSettings
@@ -62,6 +63,7 @@ def ingest_source(
     report: Callable[[str], None] = lambda _: None,
     warn: Callable[[str], None] = lambda _: None,
     run: RunParts = run_here,
+    minimum: ClassMinimum = ANY_NUMBER,
 ) -> Manifest:
     """Update a dataset in the store from ``settings.source``, and return the new
     snapshot.
@@ -72,7 +74,7 @@ def ingest_source(
     finished parts and produces the same digest as an uninterrupted ingest. Memory use
     does not grow with the number of images. ``report`` is called with progress messages
     about once a second. ``warn`` is called with one sentence for each change that may
-    be a mistake.
+    be a mistake. ``minimum`` decides which classes wait for more images from review.
 
     Raises:
         DataError: the source has no images or only one class, or the images do not
@@ -83,10 +85,10 @@ def ingest_source(
     if settings.test_fraction + settings.gallery_fraction + settings.query_fraction >= 1:
         raise SettingsError("data.test_fraction, gallery_fraction and query_fraction leave nothing to train on.")
     try:
-        return _ingest(settings, store_uri, report, warn, run, adopt=not settings.reread)
+        return _ingest(settings, store_uri, report, warn, run, minimum, adopt=not settings.reread)
     except LostPartsError as lost:  # a different ingest deleted the parts when it published, or the store is damaged
         report(f"{lost} Starting over.")
-        return _ingest(settings, store_uri, report, warn, run, adopt=False)
+        return _ingest(settings, store_uri, report, warn, run, minimum, adopt=False)
 
 
 def _ingest(
@@ -95,6 +97,7 @@ def _ingest(
     report: Callable[[str], None],
     warn: Callable[[str], None],
     run: RunParts,
+    minimum: ClassMinimum,
     adopt: bool,
 ) -> Manifest:
     """Run `ingest_source`. If ``adopt`` is set, the parts of an earlier attempt are
@@ -110,7 +113,7 @@ def _ingest(
         with closing(_open_ledger(snapshots, parent, settings, scratch)) as ledger:
             if not settings.dataset:
                 require_one_source(ledger, snapshots.name, settings.source)
-            list_source(source, ledger, settings.source)
+            admission = list_source(source, ledger, settings.source, minimum)
             group = grouping(settings.group, source.group)
             require_groups(source, settings, group, ledger)
             if source.names_groups() and not settings.group:
@@ -143,7 +146,9 @@ def _ingest(
             report("writing the manifest")
             problems, counts = ledger.problems(*form.shape[:2], form.resize)
             manifest = _manifest(settings, snapshots, form, ledger, parent)
-            manifest = manifest.model_copy(update={"problems": tuple(problems), "problem_counts": counts})
+            small_classes = admission.small_classes(manifest.images_by_class())
+            found = {"problems": tuple(problems), "problem_counts": counts, "small_classes": small_classes}
+            manifest = manifest.model_copy(update=found)
             if settings.group and manifest.groups == sum(map(manifest.count, SPLITS)):
                 warn(f"data.group={settings.group} makes a group of every image, so it has no effect")
             manifest = snapshots.publish(manifest, ledger, scratch)

@@ -210,6 +210,22 @@ class Ledger:
         """Make all files of the source pending."""
         self._all("UPDATE files SET pending = 1 WHERE source = ? AND NOT pending", self._source)
 
+    def note_waiting(self, names: Iterable[str]) -> None:
+        """Replace the list of files that the source has, but that wait
+        (`evernear.data.waiting`). Only files that were decoded before are noted, so that
+        `evernear forget` does not treat their images as removed. Call this before
+        `forget_unlisted`.
+        """
+        self._all("CREATE TEMP TABLE left_out (name TEXT PRIMARY KEY)")
+        self._many("INSERT OR IGNORE INTO left_out VALUES (?)", ((name,) for name in names))
+        self._all(
+            "INSERT OR REPLACE INTO waiting SELECT source, name, digest FROM files JOIN left_out USING (name)"
+            " WHERE source = ? AND digest IS NOT NULL",
+            self._source,
+        )
+        self._all("DELETE FROM waiting WHERE source = ? AND name NOT IN (SELECT name FROM left_out)", self._source)
+        self._all("DROP TABLE left_out")
+
     def forget_unlisted(self) -> None:
         """Delete files that the source no longer lists."""
         self._listed.forget_others()

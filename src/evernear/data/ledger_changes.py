@@ -14,6 +14,7 @@ _TABLES = {
     "removed": (("digest",), ("split",)),
     "groups": (("digest",), ("name",)),
     "reviewed": (("digest",), ("split",)),
+    "waiting": (("source", "name"), ("digest",)),
     "named_groups": (("source", "name"), ("grp",)),
     "labels": (("id",), ("name",)),
     "shards": (("slot",), ("shard",)),

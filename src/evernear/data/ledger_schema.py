@@ -61,6 +61,10 @@ def add_missing_tables(db: sqlite3.Connection) -> None:
     db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
     db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
+    db.execute(
+        "CREATE TABLE IF NOT EXISTS waiting"
+        " (source INTEGER NOT NULL, name TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (source, name)) WITHOUT ROWID"
+    )
     db.execute(GROUPS_SCHEMA)
     db.execute(REVIEWED_SCHEMA)
     db.execute(NAMED_GROUPS_SCHEMA)

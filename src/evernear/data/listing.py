@@ -7,11 +7,13 @@ from evernear.data.groups import Grouping
 from evernear.data.ledger import Ledger
 from evernear.data.sources import ArraySource, FileSource, name_of
 from evernear.data.sources.packed import PackedFiles
+from evernear.data.waiting import Admission, ClassMinimum
 from evernear.errors import DataError, SettingsError
 from evernear.settings import DataSettings
 from evernear.settings.group import COLUMN
 
 _MAX_NAMES = 5
+ANY_NUMBER = ClassMinimum()
 
 
 def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> str:
@@ -26,18 +28,23 @@ def dataset_name(settings: DataSettings, source: ArraySource | FileSource) -> st
     return name
 
 
-def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> None:
-    """Record the files and labels of a source.
+def list_source(
+    source: ArraySource | FileSource, ledger: Ledger, uri: str, minimum: ClassMinimum = ANY_NUMBER
+) -> Admission:
+    """Record the files and labels of a source, without classes that wait for more
+    images (`evernear.data.waiting`).
 
     Raises:
         DataError: there are no images, or there is only one class.
     """
     ledger.normalize_labels()
     labels: set[str] = set()
+    admission = Admission(minimum)
     if isinstance(source, FileSource):
         if isinstance(source, PackedFiles):
             source.remembered, source.named_groups = ledger.members, ledger.named_groups
-        ledger.list_files(source.entries(), in_order=isinstance(source, PackedFiles))
+        ledger.list_files(admission.admitted(source.entries()), in_order=isinstance(source, PackedFiles))
+        ledger.note_waiting(admission.left_out)
         ledger.forget_unlisted()
         ledger.record_empty_folders(source.empty_folders)
         ledger.record_hidden_folders(source.hidden_folders)
@@ -45,7 +52,7 @@ def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> N
         if not ledger.count_listed():
             raise DataError(
                 f"{uri} contains no image in a class folder; put PNG, JPEG or WebP files under <class>/ or "
-                f"<split>/<class>/.{_left_out(source)}"
+                f"<split>/<class>/.{_left_out(source)}{_waiting(admission)}"
             )
     else:
         labels.update(entry.label for entry in source.entries())
@@ -54,9 +61,10 @@ def list_source(source: ArraySource | FileSource, ledger: Ledger, uri: str) -> N
         only = min(labels)
         raise DataError(
             f"{uri} contains images of only one class ({only!r}); a recognizer needs at least two. If {only!r} contains"
-            " the class folders, use it as the source."
+            f" the class folders, use it as the source.{_waiting(admission)}"
         )
     ledger.add_labels(sorted(labels.difference(ledger.labels()), key=_natural_order))
+    return admission
 
 
 def require_one_source(ledger: Ledger, name: str, source: str) -> None:
@@ -123,6 +131,10 @@ def _left_out(source: FileSource) -> str:
         return ""
     more = " and more" if count > len(names) else ""
     return f" {quantity(count, 'file was', 'files were')} left out: {', '.join(names)}{more}."
+
+
+def _waiting(admission: Admission) -> str:
+    return f" {sentence}." if (sentence := admission.small_classes().sentence()) else ""
 
 
 def _natural_order(label: str) -> tuple[list[str | int], str]:

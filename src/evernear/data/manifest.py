@@ -3,6 +3,7 @@ hashes.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,6 +20,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 FILE_NAME = "manifest.json"
 REPAIR = "run `evernear store check --repair`"
 """The remedy for a missing or damaged dataset object in a store."""
+_MAX_NAMES = 5
 _IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"}
 
 
@@ -42,6 +44,27 @@ class Problem(Frozen):
     kind: str
     names: tuple[str, ...]
     detail: str
+
+
+class SmallClasses(Frozen):
+    """Classes with fewer than ``minimum`` images, all of which come from review
+    (`evernear.data.waiting`). The values are numbers of images.
+    """
+
+    minimum: int = 0
+    waiting: dict[str, int] = {}
+    """Classes that are left out."""
+    used: dict[str, int] = {}
+    """Classes that are not left out: classes of the live release, and classes some of
+    whose files cannot be used.
+    """
+
+    def sentence(self) -> str:
+        """Name the classes that are left out. Empty if there are none."""
+        if not self.waiting:
+            return ""
+        number = quantity(len(self.waiting), "class waits", "classes wait")
+        return f"{number} for more images from review: {counted(self.waiting, self.minimum)}"
 
 
 class Manifest(Frozen):
@@ -97,6 +120,8 @@ class Manifest(Frozen):
     """Number of images from review that were in the test or query split, by former
     split and label.
     """
+    small_classes: SmallClasses = SmallClasses()
+    """Classes from review with too few images."""
 
     @classmethod
     def from_store(cls, data: bytes, store: Store, key: str) -> "Manifest":
@@ -136,17 +161,34 @@ class Manifest(Frozen):
                     counts[label] += count
         return counts
 
+    def images_by_class(self) -> dict[str, int]:
+        """The number of images of each label in all splits. Labels without images are
+        omitted.
+        """
+        per_split = [self.label_counts(split) for split in SPLITS]
+        totals = {label: sum(counts[label] for counts in per_split) for label in self.labels}
+        return {label: count for label, count in totals.items() if count}
+
     def summary(self) -> str:
         """One line that states the number of images per split, the number of classes
         and the image size.
         """
         counts = ", ".join(f"{self.count(split):,} {split}" for split in SPLITS)
-        per_split = [self.label_counts(split) for split in SPLITS]
-        classes = sum(any(count[label] for count in per_split) for label in self.labels)
+        classes = len(self.images_by_class())
         height, width, channels = self.shape
         groups = f"; {quantity(self.groups, 'group')}" if self.groups else ""
+        waiting = f"; {sentence}" if (sentence := self.small_classes.sentence()) else ""
         depth = f", 16-bit images read as {self.bit_depth} bits" if self.bit_depth < 16 else ""
-        return f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}{groups}{depth}"
+        return f"{counts}; {quantity(classes, 'class', 'classes')}, {height}x{width}x{channels}{groups}{depth}{waiting}"
+
+
+def counted(classes: Mapping[str, int], minimum: int) -> str:
+    """The first of ``classes``, each with its number of images, as in
+    ``sevn (1 of 10)``.
+    """
+    names = [f"{label} ({count} of {minimum})" for label, count in classes.items()]
+    more = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def manifest_key(name: str, digest: str) -> str:

@@ -147,15 +147,18 @@ class Snapshots:
         """
         key = manifest_key(self.name, manifest.digest)
         stored = self.store.find(key)
+        is_same = False
         with suppress(IntegrityError):  # a damaged manifest is written again
             known = Manifest.from_store(stored[0], self.store, key) if stored else None
             if known is not None:
                 is_same = self._ledger == _ledger_of(known) and not ledger.has_changed()
-                if is_same and known.reviewed is not None and self._is_head(known.digest):
+                is_described = known.reviewed is not None and known.small_classes == manifest.small_classes
+                if is_same and is_described and self._is_head(known.digest):
                     return known
-                current = ("source", "reviewed", "reviewed_left_out")
+                current = ("source", "reviewed", "reviewed_left_out", "small_classes")
                 manifest = known.model_copy(update={name: getattr(manifest, name) for name in current})
-        manifest = self._with_ledger(manifest, ledger, scratch)
+        if not is_same:
+            manifest = self._with_ledger(manifest, ledger, scratch)
         try:
             self.store.put_if(key, manifest.to_store(), stored[1] if stored else None)
         except ConflictError:  # a different ingest of the same images
@@ -166,7 +169,9 @@ class Snapshots:
         return manifest
 
     def images(self, manifest: Manifest) -> list[bytes]:
-        """The digests of all images in one snapshot."""
+        """The digests of all images in one snapshot, and of images that wait for more of
+        their class.
+        """
         with TemporaryDirectory(prefix="evernear-ledger-") as scratch:
             path = Path(scratch) / "ledger.sqlite"
             self.fetch_ledger(manifest, path)

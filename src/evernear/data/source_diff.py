@@ -33,6 +33,7 @@ from evernear.common.disk import disk_errors, sha256_bytes
 from evernear.common.output import quantity
 from evernear.common.store import Store
 from evernear.data.decoding import read_image
+from evernear.data.listing import ANY_NUMBER
 from evernear.data.manifest import Manifest, Split
 from evernear.data.preprocess import decode_inspected
 from evernear.data.reduction import BitDepth
@@ -42,6 +43,7 @@ from evernear.data.sources.base import Source, without_change_time
 from evernear.data.sources.packed import PackedFiles
 from evernear.data.splits import split_fractions
 from evernear.data.stored_ledger import PublishedLedger, ReadFile
+from evernear.data.waiting import Admission, ClassMinimum
 from evernear.errors import DataError
 from evernear.settings import DataSettings
 
@@ -102,10 +104,14 @@ class Newest:
 
 
 def diff_source(
-    settings: DataSettings, ledgers: Sequence[Path | None], newest: Newest | None = None
+    settings: DataSettings,
+    ledgers: Sequence[Path | None],
+    newest: Newest | None = None,
+    minimum: ClassMinimum = ANY_NUMBER,
 ) -> list[SourceDiff]:
     """List ``settings.source`` once, and compare the listing with each of ``ledgers``.
-    None stands for an empty snapshot.
+    None stands for an empty snapshot. Files of classes that wait because of ``minimum``
+    do not count.
 
     If ``newest`` is set, at most 200 of the files that were only touched are read.
     Memory use does not grow with the number of files.
@@ -116,7 +122,7 @@ def diff_source(
         StoreError: the source cannot be read, or a ledger cannot be read.
     """
     source = open_source(settings.source, settings)
-    entries = source.entries()
+    entries = Admission(minimum).admitted(source.entries())
     diffs = [SourceDiff() for _ in ledgers]
     classes, touched, names, etags = set[str](), _Touched(), 0, 0
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ from evernear.data import ledger_changes
 from evernear.data.ledger_schema import add_missing_tables, source_uri, without_journal
 from evernear.data.members import members
 from evernear.data.sources import FileEntry
+from evernear.data.sources.names import answer_in
 from evernear.data.sqlite import marks, sqlite_errors
 
 _XZ = b"\xfd7zXZ\0"
@@ -56,13 +57,27 @@ def expand(changes: Path) -> None:
 
 
 def stored_digests(ledger: Path) -> list[bytes]:
-    """The digests of all images in the shards that a ledger lists.
+    """The digests of all images in the shards that a ledger lists, and of earlier images
+    that wait (`evernear.data.waiting`).
 
     Raises:
         StoreError: the file cannot be read.
     """
+    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+        add_missing_tables(db)
+        return [row[0] for row in db.execute("SELECT digest FROM images UNION SELECT digest FROM waiting")]
+
+
+def answered_files(ledger: Path) -> dict[str, str]:
+    """Maps each file that is in its class because of an answer in review
+    (`evernear.data.sources.names.answer_in`), and that contains an image, to its label.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    query = "SELECT name, label FROM files WHERE digest IS NOT NULL AND instr(name, 'review-')"
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return [row[0] for row in db.execute("SELECT digest FROM images")]
+        return {name: class_name(label) for name, label in db.execute(query) if answer_in(name)}
 
 
 def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:

@@ -13,7 +13,7 @@ from evernear.common.frozen import Frozen
 from evernear.common.output import printable, quantity
 from evernear.data.decoding import PIXEL_SETTING
 from evernear.data.gallery import joining_gallery
-from evernear.data.manifest import SPLITS, Manifest, Split
+from evernear.data.manifest import SPLITS, Manifest, Split, counted
 from evernear.data.near_duplicates import NearDuplicates, find_near_duplicates
 from evernear.data.problem_texts import ADVICE, PROBLEMS
 from evernear.data.shards import Dataset
@@ -137,6 +137,7 @@ def validate_dataset(
         *_unknown(champion_labels, classes),
         *([] if stops or not present else _empty_splits(manifest, counts)),
         *_missing(manifest, counts, present, of_few_groups),
+        *_from_review(manifest),
         *_reviewed(manifest, counts),
         *_near_duplicates(near_duplicates),
         *(_pretrained(manifest) if from_scratch else ()),
@@ -219,7 +220,9 @@ def _tiny_classes(
     If a class of ``totals`` has no images, it was removed from the source. `_vanished`
     reports the class if necessary.
     """
-    tiny = {label: count for label, count in totals.items() if 0 < count < settings.min_class_images}
+    used = manifest.small_classes.used
+    few = {label: count for label, count in totals.items() if 0 < count < settings.min_class_images}
+    tiny = {label: count for label, count in few.items() if label not in used}
     return dict.fromkeys(sorted({*_names(manifest, "tiny_class"), *unreadable}), 0) | tiny
 
 
@@ -347,6 +350,23 @@ def _missing(
         )
     if sentences:
         yield _finding("missing_in_split", " ".join(sentences), missing + filled, len(missing) + len(filled))
+
+
+def _from_review(manifest: Manifest) -> Iterator[Finding]:
+    """Report classes with too few images, all of which come from review."""
+    small = manifest.small_classes
+    if small.waiting:
+        message = (
+            f"{small.sentence()}. No run uses {'it' if len(small.waiting) == 1 else 'them'} until then; name more"
+            " images, or correct the name on the console's Review page if it is mistyped."
+        )
+        yield _finding("reviewed", message, [*small.waiting], len(small.waiting))
+    if small.used:
+        message = (
+            f"Classes of images from review have few images and are used all the same: "
+            f"{counted(small.used, small.minimum)}; name more images."
+        )
+        yield _finding("reviewed", message, [*small.used], len(small.used))
 
 
 def _reviewed(manifest: Manifest, counts: Counts) -> Iterator[Finding]:

@@ -68,6 +68,19 @@ def champion_labels(store: Store, dataset: Dataset) -> tuple[str, ...]:
     return release.labels
 
 
+def live_classes(store: Store, classes: ClassSettings) -> tuple[str, ...]:
+    """The current names of the champion's classes, without retired classes. Empty if
+    there is no champion.
+
+    Raises:
+        IntegrityError: the champion's manifest is damaged.
+        StoreError: the store cannot be reached.
+    """
+    registry = Registry(store)
+    champion = registry.champion()
+    return classes.current_labels(registry.get(champion.version).manifest.labels) if champion else ()
+
+
 @contextmanager
 def open_anchor(
     store: Store, classes: ClassSettings = NO_CHANGES

@@ -57,7 +57,8 @@ class ValidationSettings(Section):
     missing_in_split: Severity = Field(default="warn", description="Another split has no image of a class.")
     reviewed: Severity = Field(
         default="info",
-        description="Images that came by review were in test or query; they are used for training only.",
+        description="Images that came by review were in test or query and are used for training only, or their class"
+        " has fewer than min_class_images images and waits.",
     )
     vanished_class: Severity = Field(
         default="error", description="A class of the champion has no image, unless ``classes`` retires or renames it."
@@ -113,7 +114,12 @@ class ValidationSettings(Section):
         le=1,
         description="Largest share of images that may be undecodable or have conflicting labels without an error.",
     )
-    min_class_images: int = Field(default=10, ge=1, description="A class with fewer images is tiny.")
+    min_class_images: int = Field(
+        default=10,
+        ge=1,
+        description="A class with fewer images is tiny. A class of images from review is left out until it has as"
+        " many.",
+    )
     max_imbalance: float = Field(
         default=10.0, ge=1.0, description="Largest ratio of the largest class to the smallest class."
     )

@@ -84,6 +84,17 @@ def is_reviewed(path: str) -> bool:
     return re.fullmatch(r"review-[0-9a-f]{16}\.[^.]+", path.rpartition("/")[2]) is not None
 
 
+def answer_in(path: str) -> str:
+    """The beginning of the hash in the name of a file that is in its class folder
+    because of an answer in review: a labeled query, or an image of the source whose
+    label was changed. Empty for other files.
+    """
+    if "review-" not in path:
+        return ""
+    matched = re.fullmatch(r"(?:.*-)?review-([0-9a-f]{16})(?:-\d+)?(?:\.[^.]*)?", path.rpartition("/")[2])
+    return matched[1] if matched else ""
+
+
 def exported_stem(position: int, digest: str) -> str:
     """The file stem for an exported image. The stem consists of the image's position in
     its split and its digest in hexadecimal form.

@@ -96,12 +96,17 @@ def _ingest_source(settings: Settings, directory: Path) -> "Dataset":
     """Ingest the source, and return the dataset. The dataset's manifest is written to
     ``directory``.
     """
+    from evernear.common.store import open_store
     from evernear.data.ingest import ingest_source
     from evernear.data.manifest import save_manifest
     from evernear.data.shards import Dataset
+    from evernear.data.waiting import ClassMinimum
+    from evernear.release.champion import live_classes
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_manifest(ingest_source(settings.data, settings.store_uri, _report), directory)
+    live = live_classes(open_store(settings.store_uri), settings.classes)
+    minimum = ClassMinimum(settings.validation.min_class_images, live)
+    save_manifest(ingest_source(settings.data, settings.store_uri, _report, minimum=minimum), directory)
     return Dataset.open(directory)
 
 

@@ -13,7 +13,7 @@ source unless a different source is configured.
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from evernear.data.manifest import Manifest, find_manifest, manifest_key
 from evernear.data.query_blocks import independent_queries
 from evernear.data.snapshots import Snapshots
 from evernear.data.source_diff import Newest, SourceDiff, diff_source, fetch_ledger
+from evernear.data.waiting import ClassMinimum
 from evernear.errors import EvernearError, StoreError
 from evernear.evaluation.live_accuracy import Assessment, assess, expected_accuracy
 from evernear.release.archive_reader import ARCHIVE_FILE, read_part
@@ -187,7 +188,7 @@ class Observer:
 
     def _changes(self, registry: Registry, champion: ReleaseManifest | None, data: DataSettings) -> SourceChanges:
         if champion is None:
-            (every,) = diff_source(data, [None])
+            (every,) = diff_source(data, [None], minimum=self._minimum(()))
             return _source_changes(every, every, 0, every.labels)
         indexed = self._snapshot(champion)
         trained = self._snapshot(_first_with_network(registry, champion))
@@ -195,14 +196,18 @@ class Observer:
         *ledgers, latest = [fetch_ledger(self.store, each, self.cache) for each in (indexed, trained, newest)]
         for path in set(self.cache.glob("*.sqlite")) - {*ledgers, latest}:
             path.unlink(missing_ok=True)
-        read = Newest(latest, newest.bit_depth)
+        read, minimum = Newest(latest, newest.bit_depth), self._minimum(champion.labels)
         if indexed.digest == trained.digest:
-            (gallery,) = (train,) = diff_source(data, ledgers[:1], read)
+            (gallery,) = (train,) = diff_source(data, ledgers[:1], read, minimum)
         else:
-            gallery, train = diff_source(data, ledgers, read)
+            gallery, train = diff_source(data, ledgers, read, minimum)
         known = set(map(class_name, champion.labels))
         new_classes = {label: count for label, count in gallery.labels.items() if label not in known}
         return _source_changes(gallery, train, trained.count("train"), new_classes)
+
+    def _minimum(self, champion_labels: Sequence[str]) -> ClassMinimum:
+        live = self.settings.classes.current_labels(champion_labels)
+        return ClassMinimum(self.settings.validation.min_class_images, live)
 
     def _snapshot(self, release: ReleaseManifest) -> Manifest:
         manifest = find_manifest(self.store, release.dataset_name, release.dataset_digest)
