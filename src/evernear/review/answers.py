@@ -109,8 +109,6 @@ class Answers:
         self._store.put(PENDING + answer.image, b"" if answer.files else image)
         self._append(answer, expects_answer=False)
         self._settle(answer.image)
-        if answer.label not in self._target.labels:
-            self._target.labels = sorted([*self._target.labels, answer.label])
 
     def undo(self, undo: Answer) -> None:
         """Record ``undo``, and restore the source. The image returns to the queue.
@@ -275,6 +273,12 @@ def _fold(answers: list[Answer]) -> dict[str, Answer]:
         if answer.action != "undo":
             latest[answer.image] = answer
     return latest
+
+
+def named_files(answer: Answer, layout: Layout) -> list[str]:
+    """The names in the source that ``answer``, which has a label, gives to the files of
+    its image."""
+    return [new for _, new in _moves(answer, layout)]
 
 
 def _moves(answer: Answer, layout: Layout) -> Iterator[tuple[str, str]]:

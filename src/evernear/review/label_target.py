@@ -9,6 +9,7 @@ from evernear.common.store import open_store
 from evernear.data.sources import open_source
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder
 from evernear.data.sources.layout import Layout
+from evernear.data.sources.names import answer_in
 from evernear.errors import DataError, SettingsError, StoreError
 from evernear.settings import DataSettings
 
@@ -21,6 +22,8 @@ class LabelTarget(Protocol):
     source."""
 
     labels: list[str]
+    """The classes that have an image of the source itself. The other classes consist of
+    answers."""
     layout: Layout
 
     def has_folder(self, name: str) -> bool:
@@ -153,6 +156,6 @@ def _exists(path: Path) -> bool:
 
 
 def _layout(source: Folder | Bucket) -> tuple[list[str], Layout]:
-    """The classes of a source, and the source's layout."""
-    labels = sorted({entry.label for entry in source.entries()})
+    """The classes with an image that does not come from review, and the layout."""
+    labels = sorted({entry.label for entry in source.entries() if not answer_in(entry.name)})
     return labels, source.layout

@@ -147,6 +147,44 @@ def test_a_group_is_named_with_one_answer_and_undone(store: Store, source: Path)
     assert "ann" in page
 
 
+def test_mistyped_name_is_asked_about_before_anything_is_recorded(store: Store, source: Path) -> None:
+    log_queries(store, png(1), png(2), png(3))
+    client = signed_in(store, source)
+    images = re.findall(r'name="image" value="(\w+)"', client.get("/review").text)
+    form = {"image": images[:1], "action": "label", "label": "Catt\u200b"}
+    asked = client.post("/review", data=form)
+    assert asked.headers["HX-Retarget"] == "#question"
+    assert "<b>Catt</b> is a new class" in asked.text
+    assert '<button name="class" value="cat"' in asked.text
+    assert store.find(ANSWERS) is None
+    meant = client.post("/review", data={"image": images[:1], "label": "Catt", "class": "cat"})
+    assert "1 image named cat." in meant.text
+    assert "new class" not in meant.text
+    new = client.post("/review", data={"image": images[1:2], "label": "Catt", "class": "Catt"})
+    assert "1 image named Catt. Catt is a new class. It waits until it has 10 images: 1 of 10." in new.text
+    again = client.post("/review", data={"image": images[2:], "action": "label", "label": "Catt"})
+    assert "2 images named" not in again.text
+    assert "1 image named Catt. It waits until it has 10 images: 2 of 10." in again.text
+    client.post("/review", data={"image": images[1:], "action": "undo"})
+    assert "HX-Retarget" in client.post("/review", data=form | {"image": images[1:]}).headers
+
+
+def test_mistyped_correction_of_a_suspect_is_asked_about_in_its_form(store: Store, source: Path) -> None:
+    suspect = Suspect(image="ab" * 32, files=("cat/a.png",), label="cat", suggested="dog", margin=-1.0)
+    checked = Suspects(
+        source=f"folder:{source}", dataset_digest="", created=NOW, found=1, images=2, suspects=(suspect,)
+    )
+    store.put(SUSPECTS, checked.to_json())
+    client = signed_in(store, source)
+    place = f"question-{suspect.image[:16]}"
+    assert f'id="{place}"' in client.get("/review").text
+    asked = client.post("/review", data={"image": suspect.image, "action": "label", "label": "dgo"})
+    assert asked.headers["HX-Retarget"] == f"#{place}"
+    assert (source / "cat" / "a.png").exists()
+    client.post("/review", data={"image": suspect.image, "label": "dgo", "class": "dog"})
+    assert not (source / "cat" / "a.png").exists()
+
+
 def test_several_groups_get_one_name_and_one_undo(store: Store, source: Path) -> None:
     vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 2]]
     for number, vector in enumerate(vectors):

@@ -9,11 +9,12 @@ import pytest
 
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store
+from evernear.data.ingest import ingest_source
 from evernear.evaluation.verdict import Rule
 from evernear.release.registry import Registry
 from evernear.reporting.notify import RunOutcome
 from evernear.review.answers import ANSWERS, Answer
-from evernear.settings import load
+from evernear.settings import DataSettings, load
 from evernear.triggers.console.named import Hold, named_since, remedy
 from evernear.triggers.console.runs import LocalRuns
 from tests.consoles import TOKEN, console_client
@@ -80,16 +81,31 @@ def test_remedy_says_all_that_would_satisfy_a_rule() -> None:
     assert remedy(Rule(name="parity", passed=False, reason="")) == "Promote it anyway on Releases."
 
 
-def test_review_shows_what_waits_since_the_live_release(store: Store, source: Path, make_release: MakeRelease) -> None:
+def test_review_shows_what_the_live_release_lacks(store: Store, source: Path, make_release: MakeRelease) -> None:
     registry = Registry(store)
     version = registry.publish(make_release().archive).manifest.version
     registry.set_champion(version, None)
-    answers = [named("7", 1, -timedelta(hours=1)), named("7", 2, timedelta(days=1))]
+    answers = [named("7", 1, -timedelta(hours=1)), named("7", 2, timedelta(days=9999))]
     store.put(ANSWERS, b"".join(each.model_dump_json().encode() + b"\n" for each in answers))
-    settings = load(overrides=[f"store={store.uri}", f"data.source=folder:{source}"], environment={})
+    overrides = [f"store={store.uri}", f"data.source=folder:{source}", "validation.min_class_images=1"]
+    settings = load(overrides=overrides, environment={})
     client = console_client(settings, store, LocalRuns(settings, ()))
     page = " ".join(client.get(f"/review?token={TOKEN}").text.split())
-    assert '<b>7</b>: 1 image <span class="dim">for the next reindex</span>' in page, "the other is in the release"
+    assert '<b>7</b>: 1 image <span class="dim">for the next reindex</span>' in page, (
+        "the other is older than the release"
+    )
+
+
+@pytest.mark.parametrize(("minimum", "shown"), [(10, "<b>7</b> (1 of 10)"), (1, "")])
+def test_class_that_waits_is_shown_on_review_and_data(store: Store, source: Path, minimum: int, shown: str) -> None:
+    ingest_source(DataSettings(source=f"folder:{source}"), store.uri)
+    store.put(ANSWERS, named("7", 1).model_dump_json().encode() + b"\n")
+    overrides = [f"store={store.uri}", f"data.source=folder:{source}", f"validation.min_class_images={minimum}"]
+    settings = load(overrides=overrides, environment={})
+    client = console_client(settings, store, LocalRuns(settings, ()))
+    assert (f"1 of {minimum}</b>" in client.get(f"/review?token={TOKEN}").text) == bool(shown)
+    assert ("left out until a class has" in client.get("/data").text) == bool(shown)
+    assert shown in client.get("/data").text
 
 
 @pytest.mark.parametrize(("state", "shown"), [("held", "The gate held release"), ("failed", "The run failed at embed")])

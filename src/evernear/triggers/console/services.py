@@ -1,7 +1,7 @@
 """The services behind the pages."""
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,10 +12,13 @@ from starlette.requests import Request
 
 from evernear.common.store import Store
 from evernear.errors import EvernearError, ServingError, SettingsError, StoreError
-from evernear.review.answers import Answers
+from evernear.release.manifest import ReleaseManifest
+from evernear.review.answers import Answer, Answers
+from evernear.review.classes import images_by_class, waiting_classes
 from evernear.review.label_target import LabelTarget, open_label_target
 from evernear.review.queue import Item, Queue
 from evernear.review.random_queries import RandomQueries
+from evernear.review.released import ReleasedAnswers
 from evernear.review.submissions import Submissions
 from evernear.review.suspects import Suspect, load_suspects
 from evernear.serving.gallery_images import GalleryImages
@@ -51,6 +54,7 @@ class Services:
         self.random_queries = RandomQueries(self.store)
         self.submissions = Submissions(self.store)
         self.gallery = GalleryImages(self.store)
+        self.released = ReleasedAnswers(self.store)
 
     @staticmethod
     def open(settings: Settings, store: Store, runner: Runner) -> "Services":
@@ -77,6 +81,28 @@ class Services:
         if self.answers is None or self.target is None:
             raise SettingsError(self.fault)
         return self.answers, self.target
+
+    def latest(self) -> dict[str, Answer]:
+        """The effective answer for each image, oldest first."""
+        return self.answers.latest() if self.answers else {}
+
+    def live(self) -> ReleaseManifest | None:
+        """The manifest of the live release, or None before the first release."""
+        champion = self.releases.champion()
+        record = self.releases.find(champion.version) if champion else None
+        return record.manifest if record else None
+
+    def classes(self, latest: Mapping[str, Answer]) -> list[str]:
+        """The classes that users may name: classes of the source itself, followed by
+        the other classes of the ``latest`` answers."""
+        own = self.target.labels if self.target else []
+        return list(dict.fromkeys([*own, *sorted(images_by_class(latest.values()))]))
+
+    def waiting(self, latest: Mapping[str, Answer], live: ReleaseManifest | None) -> dict[str, int]:
+        """The number of images of each class that waits for more images from review."""
+        own = self.target.labels if self.target else []
+        used = {*own, *self.settings.classes.current_labels(live.labels if live else ())}
+        return waiting_classes(latest.values(), used, self.settings.validation.min_class_images)
 
     def pending(self, answered: Collection[str]) -> list[Item]:
         """Images to review: user submissions, followed by logged queries. Each kind is

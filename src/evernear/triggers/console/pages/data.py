@@ -87,7 +87,16 @@ class DataPage:
             samples=range(SAMPLES),
             source=self._services.settings.data.source,
             fault=self._services.fault,
+            **self._waiting(manifest, trained),
         )
+
+    def _waiting(self, manifest: Manifest | None, trained: ReleaseManifest | None) -> dict[str, object]:
+        """Classes from review that wait for more images. A console that cannot read the
+        source knows those of the newest snapshot."""
+        if self._services.answers or not manifest:
+            minimum = self._services.settings.validation.min_class_images
+            return {"waiting": self._services.waiting(self._services.latest(), trained), "minimum": minimum}
+        return {"waiting": manifest.small_classes.waiting, "minimum": manifest.small_classes.minimum}
 
     def _show(self, request: Request) -> Response:
         return self._content(request, "data.html.j2")
@@ -114,11 +123,7 @@ class DataPage:
 
 def _counts(manifest: Manifest) -> dict[str, int]:
     """The number of images in each nonempty class, keyed by class name."""
-    counts = dict.fromkeys(manifest.labels, 0)
-    for split in SPLITS:
-        for label, count in manifest.label_counts(split).items():
-            counts[label] += count
-    return {label: counts[label] for label in sorted(counts) if counts[label]}
+    return dict(sorted(manifest.images_by_class().items()))
 
 
 def _samples(dataset: Dataset, label: str) -> tuple[bytes, ...]:

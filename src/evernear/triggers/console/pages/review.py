@@ -11,9 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from evernear.common.class_names import class_name
 from evernear.common.output import quantity
 from evernear.errors import DataError, EvernearError
-from evernear.review.answers import Answer
+from evernear.review.answers import Answer, Answers
+from evernear.review.asked_again import answer_of_others
+from evernear.review.classes import meant_classes
 from evernear.review.groups import group_items
 from evernear.review.suspects import Suspect, picture
 from evernear.review.thumbnails import thumbnail
@@ -50,7 +53,7 @@ class ReviewPage:
         ]
 
     def _content(self, request: Request, template: str, notice: str = "", failures: Sequence[str] = ()) -> Response:
-        latest = self._services.answers.latest() if self._services.answers else {}
+        latest = self._services.latest()
         target = self._services.target
         suspects = (
             suspect
@@ -64,7 +67,7 @@ class ReviewPage:
             template,
             groups=group_items(pending, self._services.releases.find).groups,
             limit=QUEUE_ITEMS if len(pending) == QUEUE_ITEMS else 0,
-            labels=list(dict.fromkeys([*suggested, *target.labels])) if target else [],
+            labels=list(dict.fromkeys([*suggested, *self._services.classes(latest)])) if target else [],
             suspects=list(islice(suspects, SHOWN_SUSPECTS)),
             recent=list(islice(_at_once(latest.values()), RECENT_ANSWERS)),
             **self._named_values(latest),
@@ -74,17 +77,22 @@ class ReviewPage:
         )
 
     def _named_values(self, latest: Mapping[str, Answer]) -> dict[str, object]:
-        """Template values for the classes whose newly labeled images are not in a
-        release yet."""
-        champion = self._services.releases.champion()
-        record = self._services.releases.find(champion.version) if champion else None
-        answers = [each for each in latest.values() if champion is None or each.at > champion.promotion.since]
+        """Template values for the classes with labeled images that the live release does
+        not contain."""
+        live, target = self._services.live(), self._services.target
+        answers = list(latest.values())
+        if live and target:
+            answers = self._services.released.missing(answers, target.layout, live)
         hold = last_hold(self._services.store, self._services.records) if answers else None
-        return {"named": named_since(answers, record.manifest.labels if record else (), hold), "remedy": remedy}
+        return {
+            "named": named_since(answers, live.labels if live else (), hold),
+            "waiting": self._services.waiting(latest, live),
+            "minimum": self._services.settings.validation.min_class_images,
+            "remedy": remedy,
+        }
 
     def _named(self, request: Request) -> Response:
-        latest = self._services.answers.latest() if self._services.answers else {}
-        return page(request, "named.html.j2", **self._named_values(latest))
+        return page(request, "named.html.j2", **self._named_values(self._services.latest()))
 
     def _show(self, request: Request) -> Response:
         return self._content(request, "review.html.j2")
@@ -92,33 +100,59 @@ class ReviewPage:
     def _answer(self, request: Request, form: Form) -> Response:
         person = require(request, "label")
         answers, _ = self._services.require_answers()
-        kind, label = field(form, "action"), field(form, "label")
+        chosen = field(form, "class")  # the answer to `_question`
+        kind, label = "label" if chosen else field(form, "action"), class_name(chosen or field(form, "label"))
         images = form.get("image") or []
         if not images:
             raise DataError("No image is selected.")
         if kind == "label" and not label:
             raise DataError("Type the name of the class first.")
         suspects = {suspect.image: suspect for suspect in self._services.suspects()}
-        now, done = self._services.now(), 0
-        failures: dict[str, EvernearError] = {}
+        known = self._services.classes(answers.latest())
+        if kind == "label" and not chosen and label not in known and (meant := meant_classes(label, known)):
+            return _question(request, label, meant, images[0] if images[0] in suspects else "")
+        now = self._services.now()
+        given = [_answer(image, kind, label, person.name, now, suspects.get(image)) for image in dict.fromkeys(images)]
+        done, failures = self._record(answers, given)
+        return self._content(request, "review_content.html.j2", self._notice(kind, label, done, known), failures)
+
+    def _record(self, answers: Answers, given: Sequence[Answer]) -> tuple[int, list[str]]:
+        """Record the answers that can be carried out. Return their number, and the
+        reasons why the others cannot."""
+        done, failures = 0, dict[str, EvernearError]()
         with self._services.lock:
-            for image in dict.fromkeys(images):
-                each = _answer(image, kind, label, person.name, now, suspects.get(image))
+            for each in given:
                 try:
-                    if kind == "undo":
+                    if each.action == "undo":
                         answers.undo(each)
                     else:
-                        answers.label(b"" if each.files or kind != "label" else self._services.original(image), each)
+                        is_query = each.action == "label" and not each.files
+                        answers.label(self._services.original(each.image) if is_query else b"", each)
                     done += 1
                 except EvernearError as error:
                     failures[str(error)] = error
         if failures and not done:
             raise next(iter(failures.values()))
+        return done, list(failures)
+
+    def _notice(self, kind: str, label: str, done: int, known: Sequence[str]) -> str:
         count = quantity(done, "image")
-        did = {"label": f"{count} named {label}.", "skip": f"{count} skipped.", "keep": f"{count} kept."}
-        return self._content(
-            request, "review_content.html.j2", did.get(kind, f"{count} back in review."), list(failures)
-        )
+        match kind:
+            case "label":
+                return f"{count} named {label}.{self._note(label, known)}"
+            case "skip":
+                return f"{count} skipped."
+            case "keep":
+                return f"{count} kept."
+            case _:
+                return f"{count} back in review."
+
+    def _note(self, label: str, known: Sequence[str]) -> str:
+        """Sentences about a named class that is new, or that waits for more images."""
+        new = "" if label in known else f" {label} is a new class."
+        count = self._services.waiting(self._services.latest(), self._services.live()).get(label)
+        minimum = self._services.settings.validation.min_class_images
+        return f"{new} It waits until it has {minimum:,} images: {count:,} of {minimum:,}." if count else new
 
     def _image(self, request: Request) -> Response:
         item = self._services.find(request.path_params["image"])
@@ -142,10 +176,23 @@ class ReviewPage:
         for each, original in named[:ASKED_AGAIN]:
             try:
                 prediction = await predictor.predict(original)
+                release = (await run_in_threadpool(self._services.releases.record, prediction.version)).manifest
+                answer = await run_in_threadpool(
+                    answer_of_others, prediction, original, self._services.gallery, release
+                )
             except DataError:
                 continue
-            recognized.append((each, not prediction.unknown and prediction.pred == each.label))
-        return page(request, "again.html.j2", asked=recognized)
+            if answer:
+                recognized.append((each, not answer.unknown and answer.label == class_name(each.label)))
+        return page(request, "again.html.j2", asked=recognized, unasked=len(named) - len(recognized))
+
+
+def _question(request: Request, label: str, meant: Sequence[str], suspect: str) -> Response:
+    """Ask, below the name field of a form, whether the user means one of the classes in
+    ``meant``. ``suspect`` is the image of a suspect's form."""
+    response = page(request, "question.html.j2", label=label, meant=meant)
+    response.headers["HX-Retarget"] = f"#question-{suspect[:16]}" if suspect else "#question"
+    return response
 
 
 def _answer(image: str, kind: str, label: str, who: str, at: datetime, suspect: Suspect | None) -> Answer:
@@ -180,7 +227,7 @@ def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
     """Up to `ASKED_AGAIN` named images whose files still exist, most recently named
     first."""
     named: list[tuple[Answer, bytes]] = []
-    latest = services.answers.latest() if services.answers else {}
+    latest = services.latest()
     for answer in reversed(latest.values()):
         if answer.action == "label" and not answer.files:
             with suppress(EvernearError):
