@@ -1,4 +1,4 @@
-"""The classes that users have named since the live release was promoted, and the gate
+"""The classes of named images that the live release does not contain, and the gate
 rules that block these classes."""
 
 import re
@@ -61,8 +61,8 @@ def last_hold(store: Store, records: RunRecords) -> Hold | None:
 
 
 def named_since(answers: Iterable[Answer], known: Sequence[str], hold: Hold | None) -> Named:
-    """The classes in ``answers``, which users gave after the live release was promoted.
-    ``known`` are the live release's classes."""
+    """The classes in ``answers``, whose images are not in the live release. ``known`` are the
+    live release's classes."""
     labeled = [answer for answer in answers if answer.action == "label"]
     newest = {answer.label: answer.at for answer in sorted(labeled, key=lambda answer: answer.at)}
     classes = [

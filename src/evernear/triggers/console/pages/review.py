@@ -15,11 +15,12 @@ from evernear.common.class_names import class_name
 from evernear.common.output import quantity
 from evernear.errors import DataError, EvernearError
 from evernear.review.answers import Answer, Answers
-from evernear.review.asked_again import answer_of_others
+from evernear.review.asked_again import AnswerOfOthers, answer_of_others
 from evernear.review.classes import meant_classes
 from evernear.review.groups import group_items
 from evernear.review.suspects import Suspect, picture
 from evernear.review.thumbnails import thumbnail
+from evernear.serving.responses import Prediction
 from evernear.triggers.console.access import require
 from evernear.triggers.console.named import last_hold, named_since, remedy
 from evernear.triggers.console.predictor import Predictor
@@ -171,20 +172,28 @@ class ReviewPage:
 
     async def _again(self, request: Request) -> Response:
         predictor: Predictor = request.app.state.predictor
-        named = await run_in_threadpool(_named, self._services)
+        named, waiting = await run_in_threadpool(_named, self._services)
         recognized: list[tuple[Answer, bool]] = []
-        for each, original in named[:ASKED_AGAIN]:
+        for each, original in named:
             try:
                 prediction = await predictor.predict(original)
-                release = (await run_in_threadpool(self._services.releases.record, prediction.version)).manifest
-                answer = await run_in_threadpool(
-                    answer_of_others, prediction, original, self._services.gallery, release
-                )
+                answer = await run_in_threadpool(self._answer_of_others, prediction, original)
             except DataError:
                 continue
             if answer:
                 recognized.append((each, not answer.unknown and answer.label == class_name(each.label)))
-        return page(request, "again.html.j2", asked=recognized, unasked=len(named) - len(recognized))
+        return page(
+            request,
+            "again.html.j2",
+            asked=recognized,
+            unasked=len(named) - len(recognized),
+            waiting=waiting,
+            minimum=self._services.settings.validation.min_class_images,
+        )
+
+    def _answer_of_others(self, prediction: Prediction, image: bytes) -> AnswerOfOthers | None:
+        release = self._services.releases.record(prediction.version).manifest
+        return answer_of_others(prediction, image, self._services.gallery, release)
 
 
 def _question(request: Request, label: str, meant: Sequence[str], suspect: str) -> Response:
@@ -223,15 +232,16 @@ def _at_once(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
         yield list(each)[::-1]
 
 
-def _named(services: Services) -> Sequence[tuple[Answer, bytes]]:
+def _named(services: Services) -> tuple[Sequence[tuple[Answer, bytes]], dict[str, int]]:
     """Up to `ASKED_AGAIN` named images whose files still exist, most recently named
-    first."""
+    first, and the classes that wait, whose images are left out."""
     named: list[tuple[Answer, bytes]] = []
     latest = services.latest()
+    waiting = services.waiting(latest, services.live())
     for answer in reversed(latest.values()):
-        if answer.action == "label" and not answer.files:
+        if answer.action == "label" and not answer.files and class_name(answer.label) not in waiting:
             with suppress(EvernearError):
                 named.append((answer, services.original(answer.image)))
         if len(named) == ASKED_AGAIN:
             break
-    return named
+    return named, waiting
