@@ -9,12 +9,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from evernear.deployment import kubernetes
+from evernear.deployment.kubernetes import rollout, service
 from tests.cluster.pods import Pods
 from tests.cluster.sandbox import (
     DEPLOYER,
     MISSING_IMAGE,
     Sandbox,
-    Timeouts,
     administrator,
     install_deployer,
     install_store,
@@ -52,8 +53,10 @@ def loopback_sandbox(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatc
             install_deployer(admin, namespace)
             install_store_secret(admin, namespace, environment)
             monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of(DEPLOYER, admin, namespace, tmp_path)))
-            timeouts = Timeouts(rollout_timeout_s=60, failure_grace_s=1, convergence_timeout_s=5)
-            yield Sandbox(namespace, LOOPBACK_IMAGE, store, (443,), admin, timeouts)
+            monkeypatch.setattr(rollout, "FAILURE_GRACE_S", 1)
+            monkeypatch.setattr(service, "CONVERGENCE_TIMEOUT_S", 5)
+            monkeypatch.setattr(kubernetes, "LEASE_S", 5)
+            yield Sandbox(namespace, LOOPBACK_IMAGE, store, (443,), admin, rollout_timeout_s=60)
     pods.stop()
 
 
@@ -73,7 +76,6 @@ def real_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sa
             monkeypatch.setenv(name, value)
         endpoint = urlsplit(environment["AWS_ENDPOINT_URL"])
         monkeypatch.setenv(KUBECONFIG, str(kubeconfig_of(DEPLOYER, admin, namespace, tmp_path)))
-        timeouts = Timeouts(rollout_timeout_s=300, failure_grace_s=30, convergence_timeout_s=60)
         # SeaweedFS listens on 8333; the node forwards the other port to it.
         ports = (8333, endpoint.port or 443)
-        yield Sandbox(namespace, image, "s3://evernear/store", ports, admin, timeouts)
+        yield Sandbox(namespace, image, "s3://evernear/store", ports, admin, rollout_timeout_s=300)

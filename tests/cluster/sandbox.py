@@ -33,17 +33,6 @@ _LEVELS = ("enforce", "audit", "warn")
 
 
 @dataclass(frozen=True)
-class Timeouts:
-    """Timeouts: a real cluster pulls images and loads networks,
-    loopback does neither.
-    """
-
-    rollout_timeout_s: int
-    failure_grace_s: int
-    convergence_timeout_s: int
-
-
-@dataclass(frozen=True)
 class Sandbox:
     """Environment of a scenario, on loopback or on a real cluster."""
 
@@ -52,7 +41,8 @@ class Sandbox:
     store: str  # s3://...; the environment has its endpoint and keys, and the deployer's KUBECONFIG
     egress_ports: tuple[int, ...]
     admin: ApiClient
-    timeouts: Timeouts
+    rollout_timeout_s: int
+    """A real cluster pulls images and loads networks, loopback does neither."""
 
     def settings(self, **kubernetes: Any) -> Settings:
         """Settings of a small deployment into the namespace."""
@@ -63,8 +53,7 @@ class Sandbox:
             "replicas_max": 1,
             "cpu": "500m",
             "egress_ports": self.egress_ports,
-            "lease_s": 5,
-            **vars(self.timeouts),
+            "rollout_timeout_s": self.rollout_timeout_s,
         }
         return parse(Settings, {"store": self.store, "target": "kubernetes", "kubernetes": chosen | kubernetes})
 

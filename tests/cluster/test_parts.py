@@ -22,6 +22,7 @@ from kubernetes.client import ApiClient, ApiException, BatchV1Api, CoreV1Api, V1
 from evernear.common.run_parts import PartsRecord
 from evernear.common.run_record import RunRecord
 from evernear.common.store import Store, open_store
+from evernear.kubeflow import indexed_job
 from evernear.release.registry import Registry
 from tests.cluster.sandbox import (
     RUNNER,
@@ -221,11 +222,15 @@ def test_killed_step_continues_with_its_job(site: Site) -> None:
     assert on_nodes == site.ingest("alone", 1)
 
 
-def test_job_past_its_deadline_names_the_reason(site: Site, capfd: pytest.CaptureFixture[str]) -> None:
+def test_job_past_its_deadline_names_the_reason(
+    site: Site, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
     core = CoreV1Api(site.admin)
     core.patch_namespaced_pod_template("evernear-parts", site.namespace, template)
-    failed = sentence(lambda: site.ingest("on-nodes", 3, timeout_s=60), capfd)
+    with monkeypatch.context() as patch:
+        patch.setattr(indexed_job, "TIMEOUT_S", 60)
+        failed = sentence(lambda: site.ingest("on-nodes", 3), capfd)
     assert re.search(r"DeadlineExceeded.*FailedScheduling.*node affinity/selector", failed)
     until(lambda: not site.pods(), POD_START_S)
     core.patch_namespaced_pod_template(

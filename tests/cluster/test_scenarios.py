@@ -11,7 +11,7 @@ from kubernetes.client import ApiException, AppsV1Api, CoreV1Api
 from evernear import deployment
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster
-from evernear.deployment.kubernetes.lease import LeaseLock
+from evernear.deployment.kubernetes.lease import LEASE_S, LeaseLock
 from evernear.errors import BusyError, ClusterError
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -60,7 +60,7 @@ def test_failed_release_is_replaced_by_the_previous_one(sandbox: Sandbox, make_r
     with pytest.raises(ClusterError, match=r"cannot be pulled: .*\. Release \S+ was restored and is live\."):
         deploy(second, sandbox.settings(image=MISSING_IMAGE))
     with pytest.raises(ClusterError, match=r"cannot be scheduled: .*Insufficient cpu.*was restored and is live\."):
-        deploy(second, sandbox.settings(cpu="1000", rollout_timeout_s=sandbox.timeouts.rollout_timeout_s // 20))
+        deploy(second, sandbox.settings(cpu="1000", rollout_timeout_s=sandbox.rollout_timeout_s // 20))
     assert (champion(sandbox), live_release(sandbox)) == (first.version, first.version)
     assert deploy(second, sandbox.settings()).version == second.version
 
@@ -92,7 +92,7 @@ def test_field_conflict_names_the_field_and_its_manager(sandbox: Sandbox, make_r
 def test_second_concurrent_deployment_fails(sandbox: Sandbox, make_release: MakeRelease) -> None:
     settings = sandbox.settings()
     with (
-        LeaseLock(Cluster.of(settings.kubernetes), NAME, settings.kubernetes.lease_s),
+        LeaseLock(Cluster.of(settings.kubernetes), NAME, LEASE_S),
         pytest.raises(BusyError, match="Another deployment to namespace"),
     ):
         deploy(make_release(), settings)

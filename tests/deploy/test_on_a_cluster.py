@@ -75,6 +75,7 @@ def test_deployer_has_exactly_the_rights_that_it_uses(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig("evernear/evernear-deployer", namespace="evernear")))
     monkeypatch.setattr(rollout, "DIAGNOSIS_INTERVAL_S", 1)
+    monkeypatch.setattr(rollout, "FAILURE_GRACE_S", 1)
     settings = _settings()
     api = Cluster.of(settings.kubernetes)
     before = len(cluster.calls)
@@ -136,8 +137,6 @@ def _settings() -> Settings:
     loaded = settings_of(LOCAL)
     chosen = {
         "image": f"registry.invalid/evernear-serve@{DIGEST}",
-        "failure_grace_s": 1,
-        "lease_s": 2,
         "token_secret": "",
     }
     return loaded.model_copy(update={"kubernetes": loaded.kubernetes.model_copy(update=chosen)})

@@ -195,7 +195,7 @@ parts.save_result(number, b"done")
 
     draining = threading.Thread(target=drain)
     draining.start()
-    run(parts, SETTINGS.model_copy(update={"retries": 1}))
+    run(parts)
     draining.join()
     assert parts.missing() == []
     assert (tmp_path / "started-0").read_text() == (tmp_path / "started-1").read_text() == "xx"
@@ -205,10 +205,11 @@ def test_pods_that_keep_failing_name_the_reason_and_the_template(
     loopback: LoopbackCluster, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_command(monkeypatch, "os._exit(137)")
+    monkeypatch.setattr(indexed_job, "RETRIES", 1)
     with pytest.raises(
         PartError, match=r"MaxFailedIndexesExceeded: .* raise its limit in the PodTemplate evernear-parts"
     ):
-        run(plan(store), SETTINGS.model_copy(update={"retries": 1}))
+        run(plan(store))
 
 
 def test_running_job_is_adopted_and_an_ended_one_is_replaced(
@@ -269,13 +270,14 @@ def test_pods_that_cannot_start_name_the_reason_and_the_deadline_the_setting(
     patch = {"template": {"spec": {"nodeSelector": {"example.org/gpu": "yes"}}}}
     core.patch_namespaced_pod_template("evernear-parts", "kubeflow", patch)
     monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
     with pytest.raises(
         PartError,
-        match=r"DeadlineExceeded: .*event FailedScheduling: .*affinity/selector.* Raise parts_job\.timeout_s, or "
-        r"correct the PodTemplate evernear-parts",
+        match=r"DeadlineExceeded: .*event FailedScheduling: .*affinity/selector.* Correct the PodTemplate "
+        r"evernear-parts if needed, and run again",
     ):
-        run(plan(store), SETTINGS.model_copy(update={"timeout_s": 2}), states.append)
+        run(plan(store), report=states.append)
     assert any(state.startswith("0 nodes run; event FailedScheduling: 0/1 nodes are available") for state in states)
     assert jobs(loopback) == []
 
@@ -305,8 +307,11 @@ def test_stopped_step_and_deleted_job(loopback: LoopbackCluster, store: Store, m
 
 
 def test_queue_of_kueue_and_image_are_in_the_job(manifests: Objects, store: Store) -> None:
-    settings = SETTINGS.model_copy(update={"queue": "team-a"})
-    manifest = indexed_job.indexed_job(plan(store), 8, settings, manifests["PodTemplate"])
+    template = manifests["PodTemplate"]
+    labels = indexed_job.indexed_job(plan(store), 8, SETTINGS, template)["metadata"]["labels"]
+    assert "kueue.x-k8s.io/queue-name" not in labels
+    template["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "team-a"
+    manifest = indexed_job.indexed_job(plan(store), 8, SETTINGS, template)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert manifest["spec"]["parallelism"] == manifest["spec"]["completions"] == 4
     assert manifest["spec"]["template"]["spec"]["containers"][0]["image"] == SETTINGS.image
@@ -342,9 +347,10 @@ def test_pods_that_the_kubelet_refuses_name_the_reason(
     core.delete_namespaced_pod_template("evernear-parts", "kubeflow")
     core.create_namespaced_pod_template("kubeflow", manifests["PodTemplate"])
     monkeypatch.setattr(indexed_job, "CREATION_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(indexed_job, "TIMEOUT_S", 2)
     states: list[str] = []
     with pytest.raises(PartError, match="DeadlineExceeded"):
-        run(plan(store), SETTINGS.model_copy(update={"timeout_s": 2}), states.append)
+        run(plan(store), report=states.append)
     assert any("container has runAsNonRoot and image will run as root" in state for state in states)
 
 
@@ -359,12 +365,13 @@ def test_api_server_checks_the_job(
 
 
 def test_missing_template_directory_and_namespace_have_a_remedy(
-    loopback: LoopbackCluster, store: Store, tmp_path: Path
+    loopback: LoopbackCluster, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(indexed_job, "TEMPLATE", "mine")
     with pytest.raises(
         SettingsError, match=r"PodTemplate mine does not exist in the namespace kubeflow; apply deploy/"
     ):
-        run(plan(store), SETTINGS.model_copy(update={"template": "mine"}))
+        run(plan(store))
     with pytest.raises(SettingsError, match=r"Other nodes cannot reach the parts, file:///.*; use s3://bucket/prefix"):
         run(plan(open_store(tmp_path.as_uri())))
     with pytest.raises(SettingsError, match=r"set parts_job\.namespace to the namespace of the Job"):

@@ -13,7 +13,7 @@ from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN
 from evernear.kubeflow.client import arguments_for, parameters_of
 from evernear.kubeflow.compiled import fill_defaults
-from evernear.kubeflow.parameters import combine, from_settings, from_words, split_words
+from evernear.kubeflow.parameters import combine, for_pipeline, from_settings, from_words, split_words
 from evernear.settings import load, of_run
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +59,21 @@ def test_setting_can_be_given_by_name_or_parameter() -> None:
     assert from_words(["train.epochs=3", "train.width=8", 'settings={"gate": {"significance": 0.2}}'], known) == {
         "settings": {"train": {"epochs": 3, "width": 8}, "gate": {"significance": 0.2}}
     }
+
+
+@pytest.mark.parametrize("pipeline", ["promote", "rollback"])
+def test_serving_image_is_a_setting_of_what_moves_the_champion(pipeline: str) -> None:
+    known = parameters_of(
+        SimpleNamespace(pipeline_spec=next(yaml.safe_load_all((GOLDEN / f"{pipeline}.yaml").read_text())))
+    )
+    expected = {"kubernetes": {"image": IMAGE}}
+    for word in ("serving_image", "kubernetes.image"):
+        assert from_words([f"{word}={IMAGE}"], known) == {"settings": expected}
+    assert from_settings(load(environment={"EVERNEAR_KUBERNETES__IMAGE": IMAGE}), known)["settings"] == expected
+    pinned = {"serving_image": IMAGE, "source": "s3://images", "settings": {"kubernetes": {"replicas_min": 3}}}
+    assert for_pipeline(pinned, known) == {"settings": {"kubernetes": {"replicas_min": 3, "image": IMAGE}}}
+    with pytest.raises(SettingsError, match="source"):
+        from_words(["source=s3://images"], known)
 
 
 def test_memory_that_no_release_can_run_with_is_refused_before_the_run() -> None:

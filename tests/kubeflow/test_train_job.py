@@ -245,15 +245,15 @@ def test_api_server_checks_the_train_job(
         follow(digits, settings)
 
 
-def refusing(cluster: LoopbackCluster, manifests: Objects, settings: RunSettings) -> RunSettings:
-    """Settings whose TrainingRuntime passes its schema and webhook,
+def refuse(cluster: LoopbackCluster, manifests: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a TrainingRuntime that passes its schema and webhook,
     but whose JobSet is refused.
     """
     runtime = copy.deepcopy(manifests["TrainingRuntime"])
     runtime["metadata"]["name"] = "refused"
     runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"][0]["name"] = "training-error"
     cluster.api.create(TRAINING_RUNTIME, runtime, "kubeflow")
-    return settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"runtime": "refused"})})
+    monkeypatch.setattr(train_job, "RUNTIME", "refused")
 
 
 def test_refused_job_set_ends_the_step_with_the_event(
@@ -268,8 +268,9 @@ def test_refused_job_set_ends_the_step_with_the_event(
         written = loopback.api.create(EVENT, event, "kubeflow", trusted=True)
         written["metadata"]["creationTimestamp"] = f"{year}-01-01T00:00:00Z"
         loopback.api.store.put(EVENT, written)
+    refuse(loopback, manifests, monkeypatch)
     with pytest.raises(TrainingError) as refused:
-        follow(digits, refusing(loopback, manifests, settings))
+        follow(digits, settings)
     message = str(refused.value)
     assert "event TrainJobResourcesCreationFailed: TrainJob resources reconciliation failed" in message
     assert "invalid failure policy rule name 'training-error'" in message
@@ -298,8 +299,9 @@ def test_step_that_cannot_list_events_still_names_condition_and_controller(
                 TRAIN_JOB, job | {"status": {"conditions": [condition]}}, manager="t", subresource="status"
             )
 
+    refuse(loopback, manifests, monkeypatch)
     with pytest.raises(TrainingError, match=r"TrainJobResourcesCreationFailed: Refused: not created; .*cannot be read"):
-        follow(digits, refusing(loopback, manifests, settings), report=add_condition)
+        follow(digits, settings, report=add_condition)
 
 
 @pytest.mark.parametrize(
@@ -322,11 +324,11 @@ def test_status_counts_jobs_and_not_nodes(status: dict[str, Any], state: str, ha
 
 
 def test_missing_runtime_is_named_without_a_hint_at_permissions(
-    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings
+    loopback: LoopbackCluster, digits: Dataset, settings: RunSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = settings.model_copy(update={"train_job": settings.train_job.model_copy(update={"runtime": "missing"})})
+    monkeypatch.setattr(train_job, "RUNTIME", "missing")
     with pytest.raises(ClusterError, match=r'"missing" not found: specified trainingRuntime must be created') as error:
-        follow(digits, missing)
+        follow(digits, settings)
     assert "Role" not in str(error.value)
 
 

@@ -34,6 +34,16 @@ from evernear.settings import KubernetesSettings, PartsJobSettings
 Tree = dict[str, Any]
 
 POLL_S = 10.0
+TEMPLATE = "evernear-parts"
+"""The PodTemplate in ``deploy/components/many-machines``."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+"""The label with which the PodTemplate's owner chooses a LocalQueue of Kueue."""
+TIMEOUT_S = 23 * 3600
+"""``activeDeadlineSeconds`` of the Job. The step has an hour more, to combine the
+results."""
+RETRIES = 3
+"""``backoffLimitPerIndex``: retries of a part that failed, lost nodes apart. An error
+that would only occur again is not retried at all."""
 CONTAINER = "part"
 """The container of the PodTemplate that runs the part."""
 KEEP_FINISHED_S = 3600
@@ -71,11 +81,11 @@ class IndexedJob:
         require_shared(parts.store.uri, "the parts")
         namespace = namespace_of(self.settings.namespace, "parts_job.namespace", "Job")
         cluster = Cluster.of(self.kubernetes.model_copy(update={"namespace": namespace}))
-        template = cluster.get("PodTemplate", self.settings.template)
+        template = cluster.get("PodTemplate", TEMPLATE)
         if template is None:
             raise SettingsError(
-                f"The PodTemplate {self.settings.template} does not exist in the namespace {namespace}; apply "
-                "deploy/components/many-machines, or set parts_job.template."
+                f"The PodTemplate {TEMPLATE} does not exist in the namespace {namespace}; apply "
+                "deploy/components/many-machines."
             )
         manifest = indexed_job(parts, self.nodes, self.settings, template)
         with owned(cluster, manifest, _has_ended, POLL_S) as name:
@@ -87,7 +97,7 @@ class IndexedJob:
         self, cluster: Cluster, name: str, parts: Parts, numbers: frozenset[int], on_done: Callable[[int], None]
     ) -> Tree:
         """Wait until the Job is complete, and return its status."""
-        deadline_s = time.monotonic() + self.settings.timeout_s + START_GRACE_S
+        deadline_s = time.monotonic() + TIMEOUT_S + START_GRACE_S
         done, state, has_started, waiting_since_s = 0, "", False, time.monotonic()
         ready_s = time.monotonic()
         while True:
@@ -107,7 +117,7 @@ class IndexedJob:
                 if condition(resource, "Complete"):
                     return status
                 if failed := condition(resource, "FailureTarget") or condition(resource, "Failed"):
-                    raise PartError(_cause(cluster, resource, failed, parts, self.settings.template))
+                    raise PartError(_cause(cluster, resource, failed, parts))
                 current = _state(status)
                 if status.get("ready") or not status.get("active"):
                     ready_s = time.monotonic()
@@ -120,7 +130,7 @@ class IndexedJob:
                 if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
                     raise PartError(
                         f"The pods of the Job {name} were not created within {CREATION_TIMEOUT_S} s: "
-                        f"{reasons_for_no_pods(cluster, resource)}. Correct the PodTemplate {self.settings.template} "
+                        f"{reasons_for_no_pods(cluster, resource)}. Correct the PodTemplate {TEMPLATE} "
                         "or its quota, and run again."
                     )
             if time.monotonic() > deadline_s:
@@ -154,7 +164,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     pod = deepcopy(template["template"])
     container = next((item for item in pod["spec"]["containers"] if item["name"] == CONTAINER), None)
     if container is None:
-        raise SettingsError(f"The PodTemplate {settings.template} has no container {CONTAINER!r}; add one.")
+        raise SettingsError(f"The PodTemplate {TEMPLATE} has no container {CONTAINER!r}; add one.")
     container["image"] = image_of(settings.image, "parts_job.image")
     # The API server stores Always with the PodTemplate if its placeholder image has no
     # tag. Without the field, it chooses the policy that suits the actual image.
@@ -165,8 +175,8 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
     pod["spec"]["restartPolicy"] = "Never"
     digest = sha256_bytes(f"{parts.store.uri} {parts.folder} {parts.plan.id}".encode())
     labels = {"app.kubernetes.io/name": "evernear", "app.kubernetes.io/component": parts.plan.kind}
-    if settings.queue:
-        labels["kueue.x-k8s.io/queue-name"] = settings.queue
+    if queue := (template["metadata"].get("labels") or {}).get(QUEUE_LABEL):
+        labels[QUEUE_LABEL] = queue
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -175,7 +185,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
             "completionMode": "Indexed",
             "completions": parts.plan.parts,
             "parallelism": min(nodes, parts.plan.parts),
-            "backoffLimitPerIndex": settings.retries,
+            "backoffLimitPerIndex": RETRIES,
             "maxFailedIndexes": 0,  # the first part that failed permanently ends the step
             "podFailurePolicy": {
                 "rules": [
@@ -187,7 +197,7 @@ def indexed_job(parts: Parts, nodes: int, settings: PartsJobSettings, template: 
                     },
                 ]
             },
-            "activeDeadlineSeconds": settings.timeout_s,
+            "activeDeadlineSeconds": TIMEOUT_S,
             "ttlSecondsAfterFinished": KEEP_FINISHED_S,
             "template": pod,
         },
@@ -237,17 +247,15 @@ def _state(status: Tree) -> str:
     return f"{state}, {status['failed']} pods failed" if status.get("failed") else state
 
 
-def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts, template: str) -> str:
+def _cause(cluster: Cluster, resource: Tree, failed: Tree, parts: Parts) -> str:
     """A sentence about the part that failed permanently, or Kubernetes' reason."""
     if failure := parts.failure():
         return failure.message
     name = resource["metadata"]["name"]
     reason = f"The Job {name} failed: {failed['reason']}: {failed.get('message', '').rstrip('.')}."
     if failed["reason"] in ("MaxFailedIndexesExceeded", "FailedIndexes"):
-        return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {template}."
+        return f"{reason} If a pod ran out of memory, raise its limit in the PodTemplate {TEMPLATE}."
     if failed["reason"] == "DeadlineExceeded":
         warnings = "".join(f" {warning}." for warning in newest_warnings(cluster, resource))
-        return (
-            f"{reason}{warnings} Raise parts_job.timeout_s, or correct the PodTemplate {template}; finished parts stay."
-        )
+        return f"{reason}{warnings} Correct the PodTemplate {TEMPLATE} if needed, and run again; finished parts stay."
     return reason

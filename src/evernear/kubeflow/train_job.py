@@ -31,11 +31,15 @@ from evernear.kubeflow.job import (
     owned,
     reasons_for_no_pods,
 )
-from evernear.settings import RunSettings, TrainJobSettings, TrainSettings
+from evernear.settings import RunSettings, TrainSettings
 
 Tree = dict[str, Any]
 
 POLL_S = 10.0
+RUNTIME = "evernear"
+"""The TrainingRuntime in ``deploy/components/multi-node-training``."""
+TIMEOUT_S = 24 * 3600
+"""``activeDeadlineSeconds`` of the TrainJob: the time limit of the train step."""
 CONTROLLERS = "the Deployments kubeflow-trainer-controller-manager and jobset-controller-manager (kubeflow-system)"
 
 
@@ -71,7 +75,7 @@ def run_train_job(
     manifest = train_job(run, settings, chosen)
     try:
         with owned(cluster, manifest, lambda job: condition(job, "Failed") is not None, POLL_S) as name:
-            _follow(cluster, name, record, settings, chosen.train_job, on_epoch, report)
+            _follow(cluster, name, record, settings, on_epoch, report)
     finally:
         for rank in range(settings.nodes):
             for line in NodeLog.of(record, rank).lines:
@@ -107,9 +111,9 @@ def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
                 "kind": "TrainingRuntime",
-                "name": chosen.train_job.runtime,
+                "name": RUNTIME,
             },
-            "activeDeadlineSeconds": chosen.train_job.timeout_s,
+            "activeDeadlineSeconds": TIMEOUT_S,
             "trainer": trainer,
         },
     }
@@ -120,11 +124,10 @@ def _follow(
     name: str,
     record: RunRecord,
     settings: TrainSettings,
-    job: TrainJobSettings,
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    started, deadline_s = datetime.now(UTC), time.monotonic() + job.timeout_s + START_GRACE_S
+    started, deadline_s = datetime.now(UTC), time.monotonic() + TIMEOUT_S + START_GRACE_S
     report(f"TrainJob {name} on {settings.nodes} nodes")
     last_epoch, last_state = 0, ""
     has_started, waiting_since_s = False, time.monotonic()

@@ -31,9 +31,6 @@ class KubernetesSettings(Section):
     image_pull_secrets: tuple[str, ...] = Field(default=(), description="Secrets for a private image registry.")
     replicas_min: int = Field(default=2, ge=1, description="minReplicas of the HorizontalPodAutoscaler.")
     replicas_max: int = Field(default=4, ge=1, description="maxReplicas of the HorizontalPodAutoscaler.")
-    cpu_target_percent: int = Field(
-        default=70, ge=1, le=100, description="Target CPU utilization of the HorizontalPodAutoscaler."
-    )
     cpu: str = Field(default="2", pattern=r"^[0-9]+(\.[0-9]+|m)?$", description="CPU request and limit of a pod.")
     memory: str = Field(
         default="auto",
@@ -86,15 +83,6 @@ class KubernetesSettings(Section):
         description="URL of the Service for the deploy step; if empty, its DNS name or the API server's proxy.",
     )
     rollout_timeout_s: int = Field(default=600, ge=1, description="Time for a rollout before it is reverted.")
-    failure_grace_s: int = Field(
-        default=60,
-        ge=1,
-        description="Time before an error that rarely resolves itself (image pull, crash loop) ends a rollout.",
-    )
-    convergence_timeout_s: int = Field(
-        default=60, ge=1, description="Time after a rollout until only the new release answers at the Service."
-    )
-    lease_s: int = Field(default=30, ge=1, description="leaseDurationSeconds of the deployment lock.")
     force_conflicts: bool = Field(
         default=False, description="Take ownership of fields that another manager set in the cluster."
     )

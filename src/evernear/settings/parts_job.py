@@ -21,33 +21,18 @@ of the step runs the parts."""
 
 
 class PartsJobSettings(Section):
-    """The Indexed Job that runs the parts of a step on several nodes."""
+    """The Indexed Job that runs the parts of a step on several nodes. The PodTemplate
+    ``evernear-parts`` has everything else about the pods."""
 
-    template: str = Field(
-        default="evernear-parts",
-        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
-        description="PodTemplate that defines the resources, volumes and Secrets of the pods.",
-    )
     namespace: str = Field(
         default="",
         pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
         description="Namespace of the Job and the PodTemplate; if empty, that of the pod that runs the step.",
     )
     image: str = Field(default="", description="Image of the pods; if empty, that of the pipeline.")
-    queue: str = Field(
-        default="",
-        pattern=r"^$|^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
-        description="LocalQueue of Kueue, as the label kueue.x-k8s.io/queue-name; if empty, no queue.",
-    )
     max_nodes: int = Field(default=8, ge=1, description="Largest number of nodes that auto may choose.")
     part_size_bytes: int = Field(
         default=2**30,
         ge=1,
         description="Size of a part of embed or evaluate: images in the form of the dataset, by whole shards.",
-    )
-    timeout_s: int = Field(
-        default=23 * 3600, ge=60, description="`activeDeadlineSeconds` of the Job; the step has 24 hours."
-    )
-    retries: int = Field(
-        default=3, ge=0, le=100, description="`backoffLimitPerIndex`: retries of a part that failed, lost nodes apart."
     )

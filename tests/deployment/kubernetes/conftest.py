@@ -10,7 +10,8 @@ import pytest
 import yaml
 from kubernetes import config, utils
 
-from evernear.deployment.kubernetes import rollout
+from evernear.deployment import kubernetes
+from evernear.deployment.kubernetes import rollout, service
 from evernear.settings import Settings, parse
 from tests.deployment.kubernetes.deployer import BASE, IMAGE, MakeSettings
 from tests.loopback.kubernetes import LoopbackCluster
@@ -55,13 +56,19 @@ def loopback(tmp_path: Path, second_s: float, monkeypatch: pytest.MonkeyPatch) -
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "FAILURE_GRACE_S", 1)
+    monkeypatch.setattr(service, "CONVERGENCE_TIMEOUT_S", 1)
+    monkeypatch.setattr(kubernetes, "LEASE_S", 2)
+
+
 @pytest.fixture
 def make_settings(tmp_path: Path) -> MakeSettings:
     """Make settings whose store is a directory on the claim ``store``."""
 
     def make(**kubernetes: Any) -> Settings:
-        quick = {"replicas_min": 1, "failure_grace_s": 1, "convergence_timeout_s": 1, "lease_s": 2}
-        chosen = {"image": IMAGE, "store_claim": "store"} | quick | kubernetes
+        chosen = {"image": IMAGE, "store_claim": "store", "replicas_min": 1} | kubernetes
         tree = {"store": (tmp_path / "store").as_uri(), "target": "kubernetes", "kubernetes": chosen}
         return parse(Settings, tree)
 

@@ -193,8 +193,8 @@ def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tu
     assert sandbox.live == ({second.version}, {image})
     run = "11111111-1111-1111-1111-111111111111"
     steps.promote(
-        *(run, sandbox.settings.store_uri, {"target": "kubernetes", "serving_image": image}),
-        {"kubernetes": sandbox.settings.kubernetes.model_dump(mode="json", exclude={"image"}) | {"replicas_min": 2}},
+        *(run, sandbox.settings.store_uri, "kubernetes"),
+        {"kubernetes": sandbox.settings.kubernetes.model_dump(mode="json") | {"image": image, "replicas_min": 2}},
         *("", "", "grace"),
     )
     autoscaler = sandbox.find("HorizontalPodAutoscaler")
@@ -531,7 +531,7 @@ def test_lost_lease_stops_the_deployment(
 
     def verify_and_lose(*arguments: Any) -> int:
         retry(take_lease, on=ObjectConflictError, pauses_s=[0.01] * 100)  # its holder renews it meanwhile
-        threading.Event().wait(sandbox.settings.kubernetes.lease_s)
+        threading.Event().wait(kubernetes.LEASE_S)
         return verify(*arguments)
 
     monkeypatch.setattr(kubernetes, "verify", verify_and_lose)
@@ -578,9 +578,6 @@ def test_status_and_render_show_the_live_release_and_the_manifests(
             "target": "kubernetes",
             "kubernetes.image": IMAGE,
             "kubernetes.store_claim": "store",
-            "kubernetes.lease_s": 2,
-            "kubernetes.convergence_timeout_s": 1,
-            "kubernetes.failure_grace_s": 1,
             "kubernetes.replicas_min": 1,
         }.items()
     ]

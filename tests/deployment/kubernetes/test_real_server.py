@@ -9,6 +9,7 @@ import pytest
 
 from evernear import deployment
 from evernear.common.store import open_store
+from evernear.deployment.kubernetes import service
 from evernear.deployment.kubernetes.labels import RELEASE
 from evernear.release.registry import Registry
 from evernear.settings import Settings
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def settings(make_settings: MakeSettings, bucket: str) -> Settings:
-    base = make_settings(convergence_timeout_s=10, store_claim="", s3_secret="")
+def settings(make_settings: MakeSettings, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(service, "CONVERGENCE_TIMEOUT_S", 10)
+    base = make_settings(store_claim="", s3_secret="")
     return base.model_copy(update={"store": f"s3://{bucket}/store"})
 
 

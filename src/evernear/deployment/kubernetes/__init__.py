@@ -14,7 +14,7 @@ from typing import Any
 from evernear.common.store import open_store
 from evernear.deployment.kubernetes.cluster import Cluster, Tree
 from evernear.deployment.kubernetes.labels import RELEASE
-from evernear.deployment.kubernetes.lease import LeaseLock
+from evernear.deployment.kubernetes.lease import LEASE_S, LeaseLock
 from evernear.deployment.kubernetes.objects import serving_objects
 from evernear.deployment.kubernetes.pod_template import ServedRelease
 from evernear.deployment.kubernetes.rbac_check import check_permissions
@@ -51,7 +51,7 @@ class KubernetesTarget:
 
     @cached_property
     def _lease(self) -> LeaseLock:
-        return LeaseLock(self.cluster, self._kubernetes.name, self._kubernetes.lease_s)
+        return LeaseLock(self.cluster, self._kubernetes.name, LEASE_S)
 
     def require_deployable(self) -> None:
         """Check permissions, then validate the objects with a dry run. Without the

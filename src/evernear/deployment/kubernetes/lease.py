@@ -21,6 +21,9 @@ from evernear.deployment.kubernetes.labels import COMMON_LABELS
 from evernear.errors import BusyError, ClusterError
 from evernear.release.promotions import whoami
 
+LEASE_S = 30
+"""leaseDurationSeconds: a killed deployment blocks the next one for this time, and a
+holder that loses its network for less keeps the Lease."""
 OBSERVATIONS = 10  # number of reads of another holder's Lease during its duration
 
 

@@ -23,6 +23,10 @@ from evernear.settings import KubernetesSettings, RunSettings, ServingSettings
 
 Tree = dict[str, Any]
 
+CPU_TARGET_PERCENT = 70
+"""CPU utilization at which the HorizontalPodAutoscaler adds pods. A pod needs half a
+minute to start, and the remaining 30% answer what arrives meanwhile."""
+
 
 def serving_objects(settings: RunSettings, release: ServedRelease) -> list[Tree]:
     """All Kubernetes objects for ``release``, in the order in which they are applied.
@@ -94,7 +98,7 @@ def _deployment(kubernetes: KubernetesSettings, template: Tree) -> Tree:
 
 
 def _autoscaler(kubernetes: KubernetesSettings) -> Tree:
-    target = {"type": "Utilization", "averageUtilization": kubernetes.cpu_target_percent}
+    target = {"type": "Utilization", "averageUtilization": CPU_TARGET_PERCENT}
     return {
         "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": kubernetes.name},
         "minReplicas": kubernetes.replicas_min,

@@ -11,6 +11,9 @@ DIAGNOSIS_INTERVAL_S = 2
 """Interval between diagnoses of the pods, in seconds. Between two diagnoses, the
 Deployment is watched.
 """
+FAILURE_GRACE_S = 60
+"""Time before an error that rarely resolves itself (image pull, crash loop) ends a
+rollout. Kubernetes has then tried three times."""
 PAUSE_S = 0.2
 
 
@@ -19,7 +22,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
     and older pods are deleted or terminating.
 
     A persistent failure, such as an image that cannot be pulled, ends the rollout after
-    ``failure_grace_s`` instead of ``rollout_timeout_s``. ``ProgressDeadlineExceeded``
+    `FAILURE_GRACE_S` instead of ``rollout_timeout_s``. ``ProgressDeadlineExceeded``
     is ignored because the previous rollout may have set it.
 
     Raises:
@@ -40,7 +43,7 @@ def await_rollout(cluster: Cluster, settings: KubernetesSettings) -> None:
         if diagnosis is None or not diagnosis.persistent:
             healthy_s = now_s
         reason = diagnosis.reason if diagnosis else "the cause is unknown"
-        if now_s - healthy_s > settings.failure_grace_s:
+        if now_s - healthy_s > FAILURE_GRACE_S:
             raise ClusterError(f"it does not come up: {reason}.")
         if now_s - started_s > settings.rollout_timeout_s:
             raise ClusterError(f"it is not up after {settings.rollout_timeout_s} s: {reason}.")

@@ -15,6 +15,9 @@ from evernear.serving.responses import Prediction, Rejection
 from evernear.settings import KubernetesSettings, RunSettings
 
 PAUSE_S = 0.5
+CONVERGENCE_TIMEOUT_S = 60
+"""Time after a rollout until only the new release answers at the Service: clients of
+gRPC resolve names at most every 30 s."""
 
 
 def verify(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> int:
@@ -22,7 +25,7 @@ def verify(client: PredictionClient, settings: KubernetesSettings, parts: Releas
     and return the number of answered queries.
 
     Endpoints are updated with a delay after a rollout. For up to
-    ``convergence_timeout_s``, the Service may therefore answer with a different
+    `CONVERGENCE_TIMEOUT_S`, the Service may therefore answer with a different
     release. The smoke test starts once this release has given as many consecutive
     answers as there are stored queries.
 
@@ -82,7 +85,7 @@ def _target(settings: RunSettings, host: str, port: int, *, tls: bool = False) -
 def _await_release(client: PredictionClient, settings: KubernetesSettings, parts: ReleaseParts) -> None:
     version = parts.manifest.version
     queries = parts.smoke_queries()
-    deadline_s = time.monotonic() + settings.convergence_timeout_s
+    deadline_s = time.monotonic() + CONVERGENCE_TIMEOUT_S
     answered = 0
     while answered < len(queries):
         try:
@@ -96,7 +99,7 @@ def _await_release(client: PredictionClient, settings: KubernetesSettings, parts
         if time.monotonic() > deadline_s:
             raise ServingError(
                 f"the Service {settings.name} does not answer with release {version} alone after "
-                f"{settings.convergence_timeout_s} s: {fault}."
+                f"{CONVERGENCE_TIMEOUT_S} s: {fault}."
             )
         answered = 0
         time.sleep(PAUSE_S)
