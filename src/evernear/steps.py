@@ -130,12 +130,16 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
 def _train(
     running: Step, record: RunRecord, data: "Dataset", planned: TrainSettings, chosen: RunSettings, trained: Path
 ) -> Computed:
+    from evernear.embedding.plan import expected_probe_s
     from evernear.embedding.recipe import shown_images, with_defaults
     from evernear.embedding.train import train_network
 
     recipe = with_defaults(planned, data)
-    on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running)
-    on_images = countdowns.images(running, shown_images(recipe, data))
+    started = min(step.started for step in record.steps())
+    probe_s = expected_probe_s(recipe, chosen.evaluation.probe_epochs, data)
+    on_progress = None if recipe.minutes else countdowns.whole_run(running, started, probe_s)  # the plan has said it
+    on_epoch, on_step = countdowns.epochs(running, recipe.epochs), countdowns.training(running, on_progress)
+    on_images = countdowns.images(running, shown_images(recipe, data), on_progress)
     if recipe.nodes > 1 and not recipe.keeps_backbone:
         from evernear.kubeflow.train_job import run_train_job
 

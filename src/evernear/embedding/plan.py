@@ -155,6 +155,24 @@ def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: 
     return work.plan(time_s) or _refuse(settings, work.shortest_s, time_s)
 
 
+def expected_probe_s(recipe: TrainSettings, probe_epochs: int, dataset: Dataset) -> Callable[[float], float]:
+    """A function that estimates the time of the probe from that of the training. With a
+    frozen backbone, the training has computed the features, and heads remain.
+    """
+    images = dataset.count("train")
+
+    def steps(epochs: int) -> int:
+        changed = recipe.model_copy(update={"epochs": epochs})
+        return epochs * steps_per_epoch(changed, images, min(recipe.batch_size, images))
+
+    if recipe.keeps_backbone:
+        heads_s = 0.0 if recipe.frozen else steps(recipe.epochs) * HEAD_STEP_S
+        return lambda _: (1 + PROBE_DRAWS) * heads_s
+    share = PROBE_SHARE_WITH_MUON if recipe.optimizer == "muon" else PROBE_SHARE
+    epochs = probe_epochs or math.ceil(recipe.epochs * share)
+    return lambda train_s: train_s * steps(epochs) / steps(recipe.epochs)
+
+
 def first_measured(dataset: Dataset, settings: TrainSettings) -> TrainSettings:
     """The recipe that is measured first. For a pretrained network, it is a head."""
     first = settings.model_copy(update={"layers": "head"}) if settings.weights else settings

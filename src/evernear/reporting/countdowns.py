@@ -1,10 +1,12 @@
 """Callbacks that report the progress of a step and the time left."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from evernear.common.output import quantity
-from evernear.common.progress import Countdown, Step
+from evernear.common.progress import Countdown, Step, duration
+from evernear.common.run_record import StepProgress
 
 if TYPE_CHECKING:
     from evernear.data.shards import Block
@@ -13,11 +15,38 @@ if TYPE_CHECKING:
     from evernear.evaluation.measure import Observer
 
 
-def training(running: Step) -> "Callable[[Steps], None]":
+REST_S = 40.0
+"""Seconds that a run takes beside training and probe, mostly to start the processes of
+its steps."""
+Record = Callable[[StepProgress], None]
+
+
+def whole_run(running: Step, started: datetime, probe_s: Callable[[float], float]) -> Record:
+    """A callback for the progress of the training. It says once how long the whole run
+    takes, which began at ``started``. ``probe_s`` estimates the time of the probe from
+    that of the training.
+    """
+    begun, is_said = datetime.now(UTC), False
+
+    def record(progress: StepProgress) -> None:
+        nonlocal is_said
+        running.progressed(progress)
+        if progress.left_s is None or is_said:
+            return
+        is_said = True
+        train_s = (progress.at - begun).total_seconds() + progress.left_s
+        left_s = progress.left_s + probe_s(train_s) + REST_S
+        total_s = (progress.at - started).total_seconds() + left_s
+        running.note(f"The run takes about {duration(total_s)} in all; about {duration(left_s)} are left.")
+
+    return record
+
+
+def training(running: Step, record: Record | None = None) -> "Callable[[Steps], None]":
     """A training callback that reports the progress within an epoch and the time
     left.
     """
-    countdown = Countdown(running.report, running.progressed)
+    countdown = Countdown(running.report, record or running.progressed)
 
     def report(steps: "Steps") -> None:
         epochs_before, step_of_epoch = divmod(steps.done - 1, steps.per_epoch)
@@ -43,10 +72,10 @@ def draws(running: Step) -> Callable[[int, int], None]:
     return lambda done, total: countdown(done, total, f"{done} of {quantity(total, 'draw')}")
 
 
-def images(running: Step, total: int) -> Callable[[int], None]:
+def images(running: Step, total: int, record: Record | None = None) -> Callable[[int], None]:
     """A callback that receives the number of images that were finished since its last
     call, and reports the progress."""
-    countdown, done = Countdown(running.report, running.progressed), 0
+    countdown, done = Countdown(running.report, record or running.progressed), 0
 
     def report(count: int) -> None:
         nonlocal done
