@@ -1,12 +1,9 @@
-"""Small folders of noise images, and descriptions of exports."""
+"""Small folders of noise images."""
 
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
-
-from evernear.data.export.plan import Export
-from evernear.data.manifest import Manifest
 
 
 def write_images(folder: Path, count: int, first: int = 0, size: tuple[int, int] = (30, 26), mode: str = "L") -> None:
@@ -16,10 +13,3 @@ def write_images(folder: Path, count: int, first: int = 0, size: tuple[int, int]
         path.parent.mkdir(parents=True, exist_ok=True)
         shape = (size[1], size[0]) + ((3,) if mode == "RGB" else ())
         Image.fromarray(np.random.default_rng(number).integers(0, 256, shape, np.uint8)).save(path)
-
-
-def described(form: str, manifest: Manifest, release: str = "") -> Export:
-    """The export of a snapshot in a format."""
-    values = {"format": form, "store_uri": manifest.store_uri, "dataset": manifest.name, "digest": manifest.digest}
-    groups = bool(manifest.groups) and form != "folder"
-    return Export.model_validate({**values, "release": release, "groups": groups})

@@ -152,7 +152,8 @@ def test_findings_about_files_that_are_left_out_do_not_stop_a_run(tree, run_inge
         (
             "litter",
             "info",
-            "1 file or folder is hidden or left behind by a program, and was left out: 1/.DS_Store.",
+            "1 file or folder is hidden, left behind by a program or written by evernear, and was left out:"
+            " 1/.DS_Store.",
         ),
     ]
     require_valid(report)

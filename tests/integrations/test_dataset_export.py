@@ -15,14 +15,11 @@ import pytest
 import webdataset
 from PIL import Image
 
-from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import FileStore
 from evernear.data.export import Format
-from evernear.data.export.plan import plan_export
 from evernear.data.manifest import SPLITS
-from evernear.release.export_dataset import open_worker
+from evernear.release.export_dataset import export_snapshot
 from evernear.release.registry import Registry
-from tests.dataset_images import described
 from tests.releases import MakeRelease, System
 
 DIM = 16
@@ -41,9 +38,7 @@ def exported(system: System, version: str, tmp_path_factory: pytest.TempPathFact
 
     def export(form: Format) -> Path:
         out = tmp_path_factory.mktemp(form)
-        manifest = system.dataset.manifest
-        parts = plan_export(described(form, manifest, version), manifest, FileStore(out))
-        run_parts(parts, Processes(1, open_worker), lambda done, total: None)
+        export_snapshot(system.dataset.store, system.dataset.manifest, FileStore(out), form, version)
         return out
 
     return {"parquet": export("parquet"), "webdataset": export("webdataset")}

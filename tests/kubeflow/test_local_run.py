@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from evernear.common.outputs import is_output
 from evernear.common.progress import Event
 from evernear.common.run_directories import DIRECTORY_FORMAT, progress, prune_runs, run_directories
 from evernear.errors import SettingsError
@@ -87,6 +88,7 @@ def test_runs_dated_in_the_future_are_older_than_new_ones(tmp_path: Path, monkey
     settings = load(environment={}, overrides=[f"workdir={tmp_path}", "keep_runs=3"])
     future = make_runs(tmp_path, *(f"2126112{day}-090000.000000" for day in range(1, 4)))
     first = local_run.run_pipeline(settings, lambda _: None)
+    assert is_output(str(settings.workdir))
     assert run_directories(tmp_path) == [*future[1:], first]
     second = local_run.run_pipeline(settings, lambda _: None)
     assert run_directories(tmp_path) == [future[2], first, second]

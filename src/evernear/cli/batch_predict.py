@@ -53,6 +53,7 @@ def batch_predict(
     """
     from evernear.common.run_parts import run_parts
     from evernear.common.store import open_store
+    from evernear.data.sources import require_outside
     from evernear.release.registry import Registry
     from evernear.serving.batch import PART_IMAGES, Shared, plan_predictions, summarize
 
@@ -65,6 +66,7 @@ def batch_predict(
         part_images=part_images or PART_IMAGES,
     )
     output = open_store(output_uri(out))
+    require_outside(output, settings.data.source)
     executor = _executor(settings, processes, nodes, shared.source, settings.store_uri, output.uri)
     with message_on_interrupt(INTERRUPTED):
         parts = plan_predictions(shared, output)

@@ -2,23 +2,19 @@
 open."""
 
 import sys
-from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from evernear.cli.interrupts import message_on_interrupt
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption
-from evernear.cli.parts import INTERRUPTED, output_uri, parts_progress
+from evernear.cli.parts import output_uri
 from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, quantity
-from evernear.data.export import Format
 from evernear.errors import SettingsError
 
 app = typer.Typer(
     rich_markup_mode="markdown", no_args_is_help=True, help="Export datasets as files that other tools open."
 )
-MAX_PROCESSES = 8
 
 
 @app.callback()
@@ -28,7 +24,7 @@ def _group() -> None:  # pyright: ignore[reportUnusedFunction] - with one comman
 
 @app.command()
 def export(
-    form: Annotated[Format, typer.Option("--format", help="What to write.")],
+    form: Annotated[Literal["parquet", "webdataset", "folder"], typer.Option("--format", help="What to write.")],
     out: Annotated[str, typer.Option("--out", metavar="DIR|s3://...", help="Where the files go.")],
     snapshot: Annotated[
         str | None,
@@ -37,9 +33,6 @@ def export(
     release: Annotated[
         str | None,
         typer.Option("--release", metavar="VERSION", help="Export the embeddings of a release, and its snapshot."),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="[one for each CPU, at most 8; 1 with --release]")
     ] = None,
     as_json: JsonOption = False,
     store: StoreOption = None,
@@ -50,40 +43,33 @@ def export(
     """Export a dataset snapshot: images, labels, splits, digests, groups and, with
     --release, the embeddings of that release.
 
-    Run the same command again to continue an interrupted export.
+    If the command is killed, run it again. It writes the same files.
     """
-    from evernear.common.run_parts import Processes, run_parts
+    from evernear.common.progress import Countdown
     from evernear.common.store import open_store
-    from evernear.common.threads import available_cpus
-    from evernear.data.export.plan import Export, plan_export
-    from evernear.release.export_dataset import open_worker, select_snapshot
+    from evernear.data.sources import require_outside
+    from evernear.release.export_dataset import export_snapshot, select_snapshot
 
     settings = registry_settings(store, config, overrides, workdir)
     opened, output = open_store(settings.store_uri), open_store(output_uri(out))
     manifest = select_snapshot(opened, settings.data.dataset, snapshot, release)
+    require_outside(output, settings.data.source, manifest.source)
     if form == "folder" and release:
         raise SettingsError(
             "Folders have no place for embeddings; use another --format, or "
             f"--snapshot {manifest.digest[:12]} instead of --release."
         )
-    chosen = Export(
-        format=form,
-        store_uri=settings.store_uri,
-        dataset=manifest.name,
-        digest=manifest.digest,
-        release=release or "",
-        groups=bool(manifest.groups) and form != "folder",
-    )
     if manifest.groups and form == "folder":
         print_line("The folders do not name the images' groups; --format parquet and webdataset do.", sys.stderr)
-    count = processes or (1 if release else min(MAX_PROCESSES, available_cpus()))
-    with message_on_interrupt(INTERRUPTED):
-        parts = plan_export(chosen, manifest, output)
-        described = f"{quantity(parts.plan.units, 'image')} of {manifest.name}, snapshot {manifest.digest[:12]},"
-        print_line(f"Exporting {described} to {output.uri}.", sys.stderr)
-        worker = partial(open_worker, store_uri=settings.store_uri)  # the store may have moved since the plan
-        run_parts(parts, Processes(count, worker), parts_progress())
+    total = sum(shard.count for shard in manifest.shards)
+    described = f"{quantity(total, 'image')} of {manifest.name}, snapshot {manifest.digest[:12]},"
+    print_line(f"Exporting {described} to {output.uri}.", sys.stderr)
+    countdown = Countdown(lambda text: print_line(text, sys.stderr))
+    export_snapshot(
+        opened, manifest, output, form, release, lambda done: countdown(done, total, f"{done:,} of {total:,} images")
+    )
     if as_json:
-        print_json({"out": output.uri, **chosen.model_dump(exclude={"store_uri"}), "images": parts.plan.units})
+        fields = {"format": form, "dataset": manifest.name, "digest": manifest.digest, "release": release or ""}
+        print_json({"out": output.uri, **fields, "images": total})
     else:
         print_line(f"{described} as {form} in {output.uri}.")

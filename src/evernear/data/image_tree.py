@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.data.image_file import SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.sources import FileSource, NameSample, open_source
@@ -68,7 +69,8 @@ def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each file below ``folder``, and whether the file is an image according to
     the rule for sources.
 
-    Skipped folders, such as hidden folders, are yielded as files that are not images.
+    Skipped folders, such as hidden folders and outputs of evernear, are yielded as
+    files that are not images.
     Links are followed unless they form a loop. If a folder or a file cannot be read, it
     counts as an image, so that the error is shown. The listing of only one folder is in
     memory at a time.
@@ -92,7 +94,10 @@ def walk_images(folder: Path) -> Iterator[tuple[Path, bool]]:
                 if is_skipped(path.name):
                     yield path, False
                 elif path.is_dir():
-                    folders.append(path)
+                    if is_output(str(path)):
+                        yield path, False
+                    else:
+                        folders.append(path)
                 else:
                     yield path, is_image_file(path) if path.is_file() else path.is_symlink()  # a broken link
             except (StoreError, OSError):
@@ -144,14 +149,17 @@ class BucketTree(ImageTree):
 
     def files(self) -> Iterator[ImageFile]:
         """List the objects that may be images, judging by their names and sizes."""
+        marked = MarkedFolders()
         for info in self._store.list(""):
-            if not info.key or info.key.endswith("/"):
-                continue  # the object marks a folder
+            if marked.contain(info.key) or not info.key or info.key.endswith("/"):
+                continue  # evernear wrote the object, or it marks a folder
             may_be_image = info.size_bytes >= SIGNATURE_SIZE_BYTES and not names_other_kind(info.key)
             if skipped_path(info.key) or not (has_image_suffix(info.key) or may_be_image):
                 self.skipped.add(info.key)
             else:
                 yield ImageFile(info.key, info.size_bytes)
+        for folder in marked.names:
+            self.skipped.add(folder)
 
     def read(self, name: str) -> bytes:
         """The content of an object."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from evernear.common.code_digest import code_digest
 from evernear.common.disk import disk_errors
 from evernear.common.output import quantity
+from evernear.common.outputs import mark
 from evernear.common.parts import OpenWorker, Parts
 from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import open_store
@@ -104,7 +105,9 @@ def _ingest(
     reused.
     """
     source = open_source(settings.source, settings)
-    snapshots = Snapshots(open_store(store_uri), dataset_name(settings, source))
+    store = open_store(store_uri)
+    mark(store, "a store of datasets and releases")
+    snapshots = Snapshots(store, dataset_name(settings, source))
     with (
         disk_errors(tempfile.gettempdir()),
         tempfile.TemporaryDirectory(prefix="evernear-ingest-") as directory,

@@ -25,7 +25,7 @@ _SIZE = "'has ' || width || ' x ' || height || ' pixels'"
 _RESIZED = {"cropped": "crop", "letterboxed": "letterbox", "stretched": "stretch"}
 _NOTES = {
     "not_an_image": "is not an image of a class",
-    "litter": "is hidden, or left behind by a system or program",
+    "litter": "is hidden, left behind by a system or program, or written by evernear",
     "no_class": "is in no class folder",
     "merged_folders": "are one class",
     "no_label": "has no label",

@@ -62,8 +62,8 @@ PROBLEMS = {
         ":",
     ),
     "litter": (
-        "file or folder is hidden or left behind by a program, and was left out",
-        "files or folders are hidden or left behind by a program, and were left out",
+        "file or folder is hidden, left behind by a program or written by evernear, and was left out",
+        "files or folders are hidden, left behind by a program or written by evernear, and were left out",
         ":",
     ),
     "nested_folder": (

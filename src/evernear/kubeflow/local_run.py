@@ -24,6 +24,7 @@ from evernear.common.endings import describe_ending, shadowed_modules
 from evernear.common.frozen import Frozen
 from evernear.common.locations import with_absolute_locations
 from evernear.common.masking import copy_masked
+from evernear.common.outputs import MARKER, marker
 from evernear.common.progress import COMMAND_VARIABLE, EVENTS_VARIABLE, Event, RunCommand, read_events
 from evernear.common.run_directories import DIRECTORY_FORMAT, prune_runs, run_directories
 from evernear.common.scratch import scratch, scratch_name
@@ -153,6 +154,7 @@ def _lock(workdir: Path) -> Generator[None]:
     pid_file = workdir / "run.pid"
     try:
         with FileLock(workdir / "run.lock", timeout=0):
+            write_atomically(workdir / MARKER, marker("a working directory"))
             write_atomically(pid_file, str(os.getpid()))
             try:
                 yield

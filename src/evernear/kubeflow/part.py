@@ -41,10 +41,6 @@ def worker_of(kind: str) -> OpenWorker:
         from evernear.serving.batch import open_worker
 
         return open_worker
-    if kind == "dataset-export":
-        from evernear.release.export_dataset import open_worker
-
-        return open_worker
     raise SettingsError(f"This version of evernear runs no parts of the kind {kind!r}; use the version that planned.")
 
 

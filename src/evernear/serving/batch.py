@@ -3,7 +3,8 @@ and write the predictions to Parquet files.
 
 The source is listed once and divided into parts (`evernear.common.parts`). Each part
 produces one Parquet file next to the plan folder. Parquet readers ignore the plan
-folder, because its name begins with an underscore::
+folder and the marker (`evernear.common.outputs`), because their names begin with an
+underscore::
 
     <out>/part-000000.parquet
     <out>/_evernear/plan.json, ...
@@ -12,6 +13,7 @@ folder, because its name begins with an underscore::
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +24,14 @@ from pydantic import Field
 from evernear.common.disk import sha256_bytes
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
+from evernear.common.outputs import claim
 from evernear.common.parts import Part, Parts, Worker
 from evernear.common.store import Store
 from evernear.data.decoding import max_file_size_bytes
 from evernear.data.image_tree import ImageFile, ImageTree, open_tree
-from evernear.data.sources import NameSample
+from evernear.data.sources import NameSample, require_outside
 from evernear.data.sources.names import OWN_FOLDER
-from evernear.errors import ConflictError, DataError, IntegrityError, TransientStoreError
+from evernear.errors import DataError, IntegrityError, TransientStoreError
 from evernear.serving.core import Predictor
 from evernear.serving.release_source import ReleaseSource
 from evernear.serving.responses import Prediction, Rejection
@@ -133,26 +136,20 @@ def plan_predictions(shared: Shared, out: Store) -> Parts:
         ConflictError: ``out`` contains other files, or predictions for a different
             source or release.
         DataError: the source has no images or does not exist.
+        SettingsError: ``out`` is in the source.
     """
+    require_outside(out, shared.source)
+    contents = f"predictions of {shared.source} by release {shared.version}"
     parts = Parts.find(out, FOLDER)
-    if parts is None:
-        if any(name != f"{FOLDER}/" for name in out.children("")):
-            raise ConflictError(f"{out.uri} is not empty, and has no predictions to continue; choose another --out.")
-        tree = open_tree(shared.source)
-        parts = Parts.make(
-            out, FOLDER, KIND, shared.model_dump(), _parts(tree, shared), lambda: _notes(tree.skipped, shared.source)
-        )
-    if parts.plan.kind != KIND:
-        raise ConflictError(f"{out.uri} has results of another command; choose another --out.")
-    planned = Shared.model_validate(parts.plan.shared)
-    # A different part size is ignored, because the existing plan determines the part
-    # size. Store URIs are not compared, because a different store may contain the same
-    # release.
-    if (planned.source, planned.version) != (shared.source, shared.version):
-        raise ConflictError(
-            f"{out.uri} has predictions of {planned.source} by release {planned.version}; choose another --out."
-        )
-    return parts
+    if parts is not None:
+        claim(out, contents)
+        return parts  # even if the part size differs
+    tree = open_tree(shared.source)
+    listed = _parts(tree, shared)
+    first = next(listed)
+    claim(out, contents)
+    every = chain([first], listed)
+    return Parts.make(out, FOLDER, KIND, shared.model_dump(), every, lambda: _notes(tree.skipped, shared.source))
 
 
 def summarize(parts: Parts) -> BatchSummary:

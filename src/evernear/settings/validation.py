@@ -77,8 +77,8 @@ class ValidationSettings(Section):
     )
     litter: Severity = Field(
         default="info",
-        description="A file or folder is hidden, or left behind by a system or program, such as @eaDir; it is left"
-        " out.",
+        description="A file or folder is hidden, left behind by a program, such as @eaDir, or written by evernear,"
+        " such as an export; it is left out.",
     )
     merged_folders: Severity = Field(
         default="info", description="Folders or labels are one class, because their names look the same."

@@ -5,19 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from evernear.common.parts import Parts
-from evernear.common.run_parts import Processes, run_parts
 from evernear.common.store import Store, open_store
-from evernear.data.export.plan import plan_export
+from evernear.data import export
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest
-from evernear.release.export_dataset import open_worker
+from evernear.release.export_dataset import export_snapshot
 from evernear.settings import DataSettings
-from tests.dataset_images import described, write_images
+from tests.dataset_images import write_images
 
-SHARD_BYTES = 2**16
+FILE_IMAGES = 40
 Ingest = Callable[..., Manifest]
-ExportTo = Callable[..., Parts]
+ExportTo = Callable[..., None]
 
 
 @pytest.fixture
@@ -27,7 +25,7 @@ def ingest(tmp_path: Path) -> Ingest:
     """
 
     def ingest(source: str, store: str = "store", **settings: object) -> Manifest:
-        values = DataSettings.model_validate({"source": source, "shard_size_bytes": SHARD_BYTES, **settings})
+        values = DataSettings.model_validate({"source": source, "shard_size_bytes": 2**16, **settings})
         return ingest_source(values, (tmp_path / store).as_uri())
 
     return ingest
@@ -41,17 +39,14 @@ def snapshot(tmp_path: Path, ingest: Ingest) -> Manifest:
 
 
 @pytest.fixture
-def export_to() -> ExportTo:
+def export_to(monkeypatch: pytest.MonkeyPatch) -> ExportTo:
     """``export_to(out, format, snapshot)`` exports a snapshot to a directory or store,
-    in parts of one shard.
+    in files of 40 images.
     """
+    monkeypatch.setattr(export, "FILE_IMAGES", FILE_IMAGES)
 
-    def export_to(
-        out: Path | Store, form: str, manifest: Manifest, release: str = "", processes: int = 1, part_shards: int = 1
-    ) -> Parts:
+    def export_to(out: Path | Store, form: export.Format, manifest: Manifest, release: str | None = None) -> None:
         out = open_store(out.as_uri()) if isinstance(out, Path) else out
-        parts = plan_export(described(form, manifest, release), manifest, out, part_shards * SHARD_BYTES)
-        run_parts(parts, Processes(processes, open_worker), lambda done, total: None)
-        return parts
+        export_snapshot(open_store(manifest.store_uri), manifest, out, form, release)
 
     return export_to

@@ -1,6 +1,4 @@
-"""Exports as Parquet and WebDataset, and exports that were killed,
-repeated or written by several processes.
-"""
+"""Exports as Parquet and WebDataset, and exports that failed or were repeated."""
 
 import io
 import json
@@ -15,21 +13,20 @@ import pytest
 from PIL import Image
 
 from evernear.common.disk import sha256_file
-from evernear.common.parts import Parts
-from evernear.common.run_parts import run_part
-from evernear.common.store import FileStore, Store, open_store
-from evernear.data.export.formats import write_tar
-from evernear.data.export.plan import ExportPart, plan_export
-from evernear.data.export.samples import Samples
+from evernear.common.outputs import MARKER
+from evernear.common.store import FileStore, open_store
+from evernear.data.export import Format, export_dataset
+from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.embed import ExportedEmbedder
 from evernear.errors import ConflictError, DataError, SettingsError, StoreError
-from evernear.kubeflow.part import worker_of
 from evernear.release.registry import Registry
 from evernear.serving import batch
+from evernear.settings import DataSettings
 from tests.command_line import evernear
-from tests.dataset_images import described, write_images
+from tests.data.export.conftest import FILE_IMAGES
+from tests.dataset_images import write_images
 from tests.releases import MakeRelease, System
 
 Rows = list[dict[str, Any]]
@@ -58,10 +55,6 @@ def files(out: Path) -> dict[str, str]:
     return {str(path.relative_to(out)): sha256_file(path) for path in sorted(paths)}
 
 
-def written_at(out: Path) -> dict[str, int]:
-    return {name: (out / name).stat().st_mtime_ns for name in files(out)}
-
-
 def tar_samples(out: Path) -> dict[str, list[tuple[str, dict[str, bytes]]]]:
     """The samples of each split in the order of its tars: key,
     and content by suffix.
@@ -81,12 +74,13 @@ def tar_samples(out: Path) -> dict[str, list[tuple[str, dict[str, bytes]]]]:
 
 
 def test_parquet_has_every_image_with_label_split_and_digest(snapshot, export_to, tmp_path: Path) -> None:
-    parts = export_to(tmp_path / "out", "parquet", snapshot)
-    of_train = len([shard for shard in snapshot.shards if shard.split == "train"])
-    assert of_train > 1
-    names = {f"data/train-{n:05}-of-{of_train:05}.parquet" for n in range(of_train)}
-    assert names < set(files(tmp_path / "out"))
-    assert len(files(tmp_path / "out")) == parts.plan.parts
+    export_to(tmp_path / "out", "parquet", snapshot)
+    counts = {split: sum(shard.count for shard in snapshot.shards if shard.split == split) for split in SPLITS}
+    totals = {split: -(-count // FILE_IMAGES) for split, count in counts.items()}
+    assert totals["train"] > 1
+    assert set(files(tmp_path / "out")) == {
+        f"data/{split}-{n:05}-of-{total:05}.parquet" for split, total in totals.items() for n in range(total)
+    }
     rows = [row for split in SPLITS for row in read_parquet(tmp_path / "out", split)]
     images = [row.pop("image") for row in rows]
     assert [{**row, "pixels": pixels(image["bytes"])} for row, image in zip(rows, images, strict=True)] == expected(
@@ -143,15 +137,6 @@ def exported(out: Path, form: str) -> Rows:
     return [json.loads(row["json"]) for samples in tar_samples(out).values() for _, row in samples]
 
 
-def test_begun_export_without_groups_is_not_continued_with_groups(ingest, export_to, tmp_path: Path) -> None:
-    write_images(tmp_path / "photos", 90, first=10)
-    manifest = ingest(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
-    earlier = described("parquet", manifest).model_copy(update={"groups": False})
-    plan_export(earlier, manifest, FileStore(tmp_path / "out"))
-    with pytest.raises(ConflictError, match="as parquet without groups; choose another --out"):
-        export_to(tmp_path / "out", "parquet", manifest)
-
-
 def test_folders_say_that_they_name_no_groups(ingest, tmp_path: Path) -> None:
     write_images(tmp_path / "photos", 90, first=10)
     ingest(f"folder:{tmp_path / 'photos'}", group=r"(\d*)\d\.png$")
@@ -161,15 +146,18 @@ def test_folders_say_that_they_name_no_groups(ingest, tmp_path: Path) -> None:
     assert "The folders do not name the images' groups; --format parquet and webdataset do." in done.stderr
 
 
-def test_memory_of_a_tar_does_not_grow_with_its_images(tmp_path: Path) -> None:
-    def peak_bytes(blocks: int) -> int:
-        stems = [f"{number:09}" for number in range(100)]
-        texts = [""] * 100
-        samples = Samples("train", stems, [b"png"] * 100, texts, [0] * 100, texts, None)
-        part = ExportPart(units=100 * blocks, split="train", name="train-000000", first=0, shards=())
+@pytest.mark.parametrize("form", ["parquet", "webdataset", "folder"])
+def test_memory_does_not_grow_with_the_number_of_images(form: Format, tmp_path: Path) -> None:
+    """The same shard is exported again and again."""
+    write_images(tmp_path / "photos", 60, size=(8, 8))
+    manifest = ingest_source(DataSettings(source=f"folder:{tmp_path / 'photos'}"), (tmp_path / "store").as_uri())
+    (shard, *_) = (each for each in manifest.shards if each.split == "train")
+
+    def peak_bytes(repeats: int) -> int:
+        dataset = Dataset(manifest.model_copy(update={"shards": (shard,) * repeats}), open_store(manifest.store_uri))
         tracemalloc.start()
         try:
-            write_tar(FileStore(tmp_path / "out"), part, iter([samples] * blocks), tmp_path)
+            export_dataset(dataset, FileStore(tmp_path / f"out-{repeats}"), form)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -226,116 +214,59 @@ def test_release_of_other_images_cannot_embed_a_snapshot(snapshot, version, syst
     assert files(tmp_path / "out") == {}
 
 
-@pytest.mark.parametrize("form", ["parquet", "webdataset", "folder"])
-def test_killed_export_continues_and_writes_no_file_twice(form: str, snapshot, export_to, tmp_path: Path) -> None:
-    out = FileStore(tmp_path / "out")
-    parts = plan_export(described(form, snapshot), snapshot, out, 2**16)
-    run_part(parts, 1, worker_of(parts.plan.kind)(parts))
-    before = written_at(out.root)
-    assert before
-    again = export_to(tmp_path / "out", form, snapshot)
-    assert again.plan.id == parts.plan.id
-    export_to(tmp_path / "whole", form, snapshot)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    once = written_at(out.root)
-    assert before.items() <= once.items()
-    export_to(tmp_path / "out", form, snapshot)
-    assert written_at(out.root) == once
+class FullDisk(FileStore):
+    """A store whose disk is full after some writes."""
 
-
-class BreaksAfter(FileStore):
-    """A store whose disk is full after some writes of images."""
-
-    def __init__(self, root: Path, images: int) -> None:
+    def __init__(self, root: Path, writes: int) -> None:
         super().__init__(root)
-        self.left = images
+        self.left = writes
 
     def put(self, key: str, data: bytes | Path) -> str:
-        if key.endswith(".png"):
-            self.left -= 1
-            if self.left < 0:
-                raise StoreError("The disk is full.")
+        self.left -= 1
+        if self.left < 0:
+            raise StoreError("The disk is full.")
         return super().put(key, data)
 
 
-def test_images_of_a_part_that_was_begun_are_not_written_again(snapshot, export_to, tmp_path: Path) -> None:
-    broken = BreaksAfter(tmp_path / "out", 30)
+@pytest.mark.parametrize("form", ["parquet", "webdataset", "folder"])
+@pytest.mark.parametrize("writes", [0, 1, 5])
+def test_export_that_failed_is_run_again(form: Format, writes: int, snapshot, export_to, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="full"):
-        export_to(broken, "folder", snapshot)
-    before = written_at(tmp_path / "out")
-    assert len(before) == 30
-    export_to(tmp_path / "out", "folder", snapshot)
-    assert before.items() <= written_at(tmp_path / "out").items()
-    export_to(tmp_path / "whole", "folder", snapshot)
+        export_to(FullDisk(tmp_path / "out", writes), form, snapshot)
+    assert len(files(tmp_path / "out")) == writes
+    export_to(tmp_path / "out", form, snapshot)
+    export_to(tmp_path / "whole", form, snapshot)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-def test_export_that_was_killed_while_it_was_planned_starts_again(snapshot, export_to, tmp_path: Path) -> None:
-    FileStore(tmp_path / "out").put("_evernear/0123456789ab/parts/000000.json", b"{}")
-    export_to(tmp_path / "out", "webdataset", snapshot)
-    assert sum(map(len, tar_samples(tmp_path / "out").values())) == 300
-
-
-def test_two_processes_write_the_same_files_as_one(snapshot, export_to, tmp_path: Path) -> None:
-    export_to(tmp_path / "one", "parquet", snapshot)
-    export_to(tmp_path / "two", "parquet", snapshot, processes=2)
-    assert files(tmp_path / "one") == files(tmp_path / "two")
-
-
-def test_export_continues_from_a_store_that_has_moved(snapshot, ingest, tmp_path: Path) -> None:
-    command = ("dataset", "export", "--format", "parquet", "--processes", "2", "--set", "data.dataset=photos")
-    at = ("--out", tmp_path / "out", "--store")
-    assert evernear(*command, *at, (tmp_path / "store").as_uri()).returncode == 0
-    written = files(tmp_path / "out")
-    for path in [*(tmp_path / "out" / "data").iterdir(), *(tmp_path / "out").glob("_evernear/*/results/*")]:
-        path.unlink()
-    (tmp_path / "store").rename(tmp_path / "moved")
-    done = evernear(*command, *at, (tmp_path / "moved").as_uri())
-    assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "out").keys() == written.keys()
+    export_to(tmp_path / "out", form, snapshot)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 def test_other_contents_in_the_output_are_refused(snapshot, ingest, export_to, tmp_path: Path) -> None:
     export_to(tmp_path / "out", "parquet", snapshot)
     before = files(tmp_path / "out")
     write_images(tmp_path / "photos", 10, first=300)
+    earlier = f"has an export of the snapshot {snapshot.digest[:12]} of photos as parquet; choose another --out"
     for other, form in ((ingest(f"folder:{tmp_path / 'photos'}"), "parquet"), (snapshot, "webdataset")):
-        with pytest.raises(
-            ConflictError, match=f"has an export of the snapshot {snapshot.digest[:12]} of photos as par"
-        ):
+        with pytest.raises(ConflictError, match=earlier):
             export_to(tmp_path / "out", form, other)
-    with pytest.raises(ConflictError, match="has results of another command; choose another --out"):
+    with pytest.raises(ConflictError, match=earlier):
         batch.plan_predictions(
-            batch.Shared(source="folder:/photos", store_uri="", version="1", part_images=1), FileStore(tmp_path / "out")
+            batch.Shared(source=snapshot.source, store_uri="", version="1", part_images=1), FileStore(tmp_path / "out")
         )
     assert files(tmp_path / "out") == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(ConflictError, match="is not empty, and has no export to continue"):
+    with pytest.raises(ConflictError, match="is not empty, and evernear did not write it; choose another --out"):
         export_to(tmp_path / "mine", "folder", snapshot)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.parametrize("label", ["a/b", ".hidden", "lost+found", "a\\b", "x" * 300, "_evernear"])
+@pytest.mark.parametrize("label", ["a/b", ".hidden", "lost+found", "a\\b", "x" * 300, "_evernear", MARKER])
 def test_label_that_is_no_folder_name_is_refused_before_anything_is_written(
     label: str, snapshot: Manifest, export_to, tmp_path: Path
 ) -> None:
     shard = snapshot.shards[0].model_copy(update={"label_counts": {label: snapshot.shards[0].count}})
     manifest = snapshot.model_copy(update={"shards": (shard, *snapshot.shards[1:])})
     with pytest.raises(SettingsError, match="cannot be the name of a folder; use --format parquet"):
-        plan_export(described("folder", manifest), manifest, FileStore(tmp_path / "out"))
+        export_to(tmp_path / "out", "folder", manifest)
     assert not (tmp_path / "out").exists()
-    plan_export(described("parquet", manifest), manifest, FileStore(tmp_path / "out"))
-
-
-def test_parts_are_bounded_and_cover_each_split(snapshot: Manifest, tmp_path: Path) -> None:
-    store: Store = FileStore(tmp_path / "out")
-    parts: Parts = plan_export(described("webdataset", snapshot), snapshot, store, 2 * 2**16)
-    values = [json.loads(parts.part(number)) for number in range(parts.plan.parts)]
-    assert [number for value in values for number in value["shards"]] == list(range(len(snapshot.shards)))
-    assert max(len(value["shards"]) for value in values) == 2
-    assert parts.plan.units == 300
-    for split in SPLITS:
-        own = [value for value in values if value["split"] == split]
-        assert [value["first"] for value in own] == [sum(v["units"] for v in own[:n]) for n in range(len(own))]
-        assert [value["name"] for value in own] == [f"{split}-{n:06}" for n in range(len(own))]

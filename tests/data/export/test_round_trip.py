@@ -3,15 +3,17 @@
 import shutil
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from PIL import Image
 
 from evernear.common.store import open_store
-from evernear.data.export.groups import SnapshotGroups
+from evernear.data.group_table import PublishedGroups
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
+from evernear.data.snapshots import Snapshots
 from evernear.settings import DataSettings
 from tests.dataset_images import write_images
 
@@ -35,9 +37,10 @@ def contents(manifest: Manifest) -> dict[bytes, tuple[str, str, bytes]]:
 def groups(manifest: Manifest) -> dict[bytes, str]:
     """The group of each image by its digest."""
     digests = list(contents(manifest))
-    return dict(
-        zip(digests, SnapshotGroups(Dataset(manifest, open_store(manifest.store_uri))).of(digests), strict=True)
-    )
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch, "ledger.sqlite")
+        Snapshots(open_store(manifest.store_uri), manifest.name).fetch_ledger(manifest, path)
+        return dict.fromkeys(digests, "") | PublishedGroups(path).groups(digests)
 
 
 @pytest.mark.parametrize("form", SOURCES)

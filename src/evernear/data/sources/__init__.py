@@ -4,6 +4,7 @@ source.
 
 from pathlib import Path, PurePosixPath
 
+from evernear.common.store import FileStore, Store
 from evernear.data.sources.base import ArrayBlock, ArraySource, FileEntry, FileSource, NameSample
 from evernear.data.sources.digits import Digits
 from evernear.data.sources.folder import DEFAULTS, Bucket, Folder, dataset_name
@@ -13,7 +14,16 @@ from evernear.data.sources.webdataset import WebDataset
 from evernear.errors import SettingsError
 from evernear.settings import DataSettings
 
-__all__ = ["ArrayBlock", "ArraySource", "FileEntry", "FileSource", "NameSample", "name_of", "open_source"]
+__all__ = [
+    "ArrayBlock",
+    "ArraySource",
+    "FileEntry",
+    "FileSource",
+    "NameSample",
+    "name_of",
+    "open_source",
+    "require_outside",
+]
 
 
 def name_of(source: str) -> str:
@@ -27,6 +37,31 @@ def name_of(source: str) -> str:
     if kind == "folder":
         return dataset_name(Path(location).name)
     return dataset_name(location) if kind == "s3" else kind
+
+
+def require_outside(out: Store, *sources: str) -> None:
+    """Require that an output is not in the folder or the bucket prefix of a source.
+
+    Raises:
+        SettingsError: it is in one of the ``sources``.
+    """
+    uri = out.root.resolve().as_uri() if isinstance(out, FileStore) else out.uri
+    for source in sources:
+        root = _root_uri(source)
+        if root and f"{uri}/".startswith(f"{root}/"):
+            raise SettingsError(f"{out.uri} is in the source {source}; choose a --out outside of it.")
+
+
+def _root_uri(source: str) -> str:
+    """The URI of the folder that a source lists, or an empty string if the source lists
+    no folder.
+    """
+    kind, _, location = source.partition(":")
+    if kind == "s3":
+        return source.rstrip("/")
+    if kind not in ("folder", "mnist", "webdataset", "huggingface") or not location:
+        return ""
+    return location.rstrip("/") if location.startswith("s3://") else Path(location).resolve().as_uri()
 
 
 def open_source(source: str, settings: DataSettings = DEFAULTS) -> ArraySource | FileSource:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from evernear.common.class_names import class_name, spelled
 from evernear.common.disk import disk_errors
+from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.data.image_file import IMAGE_SUFFIXES, SIGNATURE_SIZE_BYTES, has_image_suffix, is_image_file
 from evernear.data.manifest import Split
@@ -166,6 +167,8 @@ class Folder(_ClassFolders):
         tree.require_no_broken_link()
         for name, target in tree.outside.items():
             self._notes["outside_link"].add(f"{name} -> {target}")
+        for name in tree.outputs:
+            self._notes["litter"].add(name)
         for parent in parents:
             self._record_hidden_folders(parent)
             self._note_outside_classes(parent)
@@ -209,7 +212,9 @@ class Folder(_ClassFolders):
         with disk_errors(parent), os.scandir(parent) as entries:
             hidden = sorted(e.path for e in entries if e.name.startswith(".") and not is_litter(e.name))
         for folder in hidden:
-            if any(has_image_suffix(name) for *_, names in os.walk(folder) for name in names):
+            if is_output(folder):
+                self._note("litter", self._name(folder))
+            elif any(has_image_suffix(name) for *_, names in os.walk(folder) for name in names):
                 self.hidden_folders = [*self.hidden_folders, _printable_name(self._name(folder))]
 
     def _note_outside_classes(self, parent: str) -> None:
@@ -217,6 +222,8 @@ class Folder(_ClassFolders):
         with disk_errors(parent), os.scandir(parent) as entries:
             for entry in entries:
                 name = self._name(entry.path)
+                if entry.name == MARKER:
+                    continue
                 if is_litter(entry.name) or (entry.name.startswith(".") and entry.is_file()):
                     self._note("litter", name)
                 elif entry.is_file():
@@ -239,10 +246,14 @@ class Bucket(_ClassFolders):
         """List the image files."""
         folders = [folder for folder in self._store.folders() if not is_skipped(folder)]
         read = {*named_like_splits(folders), *folders[:: len(folders) // _MAX_FOLDERS_READ + 1]}
-        self._set_layout(dict.fromkeys(folders, Contents()) | self._read_contents(read, self._contents))
+        contents = dict.fromkeys(folders, Contents()) | self._read_contents(read, self._contents)
+        self._set_layout({folder: inner for folder, inner in contents.items() if not inner.is_output})
         hidden: set[str] = set()
         litter: set[str] = set()
+        marked = MarkedFolders()
         for info in self._store.list(""):
+            if marked.contain(info.key):
+                continue
             folder, _, file = info.key.rpartition("/")
             meaning = self._meaning_of(folder)
             if skipped := meaning.skipped or (info.key if is_skipped(file) else ""):
@@ -260,6 +271,8 @@ class Bucket(_ClassFolders):
                 yield entry
             else:
                 self._notes["no_class"].add(info.key)
+        for folder in marked.names:
+            self._notes["litter"].add(folder)
         self._check_and_note_folders()
         self.hidden_folders = sorted(hidden)
 
@@ -273,9 +286,10 @@ class Bucket(_ClassFolders):
 
     def _contents(self, folder: str) -> Contents:
         """The contents of a folder, as far as a single request shows them."""
-        names = [name for name in islice(self._store.children(folder), _PAGE_NAMES) if not is_skipped(name.rstrip("/"))]
+        page = list(islice(self._store.children(folder), _PAGE_NAMES))
+        names = [name for name in page if not is_skipped(name.rstrip("/"))]
         folders = frozenset(name.removesuffix("/") for name in names if name.endswith("/"))
-        return Contents(folders, any(map(has_image_suffix, names)))
+        return Contents(folders, any(map(has_image_suffix, names)), MARKER in page)
 
     def _is_class_folder(self, path: str) -> bool:
         parts = path.split("/")

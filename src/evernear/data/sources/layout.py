@@ -41,12 +41,13 @@ _MAX_NAMES = 5
 
 
 class Contents(NamedTuple):
-    """The contents of a top-level folder: the names of its subfolders, and whether it
-    directly contains images.
+    """The contents of a top-level folder: the names of its subfolders, whether it
+    directly contains images, and whether evernear wrote it.
     """
 
     folders: frozenset[str] = frozenset()
     has_images: bool = False
+    is_output: bool = False
 
 
 class Place(NamedTuple):

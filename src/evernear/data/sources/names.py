@@ -4,10 +4,10 @@ import re
 from mimetypes import MimeTypes
 from typing import Final
 
+from evernear.common.outputs import MARKER
+
 OWN_FOLDER = "_evernear"
-"""The folder in which commands such as ``batch-predict`` and ``dataset export`` keep
-the plan for their output.
-"""
+"""The folder in which ``batch-predict`` keeps the plan for its output."""
 _LITTER = frozenset(
     {"@eadir", "@recently-snapshot", "@recycle", "@tmp", "#recycle", "#snapshot", ".@__thumb"}  # Synology, QNAP
     | {"__macosx", ".appledouble", ".apdisk", ".ds_store", ".fseventsd", ".spotlight-v100", ".trashes", "icon\r"}
@@ -45,10 +45,10 @@ def is_litter(name: str) -> bool:
 
 
 def is_skipped(name: str) -> bool:
-    """Whether a file or folder in a class folder is hidden, litter, or the plan for a
-    command's output.
+    """Whether a file or folder in a class folder is hidden, litter, or belongs to an
+    output of evernear.
     """
-    return name.startswith(".") or name == OWN_FOLDER or is_litter(name)
+    return name.startswith(".") or name in (OWN_FOLDER, MARKER) or is_litter(name)
 
 
 def skipped_path(path: str) -> str:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from evernear.common.class_names import class_name
 from evernear.common.disk import disk_errors
 from evernear.common.output import named, quantity
+from evernear.common.outputs import MARKER, MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.data.manifest import Split
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
@@ -30,15 +31,15 @@ from evernear.data.sources.folder import dataset_name
 from evernear.data.sources.layout import SPLIT_WORDS, split_option
 from evernear.data.sources.named_groups import NamedGroups
 from evernear.data.sources.named_splits import NamedSplit, NamedSplits
-from evernear.data.sources.names import OWN_FOLDER, skipped_path
+from evernear.data.sources.names import skipped_path
 from evernear.errors import DataError
 from evernear.settings.data import DataSettings
 from evernear.settings.group import COLUMN
 
 _MAX_NAMES = 5
 _WITH_NOTES = " notes"
-_OWN_FOLDERS = (f"{OWN_FOLDER}/", ".staging/")
-"""Folders with the plan and the staged files of an export."""
+_OF_EXPORT = (MARKER, ".staging/")
+"""The marker of an export, and its staged files."""
 _METADATA = frozenset(
     {"dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
     | {".gitattributes", ".gitignore", "LICENSE", "README.md"}
@@ -233,7 +234,7 @@ class PackedFiles(FileSource):
     def _files(self) -> tuple[list[PackedFile], NamedSplits]:
         """The files, sorted by name, each with its split."""
         splits = NamedSplits(self._location, self._settings)
-        etags = {name: etag for name, etag in self._all_files() if not name.startswith(_OWN_FOLDERS)}
+        etags = {name: etag for name, etag in self._all_files() if not name.startswith(_OF_EXPORT)}
         strays, litter = self._strays([*etags]), set[str]()
         files: list[PackedFile] = []
         for name, etag in etags.items():
@@ -270,11 +271,22 @@ class PackedFiles(FileSource):
         return sorted(files), splits
 
     def _all_files(self) -> Iterator[tuple[str, str]]:
+        """Yield the names and etags of all files, except in folders that evernear
+        wrote.
+        """
         if self._store is not None:
-            yield from ((info.key, info.etag) for info in self._store.list("") if not info.key.endswith("/"))
+            marked = MarkedFolders()
+            for info in self._store.list(""):
+                if not marked.contain(info.key) and not info.key.endswith("/"):
+                    yield info.key, info.etag
+            for folder in marked.names:
+                self._notes["litter"].add(folder)
             return
         with disk_errors(self._location):
-            for folder, _, names in os.walk(self._location):
+            for folder, subfolders, names in os.walk(self._location):
+                for name in [each for each in subfolders if is_output(f"{folder}/{each}")]:
+                    subfolders.remove(name)
+                    self._notes["litter"].add(Path(folder, name).relative_to(self._location).as_posix())
                 for name in names:
                     path = Path(folder, name)
                     relative = path.relative_to(self._location).as_posix()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.disk import disk_errors
+from evernear.common.outputs import MarkedFolders, is_output
 from evernear.common.store import open_store
 from evernear.data.sources.base import FileEntry, FileSource, NameSample, file_etag
 from evernear.data.sources.folder import dataset_name
@@ -79,7 +80,7 @@ class Table(FileSource):
         for (bucket,) in self._db.execute("SELECT DISTINCT bucket FROM rows WHERE bucket != ''").fetchall():
             self._find_objects(self._db, bucket)
         self.chosen_splits = splits.chosen_splits
-        missing, folder = NameSample(), ""
+        missing, folder, outputs = NameSample(), "", set[str]()
         with sqlite_errors():
             for name, label, split, bucket, etag, size_bytes in self._db.execute(
                 "SELECT name, label, split, bucket, etag, size_bytes FROM rows ORDER BY name"
@@ -89,10 +90,15 @@ class Table(FileSource):
                     if (parent := posixpath.dirname(name)) != folder:
                         folder = parent
                         self._note_link(folder)
+                    if output := self._output_around(folder):
+                        outputs.add(output)
+                        continue
                 if etag is None:
                     missing.add(name)
                 else:
                     yield FileEntry(name, etag, label, splits.explicit(split), size_bytes)
+        for output in outputs:
+            self._notes["litter"].add(output)
         self._require_present(missing)
 
     def read(self, name: str) -> bytes:
@@ -223,6 +229,15 @@ class Table(FileSource):
             return None, 0
         return file_etag(stat), stat.st_size
 
+    @cache  # noqa: B019 - few tables exist
+    def _output_around(self, folder: str) -> str:
+        """The folder below the table's folder that contains ``folder`` and that
+        evernear wrote, or an empty string.
+        """
+        parts = folder.split("/")
+        paths = ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        return next((path for path in paths if path and is_output(f"{self._root}/{path}")), "")
+
     def _note_link(self, folder: str) -> None:
         """Note a link that leads from the table's folder to a folder outside it."""
         root = os.path.realpath(self._root)
@@ -239,17 +254,24 @@ class Table(FileSource):
         """Record the etags and sizes of objects in a bucket, using a listing of their
         common parent folder.
         """
+        own_bucket, _, root = self._root.removeprefix(_S3).partition("/")
+        marked = MarkedFolders(root if self._in_bucket and own_bucket == bucket else "")
         with sqlite_errors():
             ends = db.execute("SELECT MIN(key), MAX(key) FROM rows WHERE bucket = ?", (bucket,)).fetchone()
             folder = posixpath.commonprefix(ends).rpartition("/")[0]
             for page in batched(open_store(_S3 + bucket).list(f"{folder}/" if folder else ""), _PAGE):
-                present = {info.key: info for info in page}
+                present = {info.key: info for info in page if not marked.contain(info.key)}
                 query = f"SELECT key FROM rows WHERE bucket = ? AND key IN ({marks([*present])})"  # noqa: S608 - question marks only
                 keys = {key for (key,) in db.execute(query, (bucket, *present))}
                 db.executemany(
                     "UPDATE rows SET etag = ?, size_bytes = ? WHERE bucket = ? AND key = ?",
                     ((present[key].etag, present[key].size_bytes, bucket, key) for key in keys),
                 )
+            for folder in marked.names:
+                within = (bucket, f"{folder}/", f"{folder}0")  # 0 follows / in the order of characters
+                if db.execute("DELETE FROM rows WHERE bucket = ? AND key > ? AND key < ?", within).rowcount:
+                    uri = f"{_S3}{bucket}/{folder}"
+                    self._notes["litter"].add(uri.removeprefix(f"{self._root}/"))
 
     def _require_present(self, missing: NameSample) -> None:
         if not missing.count:

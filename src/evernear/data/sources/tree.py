@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from evernear.common.disk import disk_errors
+from evernear.common.outputs import is_output
 from evernear.data.sources.names import is_skipped
 from evernear.errors import StoreError
 
@@ -30,6 +31,8 @@ class Tree:
         self._real_root = os.path.realpath(root)
         self._broken: dict[str, str] = {}
         self._listed: set[tuple[_Inode, Hashable]] = set()
+        self.outputs: set[str] = set()
+        """Names of folders that evernear wrote (`evernear.common.outputs`)."""
         self.outside: dict[str, str] = {}
         """Links to folders outside the directory. Maps the name of each link to its
         target.
@@ -58,7 +61,7 @@ class Tree:
 
     def scan(self, folder: str) -> Iterator[tuple[os.DirEntry[str], Literal["folder", "file", "skipped"]]]:
         """Yield the folders, the regular files and the skipped entries that are
-        directly in a folder. Broken links are recorded.
+        directly in a folder. Broken links and outputs of evernear are recorded instead.
         """
         with disk_errors(folder), os.scandir(folder) as entries:
             for entry in entries:
@@ -70,12 +73,21 @@ class Tree:
                     except OSError as error:  # missing, not permitted, a cycle of links, not connected
                         self._broken[self.name(entry.path)] = f"{_shown(os.readlink(entry.path))} ({error.strerror})"
                         continue
-                    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
-                        yield entry, "folder" if stat.S_ISDIR(mode) else "file"
+                    if stat.S_ISREG(mode):
+                        yield entry, "file"
+                    elif stat.S_ISDIR(mode) and not self._is_output(entry):
+                        yield entry, "folder"
                 elif entry.is_dir():
-                    yield entry, "folder"
+                    if not self._is_output(entry):
+                        yield entry, "folder"
                 elif entry.is_file():
                     yield entry, "file"
+
+    def _is_output(self, folder: os.DirEntry[str]) -> bool:
+        if not is_output(folder.path):
+            return False
+        self.outputs.add(self.name(folder.path))
+        return True
 
     def require_no_broken_link(self) -> None:
         """Check that no link that was found so far is broken, because images must not
