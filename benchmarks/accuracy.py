@@ -95,7 +95,7 @@ def run(
         threshold=threshold,
         reject_rate=reject_rate,
     )
-    measurement, _ = measure(Recognizer.open(network, index), dataset, settings.evaluation, split)
+    measurement, _ = measure(Recognizer.open(network, index), dataset, split)
     return {**timing, "epochs": len(history.epochs), **metrics(measurement)}
 
 

@@ -291,44 +291,42 @@ def evaluate(
         from evernear.evaluation.evidence import few_groups
         from evernear.evaluation.example_collector import ExampleCollector
         from evernear.evaluation.in_parts import plan_answers, run_answers, systems_to_measure
-        from evernear.evaluation.measure import observe_all
+        from evernear.evaluation.measure import BATCH_SIZE, observe_all
         from evernear.evaluation.open_set import OpenSet
         from evernear.evaluation.recognizer import Recognizer
         from evernear.kubeflow.nodes import StepNodes
         from evernear.release.champion import open_anchor, open_champion
         from evernear.review.live_labels import with_live_figures
-        from evernear.serving.replay import Replayer
+        from evernear.serving.replay import replay
 
         data, store, network_dir = Dataset.open(Path(dataset)), record.store, Path(network)
         candidate, probed = Recognizer.open(network_dir, Path(index), store=store), OpenSet.load(Path(open_set))
         trained_on, described = training_dataset(network_dir, data, store), describe_network(network_dir)
         champion = stack.enter_context(open_champion(store, chosen.classes))
         anchor = stack.enter_context(open_anchor(store, chosen.classes))
-        collector, replayer = ExampleCollector(candidate, data), Replayer(candidate, champion)
+        collector = ExampleCollector(candidate, data)
         progress = countdowns.tests(running, data.count("test") * (2 if champion else 1))
         nodes = StepNodes(chosen.evaluation.nodes, chosen, running.report)
         answered = answered_by_nobody
         if not nodes.is_one:
             systems = systems_to_measure(data, candidate, champion, anchor)
-            batch_size, part_size_bytes = chosen.evaluation.batch_size, chosen.parts_job.part_size_bytes
-            parts = plan_answers(data, systems, store, f"{PARTS}{run}", batch_size, part_size_bytes)
+            parts = plan_answers(data, systems, store, f"{PARTS}{run}", BATCH_SIZE, chosen.parts_job.part_size_bytes)
             answered = stack.enter_context(run_answers(parts, systems, data, network_dir, Path(index), nodes.run))
         result = evaluate_systems(
             candidate,
             champion,
             data,
             probed,
-            chosen.evaluation,
             trained_on=trained_on,
-            observe=observe_all(progress, collector.add, replayer.candidate_answers.add),
-            observe_champion=observe_all(progress, replayer.champion_answers.add),
+            observe=observe_all(progress, collector.add),
+            observe_champion=progress,
             anchor=anchor,
             answered=answered,
         )
-        replay, changed = replayer.replay(store, result, chosen.serving.max_pixels)
+        replayed, changed = replay(candidate, champion, store, chosen.serving.max_pixels) if champion else (None, None)
         near = near_duplicates_found(record.find("validation", Report), data, chosen.data.group)
         few = None if champion else few_groups(result.baselines, data, chosen.data, chosen.gate.significance)
-        changes = {"replay": replay, "near_duplicates": near, "few_groups": few}
+        changes = {"replay": replayed, "near_duplicates": near, "few_groups": few}
         changes |= {"training_warnings": described.training_warnings}
         result = result.model_copy(update=changes)
         result.write(Path(evaluation))

@@ -73,7 +73,7 @@ def all_steps(dataset: Dataset, settings: TrainSettings, directory: Path, store:
     embed_dataset(network, dataset, embeddings, store=store)
     build_index(Embeddings.open(embeddings), dataset.labels, IndexSettings(), index)
     recognizer = Recognizer.open(network, index, store=store)
-    measure(recognizer, dataset, EvaluationSettings())
+    measure(recognizer, dataset)
     return recognizer
 
 

@@ -23,14 +23,14 @@ from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.evaluation.statistics import p_by_chance, proportion
 from evernear.evaluation.verdict import Rule
-from evernear.settings import DataSettings, EvaluationSettings, GateSettings
+from evernear.settings import DataSettings, GateSettings
 from tests.releases import System
 
 
 @pytest.fixture(scope="module")
 def evaluation(system: System) -> Evaluation:
     recognizer = Recognizer.open(system.network_dir, system.index_dir)
-    return evaluate_systems(recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings())
+    return evaluate_systems(recognizer, None, system.dataset, OpenSet(held_out=()))
 
 
 def standardized(images: np.ndarray) -> np.ndarray:
@@ -61,11 +61,11 @@ def test_a_sample_of_queries_is_compared_with_the_candidate_on_the_same_queries(
     system: System, evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch
 ):
     outcomes = evaluation.outcomes["candidate"]
-    whole = measure_baselines(outcomes, system.dataset, 0.95, 512)[1]
+    whole = measure_baselines(outcomes, system.dataset)[1]
     monkeypatch.setattr("evernear.evaluation.baselines.QUERIES_MAX", 50)
     step = -(-len(outcomes.labels) // 50)
     for batch_size in (7, 512):
-        part = measure_baselines(outcomes, system.dataset, 0.95, batch_size)[1]
+        part = measure_baselines(outcomes, system.dataset, batch_size)[1]
         assert part.comparison.queries == len(range(0, len(outcomes.labels), step))
         assert part.accuracy.value == pytest.approx(whole.accuracy.value, abs=0.15)
         correct = int(outcomes.correct[::step].sum())
@@ -87,7 +87,7 @@ def test_the_pixel_baseline_knows_the_classes_that_train_images_fill(tmp_path: P
     dataset = Dataset(ingest_source(DataSettings(source=f"folder:{tmp_path / 'images'}"), store), open_store(store))
     assert dataset.manifest.label_counts("gallery")["9"] == 0
     labels = np.concatenate([block.labels for block in dataset.blocks("test")]).astype(np.int32)
-    pixels = measure_baselines(Outcomes(labels >= 0, labels), dataset, 0.95, 512)[1]
+    pixels = measure_baselines(Outcomes(labels >= 0, labels), dataset)[1]
     assert pixels.accuracy.value > 0.7
 
 
@@ -96,7 +96,7 @@ def test_constant_images_have_a_baseline(system: System, evaluation: Evaluation,
     blank = [(b.images * 0, b.labels, b.digests) for b in system.dataset.blocks("test")]
     blocks = [type(next(system.dataset.blocks("test")))(*columns) for columns in blank]
     monkeypatch.setattr(type(system.dataset), "blocks", lambda *_: iter(blocks))
-    (_, pixels) = measure_baselines(Outcomes(outcomes.correct, outcomes.labels), system.dataset, 0.95, 512)
+    (_, pixels) = measure_baselines(Outcomes(outcomes.correct, outcomes.labels), system.dataset)
     assert pixels.p_by_chance > 0.1
 
 

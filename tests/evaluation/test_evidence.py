@@ -61,7 +61,7 @@ def first_release(dataset: Dataset, chosen: RunSettings, accuracy: float, groupe
             numbers = np.concatenate([groups.of(block.digests) for block in dataset.blocks("test")])
     correct = np.random.default_rng(1).random(len(labels)) < accuracy
     outcomes = Outcomes(correct, labels, numbers)
-    baselines = measure_baselines(outcomes, dataset, 0.95, 512)
+    baselines = measure_baselines(outcomes, dataset)
     evaluation = simulation.make_evaluation(outcomes, outcomes, dataset.labels)
     groups_of_test = None if numbers is None else len(np.unique(numbers))
     return evaluation.model_copy(
@@ -164,10 +164,40 @@ def test_three_test_images_without_groups_are_promoted_with_the_words(tmp_path: 
     evaluation = first_release(dataset, chosen, 1.0, grouped=False)
     verdict = decide(evaluation, chosen.gate)
     assert verdict.promote
-    assert verdict.summary().startswith("promote: too few images to tell for beats_baselines")
+    assert verdict.summary().startswith("promote: too few images to tell for beats_baselines, class_recall")
     assert verdict.reasons[0].startswith("Too few images to tell whether accuracy 100.00% is better than the most")
     assert verdict.caution == verdict.reasons[0]
     assert "is significantly" not in " ".join(verdict.reasons)
+
+
+def test_rules_with_an_interval_say_where_no_outcome_could_fail(tmp_path: Path):
+    """One test image a class: 0% (0% to 79%) is not called insignificantly below
+    50%.
+    """
+    source = photograph(tmp_path / "source", ["abc"], frames=10)
+    chosen = settings(source, group="")
+    evaluation = first_release(ingest(chosen, tmp_path), chosen, 0.0, grouped=False)
+    rules = {rule.name: rule for rule in decide(evaluation, chosen.gate).rules}
+    assert rules["class_recall"].result == "too few to tell"
+    assert rules["class_recall"].reason == (
+        "Too few images to tell whether the recall of a class is below 50%; the worst is a with 0.00% (0.00% to "
+        "79.35%)."
+    )
+    strict = decide(evaluation, GateSettings(false_reject_ceiling=0.6))
+    rule = next(rule for rule in strict.rules if rule.name == "false_rejects")
+    assert (rule.passed, rule.result) == (True, "too few to tell")
+    assert rule.reason.startswith(
+        "Too few images to tell whether more than 60% of known images are called unknown: 0.00%"
+    )
+
+
+def test_classes_that_could_fail_are_told_from_those_that_could_not(tmp_path: Path):
+    source = photograph(tmp_path / "source", ["ab"] * 5 + ["a"] * 40)
+    chosen = settings(source, group="", test_fraction=0.15)
+    evaluation = first_release(ingest(chosen, tmp_path), chosen, 1.0, grouped=False)
+    reason = next(rule for rule in decide(evaluation, chosen.gate).rules if rule.name == "class_recall").reason
+    assert reason.startswith("No class has a recall significantly below 50%; the worst is a with 100.00% ")
+    assert reason.endswith("Too few images to tell for b.")
 
 
 def test_enough_groups_are_compared_as_before(tmp_path: Path):

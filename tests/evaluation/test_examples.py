@@ -22,7 +22,7 @@ from evernear.evaluation.image_sheet import SHEET_COLUMNS, Sheet
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
-from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
+from evernear.settings import DataSettings, IndexSettings
 from tests.releases import System
 
 
@@ -35,7 +35,7 @@ def recognizer(system: System) -> Recognizer:
 def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(recognizer, system.dataset)
     evaluation = evaluate_systems(
-        recognizer, None, system.dataset, OpenSet(held_out=()), EvaluationSettings(batch_size=50), observe=collector.add
+        recognizer, None, system.dataset, OpenSet(held_out=()), batch_size=50, observe=collector.add
     )
     return evaluation, collector.finish(system.dataset)
 
@@ -81,7 +81,7 @@ def test_neighbors_that_joined_from_the_train_split_are_shown(system: System, tm
     build_index(Embeddings.open(tmp_path / "embeddings"), dataset.labels, IndexSettings(), tmp_path / "index")
     recognizer = Recognizer.open(system.network_dir, tmp_path / "index")
     collector = ExampleCollector(recognizer, dataset)
-    evaluate_systems(recognizer, None, dataset, OpenSet(held_out=()), EvaluationSettings(), observe=collector.add)
+    evaluate_systems(recognizer, None, dataset, OpenSet(held_out=()), observe=collector.add)
     examples = collector.finish(dataset)
     gallery, train = images(dataset, "gallery"), images(dataset, "train")
     neighbors = [

@@ -20,15 +20,13 @@ from evernear.errors import DataError, IntegrityError
 from evernear.evaluation.evaluate import ReleasedSystem, answered_by_nobody, evaluate_systems
 from evernear.evaluation.example_collector import ExampleCollector
 from evernear.evaluation.in_parts import open_here, plan_answers, stored_answers, systems_to_measure
-from evernear.evaluation.measure import observe_all
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.recognizer import Recognizer
-from evernear.evaluation.replay import AnswerCollector
 from evernear.index.build import build_index
-from evernear.settings import DataSettings, EvaluationSettings, IndexSettings
+from evernear.settings import DataSettings, IndexSettings
 from tests.releases import System
 
-SETTINGS = EvaluationSettings(batch_size=50)
+BATCH_SIZE = 50
 EACH_SHARD = 1
 
 
@@ -61,7 +59,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def plan(dataset: Dataset, systems: dict[str, Recognizer], store: Store) -> Parts:
-    return plan_answers(dataset, systems, store, "parts/run", SETTINGS.batch_size, EACH_SHARD)
+    return plan_answers(dataset, systems, store, "parts/run", BATCH_SIZE, EACH_SHARD)
 
 
 def test_rows_concatenated_in_order_are_measured_as_in_one_process(
@@ -79,22 +77,19 @@ def test_rows_concatenated_in_order_are_measured_as_in_one_process(
     with stored_answers(parts) as stored:
         for answered in (answered_by_nobody, stored):
             collector = ExampleCollector(systems["candidate"], dataset)
-            numbers = [*range(len(dataset.labels))]
-            replayed = AnswerCollector(numbers), AnswerCollector(numbers)
             evaluation = evaluate_systems(
                 systems["candidate"],
                 champion,
                 dataset,
                 OpenSet(held_out=()),
-                SETTINGS,
-                observe=observe_all(collector.add, replayed[0].add),
-                observe_champion=replayed[1].add,
+                observe=collector.add,
                 anchor=anchor,
                 answered=answered,
+                batch_size=BATCH_SIZE,
             )
-            results.append((evaluation, collector.finish(dataset), [each.answers() for each in replayed]))
+            results.append((evaluation, collector.finish(dataset)))
 
-    (one, one_examples, one_answers), (many, many_examples, many_answers) = results
+    (one, one_examples), (many, many_examples) = results
     assert many.model_dump() == one.model_dump()
     assert many.candidate.queries_sha256 == one.candidate.queries_sha256
     assert many.anchor is not None
@@ -103,9 +98,6 @@ def test_rows_concatenated_in_order_are_measured_as_in_one_process(
     for name in ("candidate", "champion", "anchor"):
         np.testing.assert_array_equal(many.outcomes[name].correct, one.outcomes[name].correct)
         np.testing.assert_array_equal(many.outcomes[name].labels, one.outcomes[name].labels)
-    for here, there in zip(one_answers, many_answers, strict=True):
-        np.testing.assert_array_equal(here.distances, there.distances)
-        np.testing.assert_array_equal(here.labels, there.labels)
     assert len(one_examples.mistakes) > 0
     times = {"embed_ms", "search_ms"}
     for name in type(one_examples).model_fields:

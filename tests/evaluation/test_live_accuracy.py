@@ -159,12 +159,19 @@ def test_number_of_test_images_follows_from_the_interval(count: int, images: int
     assert (expected.value, expected.images) == (accuracy.value, pytest.approx(images))
 
 
-def test_images_of_groups_count_as_fewer_and_never_as_more() -> None:
-    grouped, single = proportion(930, 1000, 0.95, effective=100), proportion(930, 1000, 0.8)
+def test_too_few_labels_are_not_called_insignificant() -> None:
+    now = datetime(2027, 1, 4, tzinfo=UTC)
+    few = assess([labeled(now, "v", correct=False)] * 2, ExpectedAccuracy(0.93, 1000), now)
+    assert str(few).endswith("too few labels to compare it with the 93.0% on the test split.")
+    unknown = assess([labeled(now, "v", correct=False)] * 2, None, now)
+    assert str(unknown).endswith("The accuracy on the test split is unknown.")
+
+
+def test_images_of_groups_count_as_fewer() -> None:
+    grouped = proportion(930, 1000, 0.95, effective=100)
     metrics = {"accuracy": 0.93, "accuracy_low": grouped.low, "test_images": 1000}
-    few, capped = expected_accuracy(metrics), expected_accuracy({**metrics, "accuracy_low": single.low})
+    few = expected_accuracy(metrics)
     assert few is not None
-    assert capped is not None
-    assert (few.images, capped.images) == (pytest.approx(100), 1000)
+    assert few.images == pytest.approx(100)
     assert expected_accuracy({"accuracy": 0.9}) is None
     assert expected_accuracy({"accuracy": 0.0, "accuracy_low": 0.0}) is None

@@ -11,10 +11,8 @@ from evernear.evaluation.measure import OTHER_LABEL, Measurement, Outcomes, meas
 from evernear.evaluation.recognizer import Recognizer
 from evernear.index.build import build_index
 from evernear.index.search import Recognition
-from evernear.settings import EvaluationSettings, IndexSettings
+from evernear.settings import IndexSettings
 from tests.releases import System
-
-SETTINGS = EvaluationSettings(batch_size=32)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +22,7 @@ def recognizer(system: System) -> Recognizer:
 
 @pytest.fixture(scope="module")
 def measured(system: System, recognizer: Recognizer) -> tuple[Measurement, Outcomes]:
-    return measure(recognizer, system.dataset, SETTINGS)
+    return measure(recognizer, system.dataset, batch_size=32)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +56,7 @@ def test_metrics_match_individual_predictions(measured, one_by_one):
 
 
 def test_batch_size_does_not_affect_metrics(system: System, recognizer: Recognizer, measured):
-    measurement, outcomes = measure(recognizer, system.dataset, EvaluationSettings(batch_size=1000))
+    measurement, outcomes = measure(recognizer, system.dataset, batch_size=1000)
     assert measurement == measured[0]
     assert (outcomes.correct == measured[1].correct).all()
 
@@ -68,7 +66,7 @@ def test_measurement_records_its_subject(system: System, recognizer: Recognizer,
     assert measurement.dataset_digest == system.dataset.digest
     assert measurement.network_sha256 == recognizer.gallery.description.network_sha256
     assert measurement.index_digest == recognizer.gallery.description.digest
-    assert measurement.queries_sha256 != measure(recognizer, system.dataset, SETTINGS, "query")[0].queries_sha256
+    assert measurement.queries_sha256 != measure(recognizer, system.dataset, "query")[0].queries_sha256
 
 
 def test_confusion_matrix_is_bounded_and_counts_every_query(measured):
@@ -98,7 +96,7 @@ def index_without(system: System, tmp_path_factory: pytest.TempPathFactory):
 
 def test_class_outside_the_index_is_never_predicted(system: System, index_without, measured):
     index_dir = index_without(system.dataset.labels, frozenset({"3"}))
-    measurement, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset, SETTINGS)
+    measurement, _ = measure(Recognizer.open(system.network_dir, index_dir), system.dataset)
     assert measurement.known_labels == tuple("012456789")
     assert measurement.class_recall["3"].count == 0
     assert all(predicted != "3" for _, predicted, _ in measurement.confusions)
@@ -110,7 +108,7 @@ def test_labels_are_matched_by_name(system: System, index_without, measured):
     in a different order.
     """
     renamed = tuple("gone" if label == "3" else label for label in system.dataset.labels)
-    measurement, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset, SETTINGS)
+    measurement, _ = measure(Recognizer.open(system.network_dir, index_without(renamed)), system.dataset)
     assert measurement.class_recall["3"].count == 0
     assert {label: recall for label, recall in measurement.class_recall.items() if label != "3"} == {
         label: recall for label, recall in measured[0].class_recall.items() if label != "3"
@@ -128,7 +126,7 @@ def test_image_shape_mismatch_is_reported(system: System, recognizer: Recognizer
     with pytest.raises(
         DataError, match=r"v1 takes images of \(28, 28, 1\).*\(8, 8, 1\).*start over with another --workdir or store"
     ):
-        measure(replace(recognizer, preprocessing=larger), system.dataset, SETTINGS)
+        measure(replace(recognizer, preprocessing=larger), system.dataset)
 
 
 def test_index_of_another_network_is_rejected(system: System, index_without, tmp_path):
@@ -151,6 +149,6 @@ def test_memory_is_bounded_by_the_batch_size(system: System, recognizer: Recogni
         return embedding(self, images)
 
     monkeypatch.setattr(Recognizer, "embed", noted)
-    measure(recognizer, system.dataset, SETTINGS)
+    measure(recognizer, system.dataset, batch_size=32)
     assert max(sizes) == 32
     assert np.sum(sizes) == system.dataset.count("test")

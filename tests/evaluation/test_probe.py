@@ -98,7 +98,7 @@ NEAR, FAR = np.linspace(0, 1, 200, dtype=np.float32), np.linspace(0.9, 1.9, 200,
 
 
 def test_both_rates_are_met_if_possible():
-    result = assess([draw_of(NEAR, FAR)], IndexSettings(false_accept_rate=0.05, false_reject_rate=0.2), 0.95)
+    result = assess([draw_of(NEAR, FAR)], IndexSettings(false_accept_rate=0.05, false_reject_rate=0.2))
     assert result.reject_rate == result.required_reject_rate == pytest.approx(0.055, abs=0.01)
     assert result.false_accepts is not None
     assert result.false_accepts.value <= 0.06
@@ -111,7 +111,7 @@ def test_unknown_is_disabled_if_distances_do_not_separate(shift: float):
     """As near as known images, or nearer:
     every threshold would reject known images first.
     """
-    result = assess([draw_of(NEAR, NEAR + shift)], IndexSettings(), 0.95)
+    result = assess([draw_of(NEAR, NEAR + shift)], IndexSettings())
     assert result.threshold == MAX_DISTANCE
     assert result.reject_rate is None
     assert result.false_rejects is not None
@@ -141,7 +141,7 @@ def test_interval_of_the_auroc_contains_the_spread_between_classes(
     inside = of_images = 0
     for _ in range(trials):
         draw = superpopulation(rng, classes, spread, shift)
-        area = assess([draw], IndexSettings(), 0.95).auroc
+        area = assess([draw], IndexSettings()).auroc
         assert area is not None
         inside += area.low <= truth <= area.high
         narrow = auroc(draw.known.distances, draw.unknown.distances, 0.95)
@@ -157,7 +157,7 @@ def test_interval_of_the_shares_contains_the_spread_between_classes():
     near, far = np.linspace(0, 0.5, 500, dtype=np.float32), np.linspace(1, 1.5, 500, dtype=np.float32)
     unknown = Sample(np.concatenate([near, far]), (np.repeat([0, 1], 500),))
     known = Sample(near, (np.arange(500) % 8,))
-    accepted = assess([Draw(known, unknown, near, far)], IndexSettings(false_reject_rate=0.05), 0.95).false_accepts
+    accepted = assess([Draw(known, unknown, near, far)], IndexSettings(false_reject_rate=0.05)).false_accepts
     assert accepted is not None
     assert accepted.value == 0.5
     assert accepted.high - accepted.low > 0.6
@@ -169,9 +169,7 @@ def test_images_of_one_group_count_as_one():
     known, unknown = (np.repeat(rng.normal(middle, 0.1, 40), 25).astype(np.float32) for middle in (1.0, 1.1))
     by_class = tuple(Sample(part, (np.arange(1000) % 20,)) for part in (known, unknown))
     by_scene = tuple(Sample(part.distances, (*part.clusterings, np.arange(1000) // 25)) for part in by_class)
-    frames, scenes = (
-        assess([Draw(*part, known, unknown)], IndexSettings(), 0.95).auroc for part in (by_class, by_scene)
-    )
+    frames, scenes = (assess([Draw(*part, known, unknown)], IndexSettings()).auroc for part in (by_class, by_scene))
     assert frames is not None
     assert scenes is not None
     assert frames.value == scenes.value
@@ -183,8 +181,8 @@ def test_each_draw_is_compared_with_itself():
     its known images are no unknown ones of the first.
     """
     near, far = NEAR / 2, FAR / 2
-    one = assess([draw_of(near, far)], IndexSettings(false_reject_rate=0.2), 0.95)
-    two = assess([draw_of(near, far), draw_of(2 * near, 2 * far)], IndexSettings(false_reject_rate=0.2), 0.95)
+    one = assess([draw_of(near, far)], IndexSettings(false_reject_rate=0.2))
+    two = assess([draw_of(near, far), draw_of(2 * near, 2 * far)], IndexSettings(false_reject_rate=0.2))
     assert one.auroc is not None
     assert two.auroc is not None
     assert two.auroc.value == pytest.approx(one.auroc.value, abs=1e-6)
@@ -206,8 +204,7 @@ def test_frames_of_few_scenes_do_not_prove_that_distances_separate():
     by_class = tuple(Sample(part.astype(np.float32), (np.arange(300) % 2,)) for part in (known, unknown))
     by_scene = tuple(Sample(part.distances, (*part.clusterings, np.arange(300) // 100)) for part in by_class)
     frames, scenes = (
-        assess([Draw(*part, part[0].distances, part[1].distances)], IndexSettings(), 0.95)
-        for part in (by_class, by_scene)
+        assess([Draw(*part, part[0].distances, part[1].distances)], IndexSettings()) for part in (by_class, by_scene)
     )
     assert frames.separates
     assert not scenes.separates
@@ -217,7 +214,7 @@ def test_frames_of_few_scenes_do_not_prove_that_distances_separate():
 def test_basis_says_how_many_classes_and_draws_the_figures_rest_on():
     classes = tuple(f"class {number}" for number in range(80))
     one, five = (
-        assess([draw_of(NEAR, FAR)] * draws, IndexSettings(), 0.95).model_copy(update={"held_out": classes})
+        assess([draw_of(NEAR, FAR)] * draws, IndexSettings()).model_copy(update={"held_out": classes})
         for draws in (1, 5)
     )
     assert "rest on 80 classes and one network, trained without them." in one.basis()
@@ -225,29 +222,6 @@ def test_basis_says_how_many_classes_and_draws_the_figures_rest_on():
     assert "for the 80 classes held out in 5 draws (class 0, class 1, class 2, class 3, class 4 and 75 more)" in (
         five.summary()
     )
-
-
-EARLIER = """{"held_out":["3","8"],"auroc":{"value":0.9575,"low":0.936,"high":0.9725,"known":200,"unknown":200},
-"false_accepts_at_95":{"value":0.13,"low":0.075,"high":0.22},"roc":{"false_accepts":[0.0,1.0],
-"true_accepts":[0.0,1.0],"thresholds":[0.5,1.9]},"threshold":null,"reject_rate":0.05,"required_reject_rate":0.055,
-"stated_false_accept_rate":0.05,"stated_false_reject_rate":0.05,
-"false_accepts":{"count":12,"total":200,"low":0.035,"high":0.102},
-"false_rejects":{"count":9,"total":200,"low":0.024,"high":0.083}}"""
-"""Written before the intervals contained the spread between classes."""
-
-
-def test_open_set_of_an_earlier_version_is_read_and_does_not_claim_more_than_it_measured(tmp_path: Path):
-    (tmp_path / "open_set.json").write_text(EARLIER)
-    (tmp_path / "unseparated.json").write_text(
-        EARLIER.replace('"threshold":null,"reject_rate":0.05', '"threshold":2.0,"reject_rate":null')
-    )
-    earlier = OpenSet.load(tmp_path / "open_set.json")
-    assert earlier.separates
-    assert "AUROC 0.9575 (0.9360 to 0.9725) for the 2 classes held out (3, 8)" in earlier.summary()
-    assert earlier.basis() == (
-        "The figures rest on 2 classes, and the intervals hold for these alone: other classes may differ."
-    )
-    assert not OpenSet.load(tmp_path / "unseparated.json").separates
 
 
 def test_probe_is_deterministic_and_survives_json(system: System, open_set: OpenSet):
@@ -295,7 +269,6 @@ def test_no_draw_begins_after_the_time_of_the_plan(
     plan = Plan(train=head, probe=head, sentence="a head", probe_s=probe_s)
     monkeypatch.setattr(probe_module, "choose_opener", lambda *_: lambda _: None)
     monkeypatch.setattr(probe_module, "_measure_draw", lambda *_: draw_of(NEAR, FAR))
-    settings = EvaluationSettings(held_out_classes=2)
-    measured = probe_open_set(system.dataset, head, settings, IndexSettings(), plan=plan)
+    measured = probe_open_set(system.dataset, head, EvaluationSettings(), IndexSettings(), plan=plan)
     assert measured.draws == draws
     assert len(measured.held_out) == 2 * draws

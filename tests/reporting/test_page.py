@@ -32,7 +32,7 @@ from evernear.reporting.notify import finalize
 from evernear.reporting.page import compare_page, page, run_page
 from evernear.reporting.plots import confusion_png, training_curves
 from evernear.reporting.run_report import find_run
-from evernear.settings import EvaluationSettings, GateSettings, IndexSettings, RunSettings, ValidationSettings
+from evernear.settings import GateSettings, IndexSettings, RunSettings, ValidationSettings
 from tests.open_sets import draw_of
 from tests.releases import System
 
@@ -130,7 +130,7 @@ def measured(system: System, recognizer: Recognizer) -> tuple[Evaluation, Exampl
         system,
         recognizer,
         ReleasedSystem(recognizer, system.dataset),
-        assess([draw_of(*NEAR_AND_FAR)], IndexSettings(), 0.95),
+        assess([draw_of(*NEAR_AND_FAR)], IndexSettings()),
     )
 
 
@@ -144,9 +144,7 @@ def measure(
     system: System, candidate: Recognizer, champion: ReleasedSystem | None, open_set: OpenSet
 ) -> tuple[Evaluation, Examples]:
     collector = ExampleCollector(candidate, system.dataset)
-    evaluation = evaluate_systems(
-        candidate, champion, system.dataset, open_set, EvaluationSettings(), observe=collector.add
-    )
+    evaluation = evaluate_systems(candidate, champion, system.dataset, open_set, observe=collector.add)
     return evaluation, collector.finish(champion.dataset if champion else None)
 
 
@@ -225,10 +223,11 @@ def test_held_page_begins_with_the_failed_rules(
 
 
 def test_page_says_what_a_promotion_leaves_unknown_and_what_is_not_measured(
-    record: RunRecord, system: System, measured: tuple[Evaluation, Examples]
+    record: RunRecord, system: System, measured: tuple[Evaluation, Examples], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("evernear.evaluation.gate.MAX_UNDETECTED_LOSS", 0.001)
     changed = measured[0].model_copy(update={"reviewed_left_out": {"test": 12, "query": 1}})
-    verdict = decide(changed, GateSettings(accuracy_floor=0.5, beat_baseline=False, max_undetected_loss=0.001))
+    verdict = decide(changed, GateSettings(accuracy_floor=0.5, beat_baseline=False))
     assert verdict.promote
     assert "is detected with 90% probability" in verdict.caution
     save(record, system, (changed, measured[1]), verdict=verdict.model_dump(mode="json"))
@@ -259,8 +258,8 @@ def test_many_failed_rules_do_not_push_the_next_command_down(
     [
         (OpenSet(held_out=()), "was calibrated on gallery impostors"),
         (OpenSet(held_out=(), threshold=0.4), "was reused together with the network"),
-        (assess([draw_of(*NEAR_AND_FAR)], IndexSettings(), 0.95), "known images take precedence"),
-        (assess([draw_of(*ALIKE)], IndexSettings(), 0.95), "Unknown is switched off"),
+        (assess([draw_of(*NEAR_AND_FAR)], IndexSettings()), "known images take precedence"),
+        (assess([draw_of(*ALIKE)], IndexSettings()), "Unknown is switched off"),
     ],
 )
 def test_page_without_a_champion_explains_the_threshold(

@@ -14,21 +14,16 @@ from PIL import Image
 
 from evernear.common.store import Store, open_store
 from evernear.data.preprocess import Resize
-from evernear.evaluation.evaluate import Evaluation, ReleasedSystem, evaluate_systems
-from evernear.evaluation.gate import decide
-from evernear.evaluation.open_set import OpenSet
+from evernear.evaluation.evaluate import ReleasedSystem
 from evernear.evaluation.recognizer import Recognizer
-from evernear.evaluation.replay_examples import ReplayExamples
 from evernear.release.archive_reader import open_release
 from evernear.release.registry import Registry
 from evernear.serving.query_log_files import LoggedQuery, Period
-from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, Replayer, stored_queries
-from evernear.settings import EvaluationSettings, GateSettings
+from evernear.serving.replay import NEAR_DUPLICATE, UNREADABLE, replay, stored_queries
 from tests.releases import MakeRelease, PackedRelease, System
 
 NOW = datetime.now(UTC)
 MAX_PIXELS = 10_000
-LENIENT = GateSettings(accuracy_floor=0.5, beat_baseline=False, class_recall_floor=0.0, false_reject_ceiling=1.0)
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
@@ -85,115 +80,54 @@ def large_queries(system: System) -> list[bytes]:
     return [png(np.pad(image.repeat(2, 0).repeat(2, 1), ((0, 0), (8, 8), (0, 0)))) for image in images]
 
 
-def replay(
-    store: Store, system: System, candidate: Recognizer, champion: ReleasedSystem
-) -> tuple[Evaluation, ReplayExamples]:
-    replayer = Replayer(candidate, champion)
-    evaluation = evaluate_systems(
-        candidate,
-        champion,
-        system.dataset,
-        OpenSet(held_out=()),
-        EvaluationSettings(),
-        observe=replayer.candidate_answers.add,
-        observe_champion=replayer.champion_answers.add,
-    )
-    replayed, examples = replayer.replay(store, evaluation, MAX_PIXELS)
-    return evaluation.model_copy(update={"replay": replayed}), examples
-
-
-def failed(evaluation: Evaluation) -> list[str]:
-    return [rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed]
-
-
 def test_the_same_release_changes_no_answer(
-    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     log_queries(store, large_queries, "other")
-    evaluation, examples = replay(store, system, candidate, champion)
-    assert evaluation.replay
-    assert evaluation.replay.changed == 0
-    assert evaluation.replay.queries + evaluation.replay.left_out.get(NEAR_DUPLICATE, 0) == len(large_queries)
-    assert evaluation.replay.compared > 100
+    counts, examples = replay(candidate, champion, store, MAX_PIXELS)
+    assert counts.changed == 0
+    assert counts.queries + counts.left_out.get(NEAR_DUPLICATE, 0) == len(large_queries)
+    assert counts.queries > 100
     assert not examples.answers
-    assert failed(evaluation) == []
 
 
-def test_another_preprocessing_is_held_although_the_test_split_does_not_show_it(
+def test_another_preprocessing_changes_answers(
     store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     log_queries(store, large_queries, "other")
-    evaluation, examples = replay(store, system, cropping(candidate, "stretch"), champion)
-    assert evaluation.comparison
-    assert evaluation.comparison.overall.regressions == 0
-    assert failed(evaluation) == ["replay"]
-    assert evaluation.replay
-    assert len(examples.answers) == min(24, evaluation.replay.changed)
+    counts, examples = replay(cropping(candidate, "stretch"), champion, store, MAX_PIXELS)
+    assert counts.changed > 20
+    assert len(examples.answers) == min(24, counts.changed)
     shown = examples.answers[0]
     assert shown.before in system.dataset.labels
     assert not shown.before_unknown
     assert (shown.before, shown.before_unknown) != (shown.after, shown.after_unknown)
 
 
-def test_labels_exchanged_in_the_whole_dataset_are_held(
-    store: Store,
-    system: System,
-    champion: ReleasedSystem,
-    candidate: Recognizer,
-    large_queries: list[bytes],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """The candidate learned the exchanged labels,
-    so only the champion's accuracy and the live queries show it.
-    """
-    log_queries(store, large_queries, "other")
-    exchanged = dict(zip("0123456789", "1234567890", strict=True))
-    before = champion.recognizer.gallery
-    described = before.description.model_copy(
-        update={"labels": tuple(exchanged[label] for label in before.description.labels)}
-    )
-    monkeypatch.setattr(before, "description", described)  # the champion answers by the names of before the exchange
-    evaluation, _ = replay(store, system, candidate, champion)
-    assert evaluation.champion
-    assert evaluation.champion.accuracy.value < 0.1
-    assert failed(evaluation) == ["replay"]
-
-
 def test_the_logged_answer_of_the_champion_counts(
-    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     log_queries(store, large_queries, champion.recognizer.name, pred="0")
-    evaluation, examples = replay(store, system, candidate, champion)
-    assert evaluation.replay
-    assert evaluation.replay.changed > 100
+    counts, examples = replay(candidate, champion, store, MAX_PIXELS)
+    assert counts.changed > 100
     assert {answer.before for answer in examples.answers} == {"0"}
 
 
 def test_damaged_files_and_near_duplicates_are_left_out_and_counted(
-    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
+    store: Store, champion: ReleasedSystem, candidate: Recognizer, large_queries: list[bytes]
 ):
     blank = np.full((16, 16, 1), 7, np.uint8)
     log_queries(store, [b"no image", large_queries[0], large_queries[0], png(blank), png(blank + 1)], "other")
     store.put("queries/20260101/20260101T000000Z-v-host-1-0.jsonl", b"damaged")
-    replayed, _ = replay(store, system, candidate, champion)
-    assert replayed.replay
-    assert replayed.replay.left_out == {UNREADABLE: 1, NEAR_DUPLICATE: 1}
-    assert replayed.replay.queries == 3
-    rule = next(rule for rule in decide(replayed, LENIENT).rules if rule.name == "replay")
-    assert rule.passed
-    assert "1 with a file that cannot be decoded" in rule.reason
+    counts, _ = replay(candidate, champion, store, MAX_PIXELS)
+    assert counts.left_out == {UNREADABLE: 1, NEAR_DUPLICATE: 1}
+    assert counts.queries == 3
 
 
-def test_without_stored_queries_nothing_is_held(
-    store: Store, system: System, champion: ReleasedSystem, candidate: Recognizer
-):
-    evaluation, examples = replay(store, system, candidate, champion)
-    assert evaluation.replay
-    assert evaluation.replay.queries == 0
+def test_without_stored_queries_nothing_is_replayed(store: Store, champion: ReleasedSystem, candidate: Recognizer):
+    counts, examples = replay(candidate, champion, store, MAX_PIXELS)
+    assert counts.queries == 0
     assert not examples.answers
-    rule = next(rule for rule in decide(evaluation, LENIENT).rules if rule.name == "replay")
-    assert rule.passed
-    assert "serving.query_log=images stores some" in rule.reason
 
 
 def test_the_newest_queries_are_replayed(store: Store, large_queries: list[bytes]):

@@ -14,8 +14,8 @@ from evernear.common.frozen import Frozen
 from evernear.data.gallery import image_blocks, joining_gallery
 from evernear.data.shards import Block, Dataset
 from evernear.evaluation.compare import PairedCounts, paired_counts
-from evernear.evaluation.measure import Outcomes
-from evernear.evaluation.statistics import Proportion, p_by_chance, proportion
+from evernear.evaluation.measure import BATCH_SIZE, Outcomes
+from evernear.evaluation.statistics import CONFIDENCE, Proportion, p_by_chance, proportion
 
 SIDE_PX = 16
 """Height and width to which images are reduced, so that a shift by a few pixels has
@@ -68,7 +68,7 @@ class Baseline(Frozen):
         return self.ignores_images or min(self.p_perfect, self.p_worst) < 0.5 ** ((self.comparison.groups or 0) - 0.5)
 
 
-def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, batch_size: int) -> tuple[Baseline, ...]:
+def measure_baselines(outcomes: Outcomes, dataset: Dataset, batch_size: int = BATCH_SIZE) -> tuple[Baseline, ...]:
     """Measure both baselines against the candidate's ``outcomes`` on the test split.
 
     No recognizer that ignores the image is more accurate than one that always predicts
@@ -79,7 +79,7 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
     split, the baseline uses the same train images as the candidate's index.
     """
     most_common = np.full_like(outcomes.labels, np.bincount(outcomes.labels).argmax())
-    baselines = [_baseline("the most common class", most_common, outcomes, confidence, ignores_images=True)]
+    baselines = [_baseline("the most common class", most_common, outcomes, ignores_images=True)]
     if dataset.count("gallery"):
         in_gallery = dataset.manifest.label_counts("gallery")
         joining = {label: n for label, n in joining_gallery(dataset.manifest).items() if not in_gallery[label]}
@@ -92,19 +92,19 @@ def measure_baselines(outcomes: Outcomes, dataset: Dataset, confidence: float, b
         nearest = gallery_labels[_nearest(gallery, queries)]
         height, width = (min(SIDE_PX, side) for side in dataset.shape[:2])
         name = f"the nearest gallery image by {height}x{width} pixels"
-        baselines.append(_baseline(name, nearest, some, confidence))
+        baselines.append(_baseline(name, nearest, some))
     return tuple(baselines)
 
 
 def _baseline(
-    name: str, predictions: NDArray[np.integer], candidate: Outcomes, confidence: float, ignores_images: bool = False
+    name: str, predictions: NDArray[np.integer], candidate: Outcomes, ignores_images: bool = False
 ) -> Baseline:
     correct = predictions == candidate.labels
     extremes = (Outcomes(np.full_like(correct, right), candidate.labels, candidate.groups) for right in (True, False))
     perfect, worst = (paired_counts(outcomes, correct) for outcomes in extremes)
     return Baseline(
         name=name,
-        accuracy=proportion(int(correct.sum()), len(correct), confidence),
+        accuracy=proportion(int(correct.sum()), len(correct), CONFIDENCE),
         comparison=paired_counts(candidate, correct),
         p_perfect=perfect.p_better,
         p_worst=worst.p_worse,

@@ -58,6 +58,15 @@ class PairedCounts(Frozen):
             return mcnemar_worse(self.improvements, self.regressions)
         return sign_flip_worse(-net for net in self.nets.values())
 
+    def least_p(self, right_before: int) -> float:
+        """The smallest possible value of `p_worse`, if the other system is right on
+        ``right_before`` queries and the candidate on none.
+
+        Groups in which the other system has no correct answer are not known, so the
+        value may be too small for groups.
+        """
+        return 0.5 ** min(right_before, self.queries if self.groups is None else self.groups)
+
     @property
     def independent(self) -> "PairedCounts":
         """Counts for independent queries that would contain about as much information

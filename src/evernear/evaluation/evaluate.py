@@ -24,10 +24,10 @@ from evernear.evaluation.compare import Comparison, compare
 from evernear.evaluation.coverage import classes_tested
 from evernear.evaluation.evidence import FewGroups
 from evernear.evaluation.leakage import count_leakage
-from evernear.evaluation.measure import NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
+from evernear.evaluation.measure import BATCH_SIZE, NO_CHANGES, AnsweredBlock, Measurement, Observer, Outcomes, measure
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.replay import Replay
-from evernear.settings import ClassSettings, EvaluationSettings
+from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
@@ -114,9 +114,7 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     it. See `count_leakage`.
     """
     near_duplicates: NearDuplicates | None = None
-    """Number of test images that are near-duplicates of an image in the train or
-    gallery split, or None in evaluations from earlier versions.
-    """
+    """Test images that are near-duplicates of an image in the train or gallery split."""
     training_warnings: tuple[str, ...] = ()
     """Signs of problems in the candidate's training."""
     champion_leakage: dict[str, int] | None
@@ -128,8 +126,6 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     under the same conditions as ``champion_leakage``. Images that came from review do
     not count.
     """
-    champion_tests: int = 0
-    """Number of the champion's test images that are also in the test split."""
     reviewed_left_out: dict[str, int] = {}
     """Number of images that came from review and left a measured split, keyed by
     split.
@@ -147,8 +143,8 @@ class Evaluation(Frozen, arbitrary_types_allowed=True):
     exists.
     """
     replay: Replay | None = None
-    """Comparison of the candidate's and the champion's answers to stored live queries,
-    or None if no champion exists.
+    """The candidate's and the champion's answers to stored live queries, for the run
+    page. None if no champion exists.
     """
     outcomes: dict[str, SkipValidation[Outcomes]] = Field(default={}, exclude=True, repr=False)
     """Outcomes, keyed by the names in `SYSTEMS` and stored in `OUTCOMES_FILE`."""
@@ -251,7 +247,6 @@ class _Leakage(NamedTuple):
     leakage: dict[str, int]
     champion_leakage: dict[str, int] | None
     champion_test_overlap: float | None
-    champion_tests: int
     unreadable: dict[Literal["training", "champion"], str]
 
 
@@ -260,12 +255,12 @@ def evaluate_systems(
     champion: ReleasedSystem | None,
     dataset: Dataset,
     open_set: OpenSet,
-    settings: EvaluationSettings,
     trained_on: Dataset | None = None,
     observe: Observer | None = None,
     observe_champion: Observer | None = None,
     anchor: ReleasedSystem | UnavailableSystem | None = None,
     answered: Answered = answered_by_nobody,
+    batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
     """Measure ``candidate``, ``champion`` and ``anchor`` on the test split of
     ``dataset``.
@@ -291,20 +286,20 @@ def evaluate_systems(
     classes = champion.classes if champion else NO_CHANGES
     with group_numbers(dataset) as groups:
         measurements["candidate"], outcomes["candidate"] = measure(
-            candidate, dataset, settings, observe=observe, groups=groups, answered=answered("candidate")
+            candidate, dataset, batch_size=batch_size, observe=observe, groups=groups, answered=answered("candidate")
         )
         if champion:
             measurements["champion"], outcomes["champion"] = measure(
                 champion.recognizer,
                 dataset,
-                settings,
+                batch_size=batch_size,
                 classes=classes,
                 observe=observe_champion,
                 groups=groups,
                 answered=answered("champion"),
             )
         measured_anchor = (
-            _measure_anchor(anchor, dataset, settings, outcomes, groups, answered) if champion and anchor else None
+            _measure_anchor(anchor, dataset, batch_size, outcomes, groups, answered) if champion and anchor else None
         )
     return Evaluation(
         candidate=measurements["candidate"],
@@ -312,7 +307,7 @@ def evaluate_systems(
         comparison=_compare(outcomes, "champion", dataset.labels),
         anchor=measured_anchor,
         open_set=open_set,
-        baselines=measure_baselines(outcomes["candidate"], dataset, settings.confidence, settings.batch_size),
+        baselines=measure_baselines(outcomes["candidate"], dataset),
         classes=classes,
         outcomes=outcomes,
         reviewed_left_out={split: sum(labels.values()) for split, labels in dataset.manifest.reviewed_left_out.items()},
@@ -323,7 +318,7 @@ def evaluate_systems(
 def _measure_anchor(
     anchor: ReleasedSystem | UnavailableSystem,
     dataset: Dataset,
-    settings: EvaluationSettings,
+    batch_size: int,
     outcomes: dict[str, Outcomes],
     groups: GroupNumbers | None,
     answered: Answered,
@@ -341,11 +336,11 @@ def _measure_anchor(
         fault = anchor.fault or "The dataset that it was built from is not in the store."
         return AnchorEvaluation(name=recognizer.name, fault=fault)
     try:
-        overlap, _ = _test_overlap(dataset, anchor.dataset, anchor.classes)
+        overlap = _test_overlap(dataset, anchor.dataset, anchor.classes)
     except IntegrityError as error:
         return AnchorEvaluation(name=recognizer.name, fault=str(error))
     measurement, outcomes["anchor"] = measure(
-        recognizer, dataset, settings, classes=anchor.classes, groups=groups, answered=answered("anchor")
+        recognizer, dataset, batch_size=batch_size, classes=anchor.classes, groups=groups, answered=answered("anchor")
     )
     return AnchorEvaluation(
         name=recognizer.name,
@@ -366,20 +361,20 @@ def _measure_leakage(dataset: Dataset, trained_on: Dataset, champion: ReleasedSy
             leakage |= count_leakage(dataset, trained_on, ("train",))
         except IntegrityError as error:
             leakage, unreadable["training"] = {}, str(error)
-    of_champion, overlap, common = None, None, 0
+    of_champion, overlap = None, None
     if champion and champion.dataset:
         try:
             of_champion = count_leakage(dataset, champion.dataset)
-            overlap, common = _test_overlap(dataset, champion.dataset, champion.classes)
+            overlap = _test_overlap(dataset, champion.dataset, champion.classes)
         except IntegrityError as error:
             of_champion, unreadable["champion"] = None, str(error)
     elif champion and champion.fault:
         unreadable["champion"] = champion.fault
-    return _Leakage(leakage, of_champion, overlap, common, unreadable)
+    return _Leakage(leakage, of_champion, overlap, unreadable)
 
 
-def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> tuple[float, int]:
-    """Proportion and number of the champion's test images that are also in the test
+def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSettings) -> float:
+    """Proportion of the champion's test images that are also in the test
     split of ``dataset``.
 
     Images of retired classes, and images that left the test split because they came
@@ -390,7 +385,7 @@ def _test_overlap(dataset: Dataset, champion_dataset: Dataset, classes: ClassSet
     total = sum(count for label, count in counts.items() if classes.current(label))
     if dataset.manifest.reviewed_left_out:
         total -= count_leakage(champion_dataset, dataset, ("train",))["train"]
-    return common / max(1, total), common
+    return common / max(1, total)
 
 
 def _compare(outcomes: dict[str, Outcomes], system: str, labels: tuple[str, ...]) -> Comparison | None:

@@ -78,7 +78,7 @@ def find_few_groups(dataset: Dataset, settings: RunSettings) -> FewGroups | None
         return None
     labels, numbers = (np.concatenate(column).astype(np.int32) for column in zip(*blocks, strict=True))
     perfect = Outcomes(np.ones(len(labels), np.bool_), labels, numbers)
-    measured = measure_baselines(perfect, dataset, settings.evaluation.confidence, settings.evaluation.batch_size)
+    measured = measure_baselines(perfect, dataset)
     return few_groups(measured, dataset, settings.data, settings.gate.significance)
 
 

@@ -9,34 +9,34 @@ The anchor and the candidate are measured in the same run on the same images.
 The first release that is promoted in a store becomes the anchor. The anchor remains the
 same until a user chooses a different anchor (`evernear registry anchor`), or until the
 anchor can no longer be compared with the candidate. An anchor can no longer be compared
-if it takes images of a different shape, if fewer than ``gate.test_overlap_floor`` of
-its test images are left, or if none of its classes are left. The champion then becomes
-the anchor, and the reason of the rule states the change. If the anchor is damaged or
-lost, the rule fails instead, because a fault must not weaken the gate.
+if it takes images of a different shape, if fewer than `TEST_OVERLAP_FLOOR` of its test
+images are left, or if none of its classes are left. The champion then becomes the
+anchor, and the reason of the rule states the change. If the anchor is damaged or lost,
+the rule fails instead, because a fault must not weaken the gate.
 
-Paired test (`no_worse_than_anchor`)
+Both tests are one rule, `no_worse_than_anchor`.
+
+Paired test
     The same test as in `no_worse`, on the classes that both the anchor and the
     candidate know. This test and `no_worse` use the same share of
     ``gate.significance``. If the champion is the anchor, `no_worse` uses both shares.
 
-Budget (`anchor_budget`)
+Budget
     On a small test split, no test can detect a loss of several percentage points. The
     regressions minus the improvements must therefore not exceed a budget, which depends
     only on the size of the test split and the number of the anchor's errors
     (`evernear.evaluation.compare.net_loss_budget`).
 
-Sensitivity (`detectable_loss`)
-    The smallest loss that at least one of these rules detects with a probability of
-    90%. If this loss is above ``gate.max_undetected_loss``, the verdict states the
-    loss. With ``gate.on_undetected_loss = hold``, the rule also fails. Runs that the
+Sensitivity
+    The smallest loss that at least one comparison detects with a probability of 90%. If
+    this loss is above `MAX_UNDETECTED_LOSS`, the verdict states the loss. With
+    ``gate.on_undetected_loss = hold``, the rule `no_worse` also fails. Runs that the
     watcher starts use this setting.
 
 The shares, the budget and the bound were chosen by simulation
 (docs/decisions/0027-the-anchor.md).
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from evernear.common.output import quantity
@@ -47,13 +47,21 @@ from evernear.evaluation.verdict import AnchorChoice, Rule
 from evernear.settings import GateSettings
 
 CLASSES_SHARE = 0.2
-"""Share of ``gate.significance`` that `class_recall_drop` uses."""
+"""Share of ``gate.significance`` that `class_recall` uses."""
 ANCHOR_SHARE = 0.4
 """Share of ``gate.significance`` that `no_worse_than_anchor` uses. `no_worse` spends
 the remaining share.
 """
 POWER = 0.9
 """Probability with which the loss that a verdict states is detected."""
+MAX_UNDETECTED_LOSS = 0.10
+"""Largest loss of accuracy that the gate may fail to detect, with a probability of more
+than 1 - `POWER`, without a warning.
+"""
+TEST_OVERLAP_FLOOR = 0.9
+"""Smallest share of a release's test images that the test split must still contain for
+a comparison.
+"""
 _MOVE = "`evernear registry anchor VERSION --why REASON`"
 _REMEDY = f" If this accuracy is intended, promote the release and make it the anchor with {_MOVE}."
 
@@ -75,7 +83,7 @@ class Anchor:
     """The reason why the anchor cannot be measured, as a sentence."""
 
 
-def choose_anchor(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Anchor:
+def choose_anchor(evaluation: Evaluation, champion: Measurement) -> Anchor:
     """The anchor of an evaluation.
 
     Return the measured anchor if it can be compared, and otherwise the champion.
@@ -87,7 +95,7 @@ def choose_anchor(evaluation: Evaluation, champion: Measurement, settings: GateS
         return Anchor(AnchorChoice(version=measured.name), False, None, None, fault=measured.fault)
     labels = _shared_labels(evaluation.candidate, measured.measurement)
     pairs = measured.comparison.within(labels) if measured.comparison else None
-    if why := _why_incomparable(measured.difference, measured.test_overlap, pairs, settings):
+    if why := _why_incomparable(measured.difference, measured.test_overlap, pairs):
         return _of_champion(evaluation, champion, AnchorChoice(version=champion.name, former=measured.name, why=why))
     return Anchor(
         AnchorChoice(version=measured.name),
@@ -105,12 +113,37 @@ def levels(anchor: Anchor, settings: GateSettings) -> tuple[float, float]:
     return both - of_anchor, of_anchor
 
 
-def anchor_rules(anchor: Anchor, candidate: Measurement, settings: GateSettings) -> Iterator[Rule]:
-    """The rules that compare the candidate with the anchor."""
-    if not anchor.is_champion:
-        yield _no_worse_than_anchor(anchor, candidate, settings)
-    if anchor.pairs:
-        yield _anchor_budget(anchor, anchor.pairs, settings)
+def no_worse_than_anchor_rule(anchor: Anchor, candidate: Measurement, settings: GateSettings) -> Rule | None:
+    """The rule fails if the candidate is significantly worse than the anchor, or if
+    the losses exceed the budget. Return None if nothing can be compared, in which case
+    `no_worse` fails.
+    """
+    name, level = "no_worse_than_anchor", levels(anchor, settings)[1]
+    if anchor.pairs is None or anchor.measurement is None:
+        if anchor.is_champion:
+            return None
+        reason = (
+            f"The anchor {anchor.choice.version} cannot be measured: {anchor.fault} {_MOVE} makes another release the "
+            "anchor."
+        )
+        return Rule(name=name, passed=False, bound=level, reason=reason)
+    pairs, budget = anchor.pairs, _budget(anchor, anchor.pairs, settings)
+    used, right = pairs.independent.net_losses, pairs.queries - anchor.errors
+    is_tested = not anchor.is_champion and pairs.least_p(right) <= level
+    could_fail = is_tested or round(right * pairs.independent.queries / pairs.queries) > budget
+    passed = used <= budget and (anchor.is_champion or pairs.p_worse > level)
+    reasons = [_replaced(anchor)] if anchor.choice.former else []
+    reasons += [] if could_fail else ["Too few images to tell whether the candidate is worse than the anchor."]
+    reasons += [_tested(anchor.choice.version, anchor.measurement, pairs, level)] if is_tested else []
+    reasons += [_spent(anchor, pairs, budget)]
+    return Rule(
+        name=name,
+        passed=passed,
+        could_fail=could_fail,
+        candidate=float(used),
+        bound=float(budget),
+        reason=" ".join(reasons) + ("" if passed else _REMEDY),
+    )
 
 
 def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> float:
@@ -129,24 +162,15 @@ def smallest_detectable_loss(anchor: Anchor, pairs: PairedCounts, settings: Gate
     return min(losses)
 
 
-def detectable_loss_rule(loss: float, settings: GateSettings) -> Rule:
-    """The rule for the smallest loss that the gate can detect."""
-    bound = settings.max_undetected_loss
-    is_small = loss <= bound
+def sensitivity(loss: float) -> str:
+    """A sentence about the smallest loss that the gate can detect."""
     stated = f"A loss of {100 * loss:.1f} points is detected" if loss < 1 else "No loss is detected"
-    reason = f"{stated} with {POWER:.0%} probability"
-    if is_small:
-        reason += "."
-    else:
-        reason += (
-            f", and gate.max_undetected_loss allows {100 * bound:g} points: the test split is too small to notice a "
-            "smaller loss. Add labeled images, or compare the releases on images of your own."
-        )
-    passed = is_small or settings.on_undetected_loss == "warn"
-    if not passed:
-        reason += " The run promotes nothing without a person (gate.on_undetected_loss = hold)."
-    setting = "" if passed else f"gate.max_undetected_loss={math.ceil(loss * 100) / 100:g}"
-    return Rule(name="detectable_loss", passed=passed, candidate=loss, bound=bound, reason=reason, setting=setting)
+    if loss <= MAX_UNDETECTED_LOSS:
+        return f"{stated} with {POWER:.0%} probability."
+    return (
+        f"{stated} with {POWER:.0%} probability, and {100 * MAX_UNDETECTED_LOSS:g} points should be: the test split is "
+        "too small to notice a smaller loss. Add labeled images, or compare the releases on images of your own."
+    )
 
 
 def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorChoice) -> Anchor:
@@ -155,60 +179,44 @@ def _of_champion(evaluation: Evaluation, champion: Measurement, choice: AnchorCh
     return Anchor(choice, True, champion, pairs if pairs and pairs.queries else None, errors=_errors(champion, labels))
 
 
-def _why_incomparable(
-    difference: str, overlap: float | None, pairs: PairedCounts | None, settings: GateSettings
-) -> str:
+def _why_incomparable(difference: str, overlap: float | None, pairs: PairedCounts | None) -> str:
     """The reason why the anchor cannot be compared, as a sentence, or an empty string
     if the anchor can be compared.
     """
     if difference:
         return difference
-    if overlap is None or not overlap >= settings.test_overlap_floor:
+    if overlap is None or not overlap >= TEST_OVERLAP_FLOOR:
         share = "none" if overlap is None else f"{overlap:.1%}"
-        return (
-            f"The test split contains {share} of the images that it was tested on, below "
-            f"{settings.test_overlap_floor:.0%}."
-        )
+        return f"The test split contains {share} of the images that it was tested on, below {TEST_OVERLAP_FLOOR:.0%}."
     if pairs is None or not pairs.queries:
         return "The test split contains no image of a class that it and the candidate know."
     return ""
 
 
-def _no_worse_than_anchor(anchor: Anchor, candidate: Measurement, settings: GateSettings) -> Rule:
-    name, level, version = "no_worse_than_anchor", levels(anchor, settings)[1], anchor.choice.version
-    if anchor.pairs is None or anchor.measurement is None:
-        reason = f"The anchor {version} cannot be measured: {anchor.fault} {_MOVE} makes another release the anchor."
-        return Rule(name=name, passed=False, bound=level, reason=reason)
-    p_worse = anchor.pairs.p_worse
-    passed = p_worse > level
-    reason = (
-        f"The candidate is {'not ' if passed else ''}significantly worse than the anchor {version}, whose accuracy is "
-        f"{anchor.measurement.accuracy.value:.2%}: {anchor.pairs.changes()}, {anchor.pairs.p_in_words()}, level "
-        f"{level:g}."
+def _replaced(anchor: Anchor) -> str:
+    return (
+        f"The champion takes the place of the anchor {anchor.choice.former}, which cannot be compared: "
+        f"{anchor.choice.why}"
     )
-    if not passed:
-        reason += _REMEDY
-    return Rule(name=name, passed=passed, candidate=candidate.accuracy.value, bound=level, reason=reason)
 
 
-def _anchor_budget(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> Rule:
-    budget, used = _budget(anchor, pairs, settings), pairs.independent.net_losses
-    passed = used <= budget
+def _tested(version: str, measurement: Measurement, pairs: PairedCounts, level: float) -> str:
+    verb = "is not" if pairs.p_worse > level else "is"
+    return (
+        f"The candidate {verb} significantly worse than the anchor {version}, whose accuracy is "
+        f"{measurement.accuracy.value:.2%}: {pairs.changes()}, {pairs.p_in_words()}, level {level:g}."
+    )
+
+
+def _spent(anchor: Anchor, pairs: PairedCounts, budget: int) -> str:
     unit = "test image" if pairs.groups is None else "group of test images"
     units = "test images" if pairs.groups is None else "groups of test images"
-    reason = (
+    return (
         f"Against the anchor {anchor.choice.version}{', which is the champion,' if anchor.is_champion else ','} the "
-        f"candidate uses {max(0, used):,} of a budget of {quantity(budget, 'net loss', 'net losses')} on "
-        f"{quantity(pairs.independent.queries, unit, units)} ({pairs.changes()})."
+        f"candidate uses {max(0, pairs.independent.net_losses):,} of a budget of "
+        f"{quantity(budget, 'net loss', 'net losses')} on {quantity(pairs.independent.queries, unit, units)} "
+        f"({pairs.changes()})."
     )
-    if anchor.choice.former:
-        reason = (
-            f"The champion takes the place of the anchor {anchor.choice.former}, which cannot be compared: "
-            f"{anchor.choice.why} {reason}"
-        )
-    if not passed:
-        reason += _REMEDY
-    return Rule(name="anchor_budget", passed=passed, candidate=float(used), bound=float(budget), reason=reason)
 
 
 def _budget(anchor: Anchor, pairs: PairedCounts, settings: GateSettings) -> int:

@@ -3,39 +3,115 @@
 The docstring of `evernear.evaluation.gate` explains them.
 """
 
-from evernear.common.output import named
+from typing import NamedTuple
+
+from evernear.common.output import named, quantity
+from evernear.evaluation.compare import PairedCounts
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.gate_anchor import CLASSES_SHARE
 from evernear.evaluation.measure import Measurement
-from evernear.evaluation.verdict import Rule, ceiling_setting, floor_setting
+from evernear.evaluation.statistics import CONFIDENCE, proportion
+from evernear.evaluation.verdict import Rule, floor_setting
 from evernear.settings import ClassSettings, GateSettings
 
+LARGEST_DROP = 0.05
+"""Largest loss of recall in any class, compared with the champion."""
 
-def class_recall_floor_rule(candidate: Measurement, settings: GateSettings) -> Rule:
-    """The rule fails if the recall of a class is significantly below the floor."""
-    recalls, floor = candidate.class_recall, settings.class_recall_floor
-    if not recalls:
-        return Rule(name="class_recall_floor", passed=False, bound=floor, reason="Recall by class is missing.")
-    fallen = [f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor]
-    worst = min(recalls, key=lambda label: recalls[label].value)
-    unmeasured = [label for label in candidate.known_labels if label not in recalls]
-    reason = (
-        f"Recall is significantly below the floor of {floor:.0%} for {named(fallen)}."
-        if fallen
-        else f"No class has a recall significantly below {floor:.0%}; the worst is {worst} with {recalls[worst]}."
-    )
-    if unmeasured:
-        reason += f" Without test images and therefore not measured: {named(unmeasured)}."
+
+class _Finding(NamedTuple):
+    """One of the two parts of `class_recall_rule`."""
+
+    passed: bool
+    could_fail: bool
+    reason: str
+    setting: str = ""
+
+
+def class_recall_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
+    """The rule fails if the recall of a class is significantly below the floor, or fell
+    significantly and by more than `LARGEST_DROP`.
+    """
+    candidate, champion = evaluation.candidate, evaluation.champion
+    findings = [_above_floor(candidate, settings.class_recall_floor)]
+    if champion is not None:
+        findings.append(_no_drop(evaluation, champion, settings.significance * CLASSES_SHARE))
+    failed = [finding for finding in findings if not finding.passed]
     return Rule(
-        name="class_recall_floor",
-        passed=not fallen,
-        candidate=recalls[worst].value,
-        bound=floor,
-        reason=reason,
-        setting=floor_setting("gate.class_recall_floor", min(recall.high for recall in recalls.values()))
-        if fallen
-        else "",
+        name="class_recall",
+        passed=not failed,
+        could_fail=any(finding.could_fail for finding in findings),
+        candidate=min((recall.value for recall in candidate.class_recall.values()), default=None),
+        bound=settings.class_recall_floor,
+        reason=" ".join(finding.reason for finding in failed or findings),
+        setting=failed[0].setting if len(failed) == 1 else "",
     )
+
+
+def _above_floor(candidate: Measurement, floor: float) -> _Finding:
+    recalls = candidate.class_recall
+    if not recalls:
+        return _Finding(False, True, "Recall by class is missing.")
+    fallen = [f"{label} ({recall.value:.1%})" for label, recall in recalls.items() if not recall.high >= floor]
+    if fallen:
+        setting = floor_setting("gate.class_recall_floor", min(recall.high for recall in recalls.values()))
+        return _Finding(
+            False, True, f"Recall is significantly below the floor of {floor:.0%} for {named(fallen)}.", setting
+        )
+    undecided = [
+        label
+        for label, recall in recalls.items()
+        if floor and proportion(0, recall.total, CONFIDENCE, recall.effective).high >= floor
+    ]
+    decided = [label for label in recalls if label not in undecided]
+    worst = min(decided or undecided, key=lambda label: recalls[label].value)
+    if decided:
+        reason = f"No class has a recall significantly below {floor:.0%}; the worst is {worst} with {recalls[worst]}."
+        reason += f" Too few images to tell for {named(undecided)}." if undecided else ""
+    else:
+        reason = (
+            f"Too few images to tell whether the recall of a class is below {floor:.0%}; the worst is {worst} with "
+            f"{recalls[worst]}."
+        )
+    if unmeasured := [label for label in candidate.known_labels if label not in recalls]:
+        reason += f" Without test images and therefore not measured: {named(unmeasured)}."
+    return _Finding(True, bool(decided), reason)
+
+
+def _no_drop(evaluation: Evaluation, champion: Measurement, level: float) -> _Finding:
+    if evaluation.comparison is None or not evaluation.comparison.classes:
+        return _Finding(False, True, "The comparison by class is missing.")
+    compared = evaluation.comparison.classes
+    classes = {label: compared[label] for label in champion.known_labels if label in compared}
+    if not classes:
+        return _Finding(False, True, "No class that the champion knows has a test image.")
+    level /= len(classes)
+    drops = {label: pairs.net_losses / pairs.queries for label, pairs in classes.items()}
+    fallen = [
+        f"{label} by {drops[label]:.1%}"
+        for label, pairs in classes.items()
+        if drops[label] > LARGEST_DROP and pairs.p_worse <= level
+    ]
+    if fallen:
+        reason = f"Recall fell significantly and by more than {LARGEST_DROP:.1%} for {named(fallen)}."
+        return _Finding(False, True, reason)
+    decided = [label for label, pairs in classes.items() if _could_drop(pairs, champion, label, level)]
+    largest = max(decided or classes, key=lambda label: drops[label])
+    change = f"the worst change is {0.0 - drops[largest]:+.1%} for {largest}."
+    if not decided:
+        return _Finding(
+            True,
+            False,
+            f"Too few images to tell whether the recall of a class fell by more than {LARGEST_DROP:.1%}; {change}",
+        )
+    reason = f"No class has a significant recall drop of more than {LARGEST_DROP:.1%}; {change}"
+    if others := len(classes) - len(decided):
+        reason += f" Too few images to tell for {quantity(others, 'other class', 'other classes')}."
+    return _Finding(True, True, reason)
+
+
+def _could_drop(pairs: PairedCounts, champion: Measurement, label: str, level: float) -> bool:
+    recall = champion.class_recall.get(label)
+    return recall is not None and pairs.least_p(recall.count) <= level
 
 
 def classes_kept_rule(candidate: Measurement, champion: Measurement, classes: ClassSettings) -> Rule:
@@ -59,35 +135,6 @@ def classes_kept_rule(candidate: Measurement, champion: Measurement, classes: Cl
         champion=len(champion.known_labels),
         reason=reason,
     )
-
-
-def class_recall_drop_rule(evaluation: Evaluation, champion: Measurement, settings: GateSettings) -> Rule:
-    """The rule fails if the recall of a class fell significantly and by more than
-    ``gate.class_recall_drop``.
-    """
-    name, bound = "class_recall_drop", settings.class_recall_drop
-    if evaluation.comparison is None or not evaluation.comparison.classes:
-        return Rule(name=name, passed=False, bound=bound, reason="The comparison by class is missing.")
-    compared = evaluation.comparison.classes
-    classes = {label: compared[label] for label in champion.known_labels if label in compared}
-    if not classes:
-        return Rule(name=name, passed=False, bound=bound, reason="No class that the champion knows has a test image.")
-    level = settings.significance * CLASSES_SHARE / len(classes)
-    drops = {label: (pairs.regressions - pairs.improvements) / pairs.queries for label, pairs in classes.items()}
-    fallen = [
-        f"{label} by {drops[label]:.1%}"
-        for label, pairs in classes.items()
-        if drops[label] > bound and pairs.p_worse <= level
-    ]
-    largest = max(drops, key=lambda label: drops[label])
-    reason = (
-        f"Recall fell significantly and by more than {bound:.1%} for {named(fallen)}."
-        if fallen
-        else f"No class has a significant recall drop of more than {bound:.1%}; the worst change is "
-        f"{0.0 - drops[largest]:+.1%} for {largest}."
-    )
-    setting = ceiling_setting("gate.class_recall_drop", drops[largest]) if fallen else ""
-    return Rule(name=name, passed=not fallen, candidate=drops[largest], bound=bound, reason=reason, setting=setting)
 
 
 def _class_figures(label: str, measurement: Measurement) -> str:

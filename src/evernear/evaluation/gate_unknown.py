@@ -3,7 +3,7 @@
 from evernear.common.output import quantity
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.measure import Measurement
-from evernear.evaluation.statistics import Proportion
+from evernear.evaluation.statistics import CONFIDENCE, Proportion, proportion
 from evernear.evaluation.verdict import Rule, ceiling_setting
 from evernear.index.description import MAX_DISTANCE
 from evernear.settings import GateSettings
@@ -20,7 +20,15 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
         reason = "No test image is of a class that the candidate knows, so false rejects were not measured."
         return Rule(name=name, passed=False, bound=ceiling, reason=reason)
     passed = rejected.low <= ceiling
-    if evaluation.candidate.threshold >= MAX_DISTANCE:
+    could_fail = (
+        ceiling == 1 or proportion(rejected.total, rejected.total, CONFIDENCE, rejected.effective).low > ceiling
+    )
+    if not could_fail:
+        reason = (
+            f"Too few images to tell whether more than {ceiling:.0%} of known images are called unknown: "
+            f"{rejected} of the known test images are."
+        )
+    elif evaluation.candidate.threshold >= MAX_DISTANCE:
         reason = evaluation.open_set.summary() or "Unknown is switched off: every image counts as known."
     else:
         reason = (
@@ -29,7 +37,15 @@ def false_reject_rule(evaluation: Evaluation, settings: GateSettings) -> Rule:
         )
         reason += _different_test_images(evaluation.candidate, rejected)
     setting = "" if passed else ceiling_setting("gate.false_reject_ceiling", rejected.low)
-    return Rule(name=name, passed=passed, candidate=rejected.value, bound=ceiling, reason=reason, setting=setting)
+    return Rule(
+        name=name,
+        passed=passed,
+        could_fail=could_fail,
+        candidate=rejected.value,
+        bound=ceiling,
+        reason=reason,
+        setting=setting,
+    )
 
 
 def _different_test_images(candidate: Measurement, rejected: Proportion) -> str:

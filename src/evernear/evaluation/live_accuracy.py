@@ -27,7 +27,7 @@ from pydantic import AwareDatetime
 
 from evernear.common.frozen import Frozen
 from evernear.common.output import quantity
-from evernear.evaluation.statistics import Proportion, deviations, exact_proportion
+from evernear.evaluation.statistics import CONFIDENCE, Proportion, deviations, exact_proportion
 
 LEVEL = 0.02
 """Probability that the test reports a loss in a given month although the release has no
@@ -104,6 +104,8 @@ class Assessment:
     """The arrival time of the label with which the loss became significant, or None if
     the loss is not significant.
     """
+    can_tell: bool
+    """Whether a loss could be significant if all answers were wrong."""
 
     @property
     def loss(self) -> float:
@@ -114,17 +116,18 @@ class Assessment:
 
     def __str__(self) -> str:
         figures = f"Accuracy on {quantity(self.accuracy.total, 'labeled live query', 'labeled live queries')}"
+        if self.expected is None:
+            return f"{figures}: {self.accuracy}. The accuracy on the test split is unknown."
         if self.lost_at is None:
-            return f"{figures}: {self.accuracy}, not significantly less than on the test split."
+            finding = "not significantly less than" if self.can_tell else "too few labels to compare it with"
+            return f"{figures}: {self.accuracy}, {finding} the {self.expected:.1%} on the test split."
         return (
             f"{figures}: {self.accuracy}. Since {self.lost_at:%Y-%m-%d}, this is significantly less than the"
             f" {self.expected:.1%} on the test split."
         )
 
 
-def assess(
-    queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime, confidence: float = 0.95
-) -> Assessment | None:
+def assess(queries: Sequence[LabeledQuery], expected: ExpectedAccuracy | None, now: datetime) -> Assessment | None:
     """Compare the labels for one release, in order of arrival, with the expected
     accuracy. Return None without recent labels.
     """
@@ -133,38 +136,38 @@ def assess(
     if not recent.any():
         return None
     correct = np.array([query.correct for query in queries])
-    lost = recent & is_loss(correct, months, expected) if expected else np.zeros(len(recent), np.bool_)
+    nothing = np.zeros(len(recent), np.bool_)
+    lost = recent & is_loss(correct, months, expected) if expected else nothing
     return Assessment(
-        accuracy=exact_proportion(int(correct[recent].sum()), int(recent.sum()), confidence),
+        accuracy=exact_proportion(int(correct[recent].sum()), int(recent.sum()), CONFIDENCE),
         expected=expected.value if expected else None,
         lost_at=queries[int(lost.argmax())].labeled_at if lost.any() else None,
+        can_tell=expected is not None and bool(is_loss(nothing, months, expected).any()),
     )
 
 
-def expected_accuracy(metrics: Mapping[str, float], confidence: float = 0.95) -> ExpectedAccuracy | None:
+def expected_accuracy(metrics: Mapping[str, float]) -> ExpectedAccuracy | None:
     """The accuracy on the test split, from a release's metrics. Returns None if the
     metrics do not contain the confidence interval of this accuracy.
 
     The number of independent images is computed from the interval with Wilson's
     formula. The number of independent images can be smaller than the number of images,
-    because images of a group count as fewer images. The confidence level of an interval
-    from an earlier version is unknown, so the result is limited to the number of
-    images.
+    because images of a group count as fewer images.
     """
     value, low = metrics.get("accuracy"), metrics.get("accuracy_low")
     if value is None or low is None or not low < value:
         return None
-    images = deviations(confidence) ** 2 * low * (1 - low) / (value - low) ** 2
-    return ExpectedAccuracy(value, min(images, metrics.get("test_images", images)))
+    images = deviations(CONFIDENCE) ** 2 * low * (1 - low) / (value - low) ** 2
+    return ExpectedAccuracy(value, images)
 
 
-def accuracy_by_week(queries: Iterable[LabeledQuery], confidence: float = 0.95) -> list[LiveAccuracy]:
+def accuracy_by_week(queries: Iterable[LabeledQuery]) -> list[LiveAccuracy]:
     """The accuracy of each release in each week, sorted by week in descending order."""
     outcomes: defaultdict[tuple[str, str], list[bool]] = defaultdict(list)
     for query in queries:
         outcomes[_week(query.at), query.version].append(query.correct)
     return [
-        LiveAccuracy(version=version, week=week, accuracy=exact_proportion(sum(correct), len(correct), confidence))
+        LiveAccuracy(version=version, week=week, accuracy=exact_proportion(sum(correct), len(correct), CONFIDENCE))
         for (week, version), correct in sorted(outcomes.items(), reverse=True)
     ]
 

@@ -17,9 +17,9 @@ from evernear.data.manifest import Shard, Split
 from evernear.data.shards import Block, Dataset
 from evernear.errors import DataError
 from evernear.evaluation.grouped import effective_totals
-from evernear.evaluation.statistics import Proportion, proportion
+from evernear.evaluation.statistics import CONFIDENCE, Proportion, proportion
 from evernear.index.description import Calibration
-from evernear.settings import ClassSettings, EvaluationSettings
+from evernear.settings import ClassSettings
 
 if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
     from evernear.evaluation.recognizer import Recognizer
@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # reading an evaluation must not import torch or FAISS
 
 
 RECALL_AT = 5
+BATCH_SIZE = 512
+"""Images per forward pass."""
 NO_CHANGES = ClassSettings()
 OTHER_LABEL = "(a label that the dataset does not have)"
 Observer = Callable[[Block, NDArray[np.float32], "Neighbors", "Classifications"], None]
@@ -103,7 +105,7 @@ class Measurement(Frozen):
     calibration_rejects: Proportion | None = None
     """Proportion of images called unknown in the query split, which was used to
     calibrate the threshold. The interval is based on groups, and is exact even though
-    the threshold was chosen on these images. None in evaluations from earlier versions.
+    the threshold was chosen on these images.
     """
     index_recall: Proportion
     """Proportion of query-split images for which the index found the nearest vector
@@ -167,8 +169,9 @@ class Outcomes:
 def measure(
     recognizer: "Recognizer",
     dataset: Dataset,
-    settings: EvaluationSettings,
     split: Split = "test",
+    *,
+    batch_size: int = BATCH_SIZE,
     classes: ClassSettings = NO_CHANGES,
     observe: Observer | None = None,
     groups: GroupNumbers | None = None,
@@ -191,7 +194,7 @@ def measure(
     gallery = recognizer.gallery
     tally = _Tally(dataset.labels, tuple(classes.current(label) or OTHER_LABEL for label in gallery.description.labels))
     known_labels = classes.current_labels(gallery.description.known_labels)
-    answered = answered or answer_queries(recognizer, dataset, dataset.shards(split), settings.batch_size)
+    answered = answered or answer_queries(recognizer, dataset, dataset.shards(split), batch_size)
     for block, embeddings, neighbors, answers in answered:
         tally.add(block, neighbors, answers, groups.of(block.digests) if groups else None)
         if observe is not None:
@@ -199,7 +202,7 @@ def measure(
     if not tally.queries:
         raise DataError(f"The {split} split of {dataset.manifest.name} is empty; raise data.{split}_fraction.")
 
-    shares = tally.shares(settings.confidence)
+    shares = tally.shares()
     calibration = gallery.description.calibration
     measurement = Measurement(
         name=recognizer.name,
@@ -215,8 +218,8 @@ def measure(
         recall_at_1=shares.overall("nearest"),
         recall_at_5=shares.overall("among_nearest"),
         false_rejects=shares.within(known_labels, "unknown"),
-        calibration_rejects=_calibration_rejects(calibration, settings.confidence),
-        index_recall=proportion(calibration.nearest_found, calibration.queries, settings.confidence),
+        calibration_rejects=_calibration_rejects(calibration),
+        index_recall=proportion(calibration.nearest_found, calibration.queries, CONFIDENCE),
         class_recall=shares.by_class("correct"),
         class_rejects=shares.by_class("unknown"),
         confusions=tally.confusions(),
@@ -225,8 +228,8 @@ def measure(
     return measurement, Outcomes(shares.columns["correct"], shares.labels, shares.group_numbers)
 
 
-def _calibration_rejects(calibration: Calibration, confidence: float) -> Proportion:
-    low, high = calibration.expected_false_rejects(confidence)
+def _calibration_rejects(calibration: Calibration) -> Proportion:
+    low, high = calibration.expected_false_rejects()
     return Proportion(count=calibration.false_rejects, total=calibration.queries, low=low, high=high)
 
 
@@ -241,7 +244,6 @@ class _Shares:
     labels: NDArray[np.int32]
     columns: dict[Column, NDArray[np.bool_]]
     group_numbers: NDArray[np.int32] | None
-    confidence: float
 
     @property
     def groups(self) -> int | None:
@@ -268,7 +270,7 @@ class _Shares:
         groups = self.group_numbers
         effective = [None] * len(totals) if groups is None else effective_totals(strata, groups, len(totals)).tolist()
         return {
-            stratum: proportion(int(counts[stratum]), int(total), self.confidence, effective[stratum])
+            stratum: proportion(int(counts[stratum]), int(total), CONFIDENCE, effective[stratum])
             for stratum, total in enumerate(totals)
             if total
         }
@@ -318,12 +320,12 @@ class _Tally:
         numbers = truth.astype("<i8")[:, None].view(np.uint8)
         self.sha256.update(np.concatenate([block.digests, numbers], axis=1).tobytes())
 
-    def shares(self, confidence: float) -> _Shares:
+    def shares(self) -> _Shares:
         columns: dict[Column, NDArray[np.bool_]] = {
             column: np.concatenate(parts) for column, parts in self._columns.items()
         }
         groups = np.concatenate(self._groups) if self._groups else None
-        return _Shares(self._names, np.concatenate(self._labels), columns, groups, confidence)
+        return _Shares(self._names, np.concatenate(self._labels), columns, groups)
 
     def confusions(self) -> tuple[tuple[str, str, int], ...]:
         base = len(self._names)

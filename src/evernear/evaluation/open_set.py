@@ -18,8 +18,7 @@ class OpenSet(Frozen):
     """The classes that were held out in at least one draw."""
     draws: int = 0
     """Number of probed networks. Each network is trained without some classes. No class
-    is left out twice. In probes from earlier versions, the number is 0, and the
-    intervals are based on images only.
+    is left out twice. The number is 0 if there was no probe.
     """
     auroc: Auroc | None = None
     false_accepts_at_95: Interval | None = None
@@ -90,8 +89,6 @@ class OpenSet(Frozen):
     def basis(self) -> str:
         """The basis and the scope of the figures, in one or two sentences."""
         classes = quantity(len(self.held_out), "class", "classes")
-        if not self.draws:
-            return f"The figures rest on {classes}, and the intervals hold for these alone: other classes may differ."
         training = (
             "one network, trained without them"
             if self.draws == 1

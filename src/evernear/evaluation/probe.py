@@ -20,9 +20,11 @@ from evernear.embedding.speed import plan_training
 from evernear.embedding.train import OnStep
 from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
 from evernear.evaluation.grouped import effective_totals
+from evernear.evaluation.measure import BATCH_SIZE
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probed_recognizer import ProbedRecognizer, choose_opener
 from evernear.evaluation.statistics import (
+    CONFIDENCE,
     Auroc,
     Interval,
     Placements,
@@ -127,7 +129,7 @@ def probe_open_set(
     counts = [manifest.label_counts(split) for split in SPLITS]
     # Every class needs images in each split, whether the class is held out or not.
     eligible = [label for label in manifest.labels if all(count[label] for count in counts)]
-    wanted = settings.held_out_classes or max(FEWEST_HELD_OUT, len(eligible) // 5)
+    wanted = max(FEWEST_HELD_OUT, len(eligible) // 5)
     recipe = plan.probe if plan else probe_recipe(dataset, train_settings, settings, store)
     held_out = choose_held_out(eligible, wanted, PROBE_DRAWS if recipe.keeps_backbone else 1, train_settings.seed)
     if not held_out:
@@ -137,13 +139,13 @@ def probe_open_set(
     end_s = time.monotonic() + (plan.probe_s if plan and plan.probe_s is not None else math.inf)
     with group_numbers(dataset) as groups:
         for labels in held_out:
-            draws.append(_measure_draw(open_without(labels), dataset, labels, settings.batch_size, groups))
+            draws.append(_measure_draw(open_without(labels), dataset, labels, groups))
             if on_draw is not None:
                 on_draw(len(draws), len(held_out))
             if time.monotonic() > end_s:
                 break
     all_held_out = tuple(sorted(frozenset[str]().union(*held_out[: len(draws)])))
-    return assess(draws, index_settings, settings.confidence).model_copy(update={"held_out": all_held_out})
+    return assess(draws, index_settings).model_copy(update={"held_out": all_held_out})
 
 
 def probe_recipe(
@@ -163,7 +165,7 @@ def probe_recipe(
     return train_settings.model_copy(update={"epochs": settings.probe_epochs or epochs})
 
 
-def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) -> OpenSet:
+def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:
     """Choose the share of known images to reject, and measure the effect of this share
     on the test images of ``draws``.
 
@@ -174,8 +176,8 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) ->
     by_draw = [place(draw.known.distances, draw.unknown.distances) for draw in draws]
     placements = Placements(*(np.concatenate(column) for column in zip(*by_draw, strict=True)))
     known_of_draw = float(np.mean([draw.known.independent for draw in draws]))  # the draws use the same test images
-    value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, confidence)
-    of_classes = _interval_of_classes(value, placements, known, unknown, confidence)
+    value, *of_images = auroc_interval(placements, known_of_draw, unknown.independent, CONFIDENCE)
+    of_classes = _interval_of_classes(value, placements, known, unknown)
     required = float(np.mean([_required_reject_rate(draw, settings.false_accept_rate) for draw in draws]))
     separates = of_images[0] > 0.5
     reject_rate = min(required, settings.false_reject_rate) if separates else None
@@ -196,15 +198,15 @@ def assess(draws: Sequence[Draw], settings: IndexSettings, confidence: float) ->
             known=len(known.distances),
             unknown=len(unknown.distances),
         ),
-        false_accepts_at_95=_false_accepts_at_95(known, unknown, confidence),
+        false_accepts_at_95=_false_accepts_at_95(known, unknown),
         roc=roc(known.distances, unknown.distances),
         threshold=None if separates else MAX_DISTANCE,
         reject_rate=reject_rate,
         required_reject_rate=required,
         stated_false_accept_rate=settings.false_accept_rate,
         stated_false_reject_rate=settings.false_reject_rate,
-        false_accepts=_share(accepted, unknown.clusterings, confidence),
-        false_rejects=_share(rejected, known.clusterings, confidence),
+        false_accepts=_share(accepted, unknown.clusterings),
+        false_rejects=_share(rejected, known.clusterings),
     )
 
 
@@ -215,9 +217,7 @@ def _required_reject_rate(draw: Draw, false_accept_rate: float) -> float:
     return float((draw.known_for_calibration > threshold_at(draw.unknown_for_calibration, false_accept_rate)).mean())
 
 
-def _interval_of_classes(
-    value: float, placements: Placements, known: Sample, unknown: Sample, confidence: float
-) -> tuple[float, float]:
+def _interval_of_classes(value: float, placements: Placements, known: Sample, unknown: Sample) -> tuple[float, float]:
     """Interval limits for the area ``value``. The known and the held-out classes are
     regarded as samples of all classes.
     """
@@ -230,25 +230,25 @@ def _interval_of_classes(
             spread_of_mean(placements.known_below, known.clusterings),
             spread_of_mean(placements.beyond_known, unknown.clusterings),
         ]
-    ).half_width(confidence)
+    ).half_width(CONFIDENCE)
     return float(expit(logit(value) - half)), float(expit(logit(value) + half))
 
 
-def _false_accepts_at_95(known: Sample, unknown: Sample, confidence: float) -> Interval:
-    measured = false_accepts_at(known.distances, unknown.distances, 0.95, confidence)
+def _false_accepts_at_95(known: Sample, unknown: Sample) -> Interval:
+    measured = false_accepts_at(known.distances, unknown.distances, 0.95, CONFIDENCE)
     accepted = unknown.distances <= np.quantile(known.distances, 0.95, method="inverted_cdf")
-    of_classes = _share(accepted, unknown.clusterings, confidence)
+    of_classes = _share(accepted, unknown.clusterings)
     return measured.model_copy(
         update={"low": min(measured.low, of_classes.low), "high": max(measured.high, of_classes.high)}
     )
 
 
-def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters], confidence: float) -> Proportion:
+def _share(outcomes: NDArray[np.bool_], clusterings: Sequence[Clusters]) -> Proportion:
     """The share of ``outcomes`` (N,) that are true, with an interval that includes the
     spread between classes.
     """
-    effective = effective_images(outcomes, clusterings, confidence)
-    return proportion(int(outcomes.sum()), len(outcomes), confidence, effective)
+    effective = effective_images(outcomes, clusterings, CONFIDENCE)
+    return proportion(int(outcomes.sum()), len(outcomes), CONFIDENCE, effective)
 
 
 def _concatenate(samples: Sequence[Sample]) -> Sample:
@@ -274,16 +274,15 @@ def _measure_draw(
     recognizer: ProbedRecognizer,
     dataset: Dataset,
     held_out: frozenset[str],
-    batch_size: int,
     groups: GroupNumbers | None,
 ) -> Draw:
     """The distances to the gallery of ``recognizer``, which does not contain
     ``held_out``.
     """
     seen = groups.seen_queries() if groups else frozenset[bytes]()
-    known, unknown = _distances(recognizer, dataset, "test", held_out, batch_size, groups)
-    queries, others = _distances(recognizer, dataset, "query", held_out, batch_size, None, seen)
-    _, gallery = _distances(recognizer, dataset, "gallery", held_out, batch_size, None)
+    known, unknown = _distances(recognizer, dataset, "test", held_out, groups)
+    queries, others = _distances(recognizer, dataset, "query", held_out, None, seen)
+    _, gallery = _distances(recognizer, dataset, "gallery", held_out, None)
     return Draw(known, unknown, queries.distances, np.concatenate([others.distances, gallery.distances]))
 
 
@@ -292,7 +291,6 @@ def _distances(
     dataset: Dataset,
     split: Split,
     held_out: Iterable[str],
-    batch_size: int,
     groups: GroupNumbers | None,
     exclude: frozenset[bytes] = frozenset(),
 ) -> tuple[Sample, Sample]:
@@ -306,7 +304,7 @@ def _distances(
     gallery = recognizer.gallery
     parts: list[Sample] = []
     included: list[NDArray[np.bool_]] = []
-    shards = ((dataset.shard_blocks(shard, batch_size), shard.count) for shard in dataset.shards(split))
+    shards = ((dataset.shard_blocks(shard, BATCH_SIZE), shard.count) for shard in dataset.shards(split))
     for block, embeddings in recognizer.embed(shards):
         distances = gallery.classify(embeddings, gallery.search(embeddings, gallery.description.k)).distances
         of_groups = (groups.of(block.digests),) if groups else ()

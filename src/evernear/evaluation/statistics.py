@@ -17,6 +17,8 @@ from pydantic import Field
 from evernear.common.frozen import Frozen
 
 ROC_POINTS = 200
+CONFIDENCE = 0.95
+"""Confidence level of every interval."""
 BOOTSTRAP = 10_000
 """Number of resamples for each bootstrap interval."""
 
@@ -33,6 +35,8 @@ class Proportion(Frozen):
     total: int = Field(ge=1)
     low: float = Field(ge=0, le=1, allow_inf_nan=False)
     high: float = Field(ge=0, le=1, allow_inf_nan=False)
+    effective: float | None = None
+    """Effective number of independent images, or None if all images are independent."""
 
     @property
     def value(self) -> float:
@@ -123,6 +127,7 @@ def proportion(count: int, total: int, confidence: float, effective: float | Non
         total=total,
         low=max(0.0, min(middle - half, share)),
         high=min(1.0, max(middle + half, share)),
+        effective=effective,
     )
 
 

@@ -78,14 +78,15 @@ class Verdict(Frozen):
     champion: System | None
     dataset_digest: str
     anchor: AnchorChoice | None = None
-    """The anchor. None if no champion exists, and in verdicts from earlier versions."""
+    """The anchor. None if no champion exists."""
     detectable_loss: float | None = None
     """The smallest loss of accuracy, between 0 and 1, that the gate detects with a
-    probability of 90%. None under the same conditions as ``anchor``.
+    probability of 90%. None if there is no champion, or nothing to compare.
     """
     caution: str = ""
-    """Sentences about the loss that an automatic promotion may leave undetected, or an
-    empty string if the test split is large enough.
+    """Sentences about the loss that an automatic promotion may leave undetected, or about
+    a first release without evidence, or an empty string if the test split is large
+    enough.
     """
     digest: str
     """sha256 of all other fields."""
@@ -152,9 +153,7 @@ def _all_passed(rules: Iterable[Rule]) -> bool:
 
 
 def _digest(verdict: Verdict) -> str:
-    # Verdicts from earlier versions lack these fields and remain valid.
-    unset = {name for name in ("anchor", "detectable_loss", "caution") if not getattr(verdict, name)}
-    return sha256_bytes(verdict.model_dump_json(exclude={"digest", *unset}).encode())
+    return sha256_bytes(verdict.model_dump_json(exclude={"digest"}).encode())
 
 
 def floor_setting(key: str, value: float) -> str:

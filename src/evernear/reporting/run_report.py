@@ -16,7 +16,7 @@ from evernear.data.validate import Report
 from evernear.errors import StoreError
 from evernear.evaluation.evaluate import Evaluation
 from evernear.evaluation.examples import Examples
-from evernear.evaluation.replay_examples import ReplayExamples
+from evernear.evaluation.replay import ReplayExamples
 from evernear.evaluation.statistics import Proportion
 from evernear.evaluation.verdict import Verdict
 from evernear.release.manifest import is_version
@@ -28,7 +28,7 @@ from evernear.settings import CostSettings, RunSettings
 from evernear.settings.sources import flat
 
 CONFUSION_LABELS_MAX = 30
-KEY_RULES = ("no_worse", "beats_baselines", "anchor_budget", "accuracy_floor")
+KEY_RULES = ("no_worse", "beats_baselines", "no_worse_than_anchor", "accuracy_floor")
 """The most informative rules for a promoted candidate."""
 
 
@@ -133,7 +133,8 @@ class RunReport:
         """
         if self.outcome.state == "promoted" and self.verdict:
             by_rule = {rule.name: rule.reason for rule in self.verdict.rules}
-            return [by_rule[name] for name in KEY_RULES if name in by_rule]
+            reasons = [by_rule[name] for name in KEY_RULES if name in by_rule]
+            return [reason for reason in reasons if reason != self.outcome.caution]  # the page shows it as a warning
         return [*self.outcome.reasons]
 
     @property

@@ -22,7 +22,7 @@ from tests.releases import MakeRelease
 
 NOW = datetime.now(UTC)
 RECALL = Rule(
-    name="class_recall_floor",
+    name="class_recall",
     passed=False,
     candidate=0.2,
     bound=0.5,

@@ -141,7 +141,7 @@ def test_help_lists_every_command() -> None:
 
 
 def test_promotion_says_which_loss_it_would_not_have_detected() -> None:
-    caution = "A loss of 15 points is detected with 90% probability, and gate.max_undetected_loss allows 10."
+    caution = "A loss of 15 points is detected with 90% probability, and 10 points should be."
     for warned, expected in ((caution, [f":warning: {caution}"]), ("", [])):
         result = outcome("promoted").model_copy(update={"caution": warned})
         message = runs.verdict(request(), run(State.SUCCEEDED), result, [RULE], champion(), [])

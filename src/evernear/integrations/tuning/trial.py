@@ -46,5 +46,5 @@ def measure_trial(
     export_network(trained, dataset, network, recipe.parity_tolerance, cache)
     embed_dataset(network, dataset, embeddings, store=cache)
     build_index(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
-    measured, _ = measure(Recognizer.open(network, index, store=cache), dataset, settings.evaluation, "query")
+    measured, _ = measure(Recognizer.open(network, index, store=cache), dataset, "query")
     return measured.accuracy

@@ -13,9 +13,9 @@ from evernear.reporting.notify import RunOutcome, load_rules
 from evernear.review.answers import Answer
 from evernear.triggers.console.run_records import RunRecords
 
-_CLASS_RULES = ("class_recall_floor", "class_recall_drop", "classes_kept")
+_CLASS_RULES = ("class_recall", "classes_kept")
 """Rules whose reasons mention classes."""
-_MORE_IMAGES_HELP = ("class_recall_floor", "class_recall_drop", "false_rejects", "accuracy_floor", "no_worse")
+_MORE_IMAGES_HELP = ("class_recall", "false_rejects", "accuracy_floor", "no_worse")
 
 
 class Hold(NamedTuple):

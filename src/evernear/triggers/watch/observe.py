@@ -255,7 +255,7 @@ class Observer:
     def _live_accuracy(self, champion: ReleaseManifest, now: datetime, faults: list[str]) -> Assessment | None:
         labels = labels_of_release(self.store, champion.version)
         faults += labels.damaged.values()
-        expected = expected_accuracy(champion.metrics, self.settings.evaluation.confidence)
+        expected = expected_accuracy(champion.metrics)
         return assess(labels.queries, expected, now)
 
     def _baseline(self, registry: Registry, version: str) -> DriftBaseline:
