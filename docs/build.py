@@ -233,18 +233,24 @@ def foreign_resources(site: Path) -> set[str]:
 
 
 def dead_links(site: Path) -> set[str]:
-    """Links of a built site that lead neither to the web nor to a file of the site."""
+    """Links of a built site that lead neither to the web nor into the site."""
+    pages = {page: _addresses(page) for page in site.rglob("*.html")}
+
+    def is_dead(page: Path, url: str) -> bool:
+        file, anchor = _file(site, page, url), unquote(url.partition("#")[2])
+        return not file.is_file() or (bool(anchor) and file in pages and anchor not in pages[file].anchors)
+
     return {
         f"{page.relative_to(site)} -> {url}"
-        for page in site.rglob("*.html")
-        for url in _addresses(page).links
-        if not re.match(r"(?:https?|mailto):", url) and not _file(site, page, url).is_file()
+        for page, addresses in pages.items()
+        for url in addresses.links
+        if not re.match(r"(?:https?|mailto):", url) and is_dead(page, url)
     }
 
 
 def _file(site: Path, page: Path, url: str) -> Path:
     path = unquote(url.partition("#")[0])
-    return site / path[1:] if path.startswith("/") else page.parent / path if path else page
+    return site / path[1:] if path.startswith("/") else Path(os.path.normpath(page.parent / path)) if path else page
 
 
 def _addresses(page: Path) -> "_Addresses":
@@ -254,16 +260,18 @@ def _addresses(page: Path) -> "_Addresses":
 
 
 class _Addresses(HTMLParser):
-    """Collects what a browser fetches without a click, and where a click leads."""
+    """Collects what a browser fetches without a click, and from where to where a click leads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.loaded: list[str] = []
         self.links: list[str] = []
+        self.anchors: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Record the address of a link, a script, a style, an image or a frame."""
         values = dict(attrs)
+        self.anchors.add(values.get("id") or "")
         if tag == "a" and values.get("href"):
             self.links.append(values["href"] or "")
         if tag in ("script", "img", "iframe", "source", "video"):

@@ -11,11 +11,13 @@ import nbformat
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from docs import build
 from docs.settings_reference import settings, settings_page
 from docs.wrapping import damage
-from evernear.cli.app import EXTRAS
+from evernear.cli.app import EXTRAS, app
 from evernear.errors import DataError
 
 
@@ -89,13 +91,14 @@ def test_link_to_code_is_text_where_the_repository_is_unknown(
 
 
 def test_link_to_a_file_of_the_machine_or_to_a_missing_page_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "there is.html").write_text("")
+    (tmp_path / "there is.html").write_text('<h2 id="part"></h2>')
     (tmp_path / "page.html").write_text(
-        '<a href="https://example.org/"></a><a href="there%20is.html#part"></a><a href="#here"></a><a>none</a>'
-        '<a href="mailto:a@example.org"></a><a href="/page.html"></a>'
-        '<a href="file:///src/steps.py"></a><a href="../outside.html"></a>'
+        '<a href="https://example.org/"></a><a href="there%20is.html#part"></a><a href="#here" id="here"></a>'
+        '<a>none</a><a href="mailto:a@example.org"></a><a href="/page.html"></a>'
+        '<a href="file:///src/steps.py"></a><a href="../outside.html"></a><a href="there%20is.html#gone"></a>'
     )
-    assert build.dead_links(tmp_path) == {"page.html -> file:///src/steps.py", "page.html -> ../outside.html"}
+    dead = {"file:///src/steps.py", "../outside.html", "there%20is.html#gone"}
+    assert build.dead_links(tmp_path) == {f"page.html -> {url}" for url in dead}
 
 
 def test_missing_link_target_is_an_error_with_file_and_line(page: Path) -> None:
@@ -140,6 +143,30 @@ def test_every_setting_is_described_in_the_reference() -> None:
     assert not undescribed
     page = settings_page()
     assert all(f"| `{name}` |" in page for name, _ in settings())
+
+
+GUIDES = [build.ROOT / "README.md", *sorted(build.DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_settings_that_a_page_names_exist(guide: Path) -> None:
+    known = {name for name, _ in settings()}
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    named = re.findall(r"(?:`|--set )(([a-z_]+)\.(?!yml)[a-z_]+)\b", guide.read_text())
+    assert not {name for name, section in named if section in sections and name not in known}
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
+def test_commands_that_a_page_names_exist(guide: Path) -> None:
+    """The guide to extending evernear adds the command `runs`."""
+    named = re.findall(r"(?:`|\$ )evernear ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?(?=[ `|\n])", guide.read_text())
+    commands = get_command(app)
+    assert isinstance(commands, TyperGroup)
+    for name, subcommand in named:
+        command = commands.commands.get(name)
+        assert command or name == "runs", name
+        if subcommand and isinstance(command, TyperGroup):
+            assert subcommand in command.commands, (name, subcommand)
 
 
 def test_navigation_lists_every_page_of_docs_and_every_notebook() -> None:
