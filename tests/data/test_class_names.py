@@ -8,10 +8,9 @@ from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.store import open_store
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
-from evernear.data.source_diff import diff_source
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset
 from evernear.errors import DataError, DataValidationError
-from evernear.settings import ClassSettings, DataSettings, ValidationSettings
+from evernear.settings import ClassSettings, ValidationSettings
 
 COMPOSED, DECOMPOSED = "caf\xe9", "cafe\u0301"
 
@@ -92,34 +91,6 @@ def test_case_and_width_are_different_classes_with_a_warning(make_tree, run_inge
 def test_blank_name_is_refused(make_tree, run_ingest) -> None:
     with pytest.raises(DataError, match=r"The name of the class folder '\\u200b ' of given is blank; rename it\."):
         run_ingest(make_tree("\u200b ", "a", "b"))
-
-
-def test_dataset_with_an_earlier_spelling_goes_on(make_tree, run_ingest, contents, monkeypatch) -> None:
-    """An earlier version took names as they were."""
-    tree = make_tree(DECOMPOSED, COMPOSED, "pear ", "plum")
-    with monkeypatch.context() as patch:
-        patch.setattr("evernear.data.sources.folder.class_name", lambda name: name)
-        before = run_ingest(tree)
-    assert set(before.labels) == {DECOMPOSED, COMPOSED, "pear ", "plum"}
-    after = run_ingest(tree)
-    assert after.labels[:4] == before.labels
-    assert sorted(set(contents(after).label.values())) == [COMPOSED, "pear", "plum"]
-    assert contents(after).split == contents(before).split
-    findings = check(after, champion=before.labels).findings
-    assert [(finding.rule, finding.severity) for finding in findings] == [("merged_folders", "info")]
-    assert diff_source(DataSettings(source=f"folder:{tree}"), [None])[0].labels == {
-        COMPOSED: 24,
-        "pear": 12,
-        "plum": 12,
-    }
-
-
-def test_earlier_spelling_of_another_source_is_the_same_class(make_tree, run_ingest, contents, monkeypatch) -> None:
-    first, second = make_tree(DECOMPOSED, "plum", name="first"), make_tree(COMPOSED, name="second")
-    with monkeypatch.context() as patch:
-        patch.setattr("evernear.data.sources.folder.class_name", lambda name: name)
-        run_ingest(first, dataset="both")
-    assert set(contents(run_ingest(second, dataset="both")).label.values()) == {COMPOSED, "plum"}
 
 
 def test_classes_are_retired_and_renamed_in_any_spelling(make_tree, run_ingest) -> None:

@@ -13,7 +13,7 @@ import pytest
 from evernear.common.store import open_store
 from evernear.data.encoded_image import EncodedImage
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import Manifest, ledger_key
+from evernear.data.manifest import Manifest, ledger_key, manifest_key
 from evernear.data.preprocess import Picture, decode_inspected
 from evernear.data.reduction import BitDepth
 from evernear.data.source_diff import fetch_ledger
@@ -269,8 +269,7 @@ def test_later_ingests_store_only_the_changes_of_the_ledger(
     def ledger(manifest: Manifest) -> dict[str, list[tuple[object, ...]]]:
         path = fetch_ledger(store, manifest, tmp_path / "cache")
         with closing(sqlite3.connect(path)) as db:
-            db.execute("UPDATE files SET seen = 0")
-            tables = ("state", "labels", "sources", "shards", "hidden_folders", "files", "images", "removed")
+            tables = ("labels", "sources", "shards", "hidden_folders", "files", "images", "removed")
             return {table: sorted(db.execute(f"SELECT * FROM {table}"), key=str) for table in tables}  # noqa: S608
 
     def size_bytes(sha256: str) -> int:
@@ -412,14 +411,26 @@ def test_splits_survive_the_return_to_an_earlier_digest(tree, run_ingest, make_i
     assert before.items() <= splits.items()
 
 
-def test_changes_of_earlier_versions_are_not_compressed(tmp_path: Path) -> None:
+def test_changes_are_compressed(tmp_path: Path) -> None:
     changes = tmp_path / "saved.sqlite"
     changes.write_bytes(b"SQLite format 3\0" * 1000)
     written = changes.read_bytes()
-    expand(changes)
-    assert changes.read_bytes() == written
     compress(changes)
     assert changes.stat().st_size < 1000
     expand(changes)
     assert changes.read_bytes() == written
     assert [path.name for path in tmp_path.iterdir()] == ["saved.sqlite"]
+
+
+def test_store_of_another_format_is_refused_in_a_sentence(tree, run_ingest, tmp_path: Path) -> None:
+    manifest = run_ingest(tree)
+    store = open_store((tmp_path / "store").as_uri())
+    key = manifest_key(manifest.name, manifest.digest)
+    stored = store.get(key).replace(b'"format": 2', b'"format": 1').replace(b'"reviewed": 0', b'"reviews": 0')
+    assert b'"format": 1' in stored
+    store.put(key, stored)
+    with pytest.raises(
+        IntegrityError, match=r"in the format of another version of evernear\. Until 1\.0, .* new store"
+    ):
+        run_ingest(tree)
+    assert store.get(key) == stored

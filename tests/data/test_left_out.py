@@ -3,15 +3,11 @@ never lost in silence.
 """
 
 import os
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from evernear.common.store import open_store
-from evernear.data import ledger_changes
-from evernear.data.ledger import Ledger
 from evernear.data.manifest import Manifest
 from evernear.data.shards import Dataset
 from evernear.data.sources.folder import Bucket
@@ -270,14 +266,3 @@ def test_source_without_any_image_says_what_it_contains_instead(tmp_path: Path, 
     (tmp_path / "given" / "a" / "scan.dcm").write_bytes(bytes(128) + b"DICM")
     with pytest.raises(DataError, match=r"contains no image in a class folder; .* 1 file was left out: a/scan\.dcm\."):
         run_ingest(tmp_path / "given")
-
-
-def test_changes_of_an_earlier_ledger_are_applied(tmp_path: Path) -> None:
-    """Its version did not know all tables."""
-    with closing(Ledger(tmp_path / "ledger", "folder:a")) as ledger:
-        ledger.save(tmp_path / "saved")
-        ledger.save_changes(tmp_path / "changes")
-    with closing(sqlite3.connect(tmp_path / "changes")) as db:
-        db.execute("DROP TABLE notes")
-    with closing(sqlite3.connect(tmp_path / "saved", isolation_level=None)) as db:
-        ledger_changes.apply_row_changes(db, tmp_path / "changes")

@@ -35,7 +35,8 @@ class Frozen(BaseModel):
             IntegrityError: ``data`` is not a valid document. The message contains
                 ``source``, the first invalid field and the remedy. If only unknown
                 fields make the document invalid, a later version of evernear may have
-                written the document.
+                written the document. If its ``format`` is another, a new store is
+                needed.
         """
         if not data:
             raise IntegrityError(f"{source} is not a valid {_words(cls)}: it is empty{cls._ending(remedy)}")
@@ -45,6 +46,11 @@ class Frozen(BaseModel):
             faults = error.errors(include_url=False)
             fault = faults[0]
             field = printable(".".join(str(part) for part in fault["loc"]), _QUOTED_MAX_CHARACTERS)
+            if any(each["loc"] == ("format",) for each in faults):
+                raise IntegrityError(
+                    f"{source} is a {_words(cls)} in the format of another version of evernear. Until 1.0, a changed "
+                    "format needs a new store: choose another --workdir or store, or use the version that wrote it."
+                ) from None
             if all(each["type"] == "extra_forbidden" for each in faults):
                 raise IntegrityError(
                     f"{source} is not a valid {_words(cls)} for this version of evernear, which does not know the "

@@ -17,7 +17,7 @@ from evernear.data.sources.base import NameSample
 from evernear.data.sources.names import is_reviewed
 from evernear.data.sqlite import batched, marks, sqlite_errors
 
-SCHEMA = "CREATE TABLE IF NOT EXISTS groups (digest BLOB PRIMARY KEY, name TEXT NOT NULL) WITHOUT ROWID"
+SCHEMA = "CREATE TABLE groups (digest BLOB PRIMARY KEY, name TEXT NOT NULL) WITHOUT ROWID"
 Members = Counter[tuple[str, Split]]
 """Number of images in a group by label and split."""
 FEWEST_GROUPS = 3
@@ -266,8 +266,8 @@ def groups_of(db: sqlite3.Connection, digests: Sequence[bytes]) -> dict[bytes, s
 
 
 class PublishedGroups:
-    """The groups in a published ledger, which is immutable. A ledger from an earlier
-    version of evernear may not contain groups. Close the object after use.
+    """The groups in a published ledger, which is immutable. Close the object after
+    use.
     """
 
     def __init__(self, path: Path) -> None:

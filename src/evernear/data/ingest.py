@@ -40,7 +40,6 @@ from evernear.data.ledger import Ledger
 from evernear.data.listing import ANY_NUMBER, dataset_name, list_source, require_groups, require_one_source
 from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.plan import RunParts, decode_in_parts, in_order, parts_folder, planned_form
-from evernear.data.reviewed import reviewed_by_name
 from evernear.data.snapshots import Snapshots
 from evernear.data.sources import FileSource, open_source
 from evernear.data.waiting import ClassMinimum
@@ -169,9 +168,6 @@ def _open_ledger(snapshots: Snapshots, parent: Manifest | None, settings: DataSe
     if parent is not None:
         snapshots.fetch_ledger(parent, path)
     ledger = Ledger(path, settings.source, settings.moved_from)
-    if parent is not None and parent.reviewed is None:  # written by an earlier version
-        for generation in snapshots.generations(parent, scratch):
-            ledger.reviewed.remember(reviewed_by_name(generation))
     ledger.reviewed.refresh()  # before the listing, which has only the current names
     return ledger
 

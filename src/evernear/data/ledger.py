@@ -12,11 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from evernear.common.class_names import class_name
 from evernear.data import ledger_changes
 from evernear.data.group_table import GroupTable
 from evernear.data.ledger_problems import list_problems
-from evernear.data.ledger_schema import INDEXES, SCHEMA, add_missing_tables, source_uri, without_journal
+from evernear.data.ledger_schema import INDEXES, SCHEMA, source_uri, without_journal
 from evernear.data.listed_files import PAGE_NAMES, ListedFiles
 from evernear.data.manifest import Problem, Shard, Split
 from evernear.data.members import members
@@ -70,8 +69,7 @@ class Ledger:
             if is_new:
                 for statement in SCHEMA.split(";\n"):
                     self._db.execute(statement)
-            add_missing_tables(self._db)
-            if not is_new:
+            else:
                 ledger_changes.track_changes(self._db)
                 ledger_changes.track_images(self._db)
             self._has_moved = bool(moved_from) and self._move_source(source_uri(moved_from), source_uri(source))
@@ -157,8 +155,8 @@ class Ledger:
         """
         for page in batched(entries, PAGE_NAMES):
             self._many(
-                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, 0, 1) ON CONFLICT (source, name) DO UPDATE SET"
+                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, pending)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (source, name) DO UPDATE SET"
                 " pending = pending OR fault IS NOT NULL OR etag != excluded.etag,"
                 " digest = CASE WHEN etag = excluded.etag THEN digest END,"
                 " fault = NULL, etag = excluded.etag, label = excluded.label, given = excluded.given,"
@@ -174,8 +172,8 @@ class Ledger:
         for page in batched(rows, _PAGE):
             self._listed.note(name for name, *_ in page)
             self._many(
-                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, seen, pending, digest)"
-                " VALUES (?, ?, '', ?, ?, 0, 0, 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
+                "INSERT INTO files (source, name, etag, label, given, size_bytes, turn, pending, digest)"
+                " VALUES (?, ?, '', ?, ?, 0, 0, 0, ?) ON CONFLICT (source, name) DO UPDATE SET"
                 " label = excluded.label, given = excluded.given, pending = 0, digest = excluded.digest",
                 ((self._source, *row) for row in page),
             )
@@ -360,14 +358,6 @@ class Ledger:
     def labels_listed(self) -> list[str]:
         """The distinct labels of all files."""
         return [row[0] for row in self._all("SELECT DISTINCT label FROM files")]
-
-    def normalize_labels(self) -> None:
-        """In the files of all sources, rename classes that an earlier version of
-        evernear recorded with a different spelling.
-        """
-        for label in self.labels_listed():
-            if label != class_name(label):
-                self._all("UPDATE files SET label = ? WHERE label = ?", class_name(label), label)
 
     def labels(self) -> list[str]:
         """The labels, sorted by number."""

@@ -24,7 +24,7 @@ TOUCHED_IMAGES = "temp.touched CROSS JOIN images i ON i.digest = touched.digest"
 """The images ``i`` that are new, or that have a new, changed or deleted file, since the
 call of `track_images`. `CROSS JOIN` prevents SQLite from reading all images.
 """
-_SMALL_TABLES = ("state", "sources", "empty_folders", "hidden_folders", "notes")
+_SMALL_TABLES = ("sources", "empty_folders", "hidden_folders", "notes")
 
 
 def track_changes(db: sqlite3.Connection) -> None:
@@ -97,18 +97,13 @@ def apply_row_changes(db: sqlite3.Connection, path: Path) -> None:
     """Apply a file from `save` to the ledger to which the changes belong."""
     db.execute("ATTACH ? AS part", (str(path),))
     db.execute("BEGIN")
-    stored = {
-        name for (name,) in db.execute("SELECT name FROM part.sqlite_master")
-    }  # earlier versions lack some tables
     for table, (keys, _) in _TABLES.items():
-        if table in stored:
-            columns = ", ".join(keys)
-            db.execute(f"DELETE FROM main.{table} WHERE ({columns}) IN (SELECT {columns} FROM part.gone_{table})")
-            db.execute(f"INSERT OR REPLACE INTO main.{table} SELECT * FROM part.{table}")
+        columns = ", ".join(keys)
+        db.execute(f"DELETE FROM main.{table} WHERE ({columns}) IN (SELECT {columns} FROM part.gone_{table})")
+        db.execute(f"INSERT OR REPLACE INTO main.{table} SELECT * FROM part.{table}")
     for table in _SMALL_TABLES:
-        if table in stored:
-            db.execute(f"DELETE FROM main.{table}")
-            db.execute(f"INSERT INTO main.{table} SELECT * FROM part.{table}")
+        db.execute(f"DELETE FROM main.{table}")
+        db.execute(f"INSERT INTO main.{table} SELECT * FROM part.{table}")
     db.execute("COMMIT")
     db.execute("DETACH part")
 

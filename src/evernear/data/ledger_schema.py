@@ -8,11 +8,7 @@ from evernear.data.sources.named_groups import SCHEMA as NAMED_GROUPS_SCHEMA
 
 _CACHE_KIB = 64 * 2**10  # digests are random, so writes are spread over a whole large ledger
 
-# Published ledgers have these columns, so renaming a column would need a migration.
-# Only earlier versions read ``state`` and ``seen``.
 SCHEMA = """
-CREATE TABLE state (run INTEGER NOT NULL);
-INSERT INTO state VALUES (0);
 CREATE TABLE labels (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE sources (id INTEGER PRIMARY KEY, uri TEXT NOT NULL UNIQUE);
 CREATE TABLE shards (slot INTEGER PRIMARY KEY, shard TEXT NOT NULL);
@@ -25,7 +21,6 @@ CREATE TABLE files (
   given TEXT,                -- the explicit split; NULL: ingest chooses one
   size_bytes INTEGER NOT NULL,
   turn INTEGER NOT NULL,     -- the order of decoding
-  seen INTEGER NOT NULL,
   pending INTEGER NOT NULL,  -- 1: to be decoded
   digest BLOB,               -- of its image; NULL while pending, if broken, and if it is no image
   fault TEXT,                -- why it cannot be decoded
@@ -37,9 +32,24 @@ CREATE TABLE images (
   slot INTEGER NOT NULL,
   width INTEGER NOT NULL,
   height INTEGER NOT NULL,
-  constant INTEGER NOT NULL  -- the image's flaws; once there was only one
+  constant INTEGER NOT NULL  -- the image's flaws
 ) WITHOUT ROWID;
-"""
+CREATE TABLE hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL);
+CREATE TABLE decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL);
+CREATE TABLE removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE waiting (
+  source INTEGER NOT NULL,
+  name TEXT NOT NULL,
+  digest BLOB NOT NULL,
+  PRIMARY KEY (source, name)
+) WITHOUT ROWID;
+CREATE TABLE notes (
+  source INTEGER NOT NULL,
+  rule TEXT NOT NULL,
+  name TEXT,                 -- NULL: the number of names that are not listed
+  count INTEGER NOT NULL
+);
+""" + ";\n".join([GROUPS_SCHEMA, REVIEWED_SCHEMA, NAMED_GROUPS_SCHEMA])
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS files_by_digest ON files (digest) WHERE digest IS NOT NULL",
     "CREATE INDEX IF NOT EXISTS files_by_turn ON files (source, turn, name) WHERE pending",
@@ -54,23 +64,6 @@ def without_journal(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = OFF")
     db.execute("PRAGMA temp.journal_mode = OFF")
     db.execute("PRAGMA synchronous = OFF")
-
-
-def add_missing_tables(db: sqlite3.Connection) -> None:
-    """Add the tables that are missing from ledgers of earlier versions."""
-    db.execute("CREATE TABLE IF NOT EXISTS hidden_folders (source INTEGER NOT NULL, name TEXT NOT NULL)")
-    db.execute("CREATE TABLE IF NOT EXISTS decoders (source INTEGER PRIMARY KEY, decoder TEXT NOT NULL)")
-    db.execute("CREATE TABLE IF NOT EXISTS removed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID")
-    db.execute(
-        "CREATE TABLE IF NOT EXISTS waiting"
-        " (source INTEGER NOT NULL, name TEXT NOT NULL, digest BLOB NOT NULL, PRIMARY KEY (source, name)) WITHOUT ROWID"
-    )
-    db.execute(GROUPS_SCHEMA)
-    db.execute(REVIEWED_SCHEMA)
-    db.execute(NAMED_GROUPS_SCHEMA)
-    # A row without a name contains the number of names that are not listed.
-    columns = "source INTEGER NOT NULL, rule TEXT NOT NULL, name TEXT, count INTEGER NOT NULL"
-    db.execute(f"CREATE TABLE IF NOT EXISTS notes ({columns})")
 
 
 def source_uri(source: str) -> str:

@@ -37,7 +37,6 @@ def list_source(
     Raises:
         DataError: there are no images, or there is only one class.
     """
-    ledger.normalize_labels()
     labels: set[str] = set()
     admission = Admission(minimum)
     if isinstance(source, FileSource):

@@ -21,7 +21,7 @@ FILE_NAME = "manifest.json"
 REPAIR = "run `evernear store check --repair`"
 """The remedy for a missing or damaged dataset object in a store."""
 _MAX_NAMES = 5
-_IDENTITY = {"format", "shape", "labels", "shards", "problems", "problem_counts"}
+_IDENTITY = {"format", "shape", "labels", "shards", "groups_sha256", "problems", "problem_counts"}
 
 
 class Shard(Frozen):
@@ -78,7 +78,7 @@ class Manifest(Frozen):
 
     remedy = "run the ingest step again"
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     name: str
     store_uri: str = ""
     """The store from which the manifest was read, for steps that receive the manifest
@@ -112,10 +112,8 @@ class Manifest(Frozen):
     """
     problems: tuple[Problem, ...] = ()
     problem_counts: dict[str, int] = {}
-    reviewed: int | None = None
-    """Number of images from review, which are only in the train and gallery splits.
-    None in snapshots from earlier versions.
-    """
+    reviewed: int = 0
+    """Number of images from review, which are only in the train and gallery splits."""
     reviewed_left_out: dict[Split, dict[str, int]] = {}
     """Number of images from review that were in the test or query split, by former
     split and label.
@@ -142,8 +140,7 @@ class Manifest(Frozen):
         """sha256 of the content (images, labels, splits, groups, order, problems),
         which does not depend on the store.
         """
-        # Snapshots from versions without groups keep the same digest.
-        identity = self.model_dump(mode="json", include=_IDENTITY | ({"groups_sha256"} if self.groups else set()))
+        identity = self.model_dump(mode="json", include=_IDENTITY)
         return sha256_bytes(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode())
 
     def count(self, split: Split) -> int:

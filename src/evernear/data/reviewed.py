@@ -4,9 +4,9 @@ In a review, people label queries for which the recognizer was uncertain. This s
 biases a measurement. After five rounds of review, the accuracy of a release was 81.1%
 on test images that include images from review, 87.0% on the other test images, and
 87.5% on fresh images. Images from review are
-therefore only in the train and gallery splits. Images from review that an earlier
-version put into the test or query split are moved to the train split. No earlier
-release was trained on the moved images.
+therefore only in the train and gallery splits. If an
+image in the test or query split has only files from review left, it is moved to the
+train split. No earlier release was trained on it.
 
 The name of a file shows whether the image comes from review
 (`evernear.data.sources.names.is_reviewed`). The ledger remembers that the image comes
@@ -16,8 +16,6 @@ from review, so that the image is not used for measurements even if the file is 
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from evernear.data.manifest import Split
@@ -28,7 +26,7 @@ TRAINING: tuple[Split, ...] = ("train", "gallery")
 """The splits for images that come from review. `evernear.evaluation` uses the other
 splits for measurements.
 """
-SCHEMA = "CREATE TABLE IF NOT EXISTS reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
+SCHEMA = "CREATE TABLE reviewed (digest BLOB PRIMARY KEY, split TEXT NOT NULL) WITHOUT ROWID"
 """``split`` is the measured split that contained the image or that the image's folder
 specifies. ``split`` is empty if there is no such split.
 """
@@ -111,18 +109,6 @@ class ReviewedImages:
     def _all(self, query: str, *values: object) -> Sequence[tuple[Any, ...]]:
         with sqlite_errors():
             return self._db.execute(query, values).fetchall()
-
-
-def reviewed_by_name(ledger: Path) -> set[bytes]:
-    """The digests of the images whose files come from review, from a ledger of any
-    version.
-
-    Raises:
-        StoreError: the file cannot be read.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        _add_function(db)
-        return {row[0] for row in db.execute(_BY_NAME)}
 
 
 def _add_function(db: sqlite3.Connection) -> None:

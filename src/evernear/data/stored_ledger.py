@@ -8,16 +8,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from evernear.common.class_names import class_name
 from evernear.common.disk import disk_errors
 from evernear.data import ledger_changes
-from evernear.data.ledger_schema import add_missing_tables, source_uri, without_journal
+from evernear.data.ledger_schema import source_uri, without_journal
 from evernear.data.members import members
 from evernear.data.sources import FileEntry
 from evernear.data.sources.names import answer_in
 from evernear.data.sqlite import marks, sqlite_errors
 
-_XZ = b"\xfd7zXZ\0"
 _PRESET = 2  # higher presets take up to twice as long to make the file 8% smaller
 _CHUNK_BYTES = 2**20
 
@@ -31,7 +29,6 @@ def apply_changes(ledger: Path, changes: Path) -> None:
     """
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         without_journal(db)
-        add_missing_tables(db)
         ledger_changes.apply_row_changes(db, changes)
 
 
@@ -46,10 +43,7 @@ def compress(changes: Path) -> None:
 
 
 def expand(changes: Path) -> None:
-    """Reverse `compress`. Files of earlier versions are not compressed."""
-    with disk_errors(changes), changes.open("rb") as file:
-        if file.read(len(_XZ)) != _XZ:
-            return
+    """Reverse `compress`."""
     expanded = changes.with_suffix(".expanded")
     with disk_errors(changes), lzma.open(changes) as file, expanded.open("wb") as target:
         shutil.copyfileobj(file, target, _CHUNK_BYTES)
@@ -118,7 +112,6 @@ def decoders(ledger: Path) -> list[tuple[str, str]]:
         StoreError: the ledger cannot be read.
     """
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
-        add_missing_tables(db)
         return db.execute("SELECT source, decoder FROM decoders ORDER BY source").fetchall()
 
 
@@ -131,7 +124,6 @@ def save_compact(ledger: Path, path: Path) -> None:
     """
     with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
         without_journal(db)
-        add_missing_tables(db)
         db.execute("DELETE FROM removed")
         for table in ("groups", "reviewed"):
             db.execute(f"DELETE FROM {table} WHERE digest NOT IN (SELECT digest FROM images)")  # noqa: S608 - our own words
@@ -178,7 +170,7 @@ class PublishedLedger:
         query = f"SELECT name, etag, label FROM files WHERE source = ? AND name IN ({marks(names)})"  # noqa: S608 - question marks only
         with sqlite_errors():
             rows = self._db.execute(query, (self._source, *names)).fetchall()
-        return {name: (etag, class_name(label)) for name, etag, label in rows}
+        return {name: (etag, label) for name, etag, label in rows}
 
     def as_read(self, names: Sequence[str]) -> dict[str, ReadFile]:
         """Maps the name of each file that was read to the file as it was last read.
@@ -196,7 +188,7 @@ class PublishedLedger:
         """
         query = f"SELECT digest, name FROM images JOIN labels ON id = label WHERE digest IN ({marks(digests)})"  # noqa: S608 - question marks only
         with sqlite_errors():
-            return {digest: class_name(label) for digest, label in self._db.execute(query, tuple(digests))}
+            return dict(self._db.execute(query, tuple(digests)))
 
     def own_classes(self) -> dict[str, int]:
         """The number of the source's files in each class that contains no images from
@@ -207,7 +199,7 @@ class PublishedLedger:
             " (SELECT label FROM files WHERE source != ? AND digest IS NOT NULL) GROUP BY label"
         )
         with sqlite_errors():
-            return {class_name(label): count for label, count in self._db.execute(query, (self._source, self._source))}
+            return dict(self._db.execute(query, (self._source, self._source)))
 
     def names(self, digests: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
         """Maps each of ``digests`` (at most 500) to the names of the files with this

@@ -1,6 +1,5 @@
 """A store names nothing outside itself: it can be moved, renamed and copied."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -66,26 +65,6 @@ def test_moved_store_is_read_and_updated(moved: tuple[Store, Store], tmp_path: P
     second = ingest_source(settings, after.uri)
     assert images(Dataset(second, open_store(second.store_uri))) == 30
     assert not list(before.list(""))
-
-
-def test_manifest_of_an_earlier_version_is_read_from_the_store_that_has_it(tmp_path: Path) -> None:
-    """Earlier manifests name the store that they were written to.
-    A copy does not read the original's shards.
-    """
-    settings = DataSettings(source=f"folder:{tmp_path / 'images'}")
-    write_images(tmp_path / "images", 12, seed=0)
-    original = open_store((tmp_path / "original").as_uri())
-    manifest = ingest_source(settings, original.uri)
-    key = manifest_key(manifest.name, manifest.digest)
-    original.put(key, manifest.to_json())
-    assert original.uri.encode() in original.get(key)
-    shutil.copytree(tmp_path / "original", tmp_path / "copy")
-    shutil.rmtree(tmp_path / "original")
-    copied = open_store((tmp_path / "copy").as_uri())
-    head = Snapshots(copied, manifest.name).head()
-    assert head is not None
-    assert head.store_uri == copied.uri
-    assert ingest_source(settings, copied.uri).digest == manifest.digest
 
 
 def test_unfinished_ingest_continues_in_a_moved_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

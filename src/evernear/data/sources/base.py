@@ -44,8 +44,7 @@ def without_change_time(etag: str) -> str:
     its times, or when its mode or owner changes.
 
     For an object in a bucket, this part is the whole etag, because the etag cannot
-    contain a space (RFC 9110). For a file in a ledger that is older than `file_etag`,
-    this part is also the whole etag.
+    contain a space (RFC 9110).
     """
     return etag.partition(" ")[0]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from evernear.data.sqlite import sqlite_errors
 
 SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS named_groups (source INTEGER NOT NULL, name TEXT NOT NULL, grp TEXT NOT NULL,"
+    "CREATE TABLE named_groups (source INTEGER NOT NULL, name TEXT NOT NULL, grp TEXT NOT NULL,"
     " PRIMARY KEY (source, name)) WITHOUT ROWID"
 )
 
