@@ -10,7 +10,7 @@ from PIL import Image
 from evernear.common.disk import sha256_file
 from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
-from evernear.data.manifest import SPLITS
+from evernear.data.manifest import SPLITS, ledger_key
 from evernear.data.shards import Dataset
 from evernear.data.writer import shard_key
 from evernear.embedding.embed import embed_dataset
@@ -205,12 +205,25 @@ def test_leakage_includes_the_training_images_of_the_network(system: System, ful
     assert "test_images_unseen" in {rule.name for rule in decide(evaluation, LENIENT).rules if not rule.passed}
 
 
+def test_lost_shard_of_an_earlier_snapshot_does_not_hold_the_candidate(
+    system: System, full: Recognizer, tmp_path: Path
+):
+    """The ledger of the snapshot knows the images of the shard."""
+    store, manifest = open_store(tmp_path.as_uri()), system.dataset.manifest
+    for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
+        store.put(ledger_key(manifest.name, sha256), system.dataset.store.get(ledger_key(manifest.name, sha256)))
+    earlier = Dataset(manifest.model_copy(update={"created": "", "problem_counts": {"x": 1}}), store)
+    evaluation = evaluate_systems(full, ReleasedSystem(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
+    assert evaluation.leakage == evaluation.champion_leakage == {"train": 0, "gallery": 0, "query": 0}
+    assert evaluation.champion_test_overlap == 1.0
+
+
 @pytest.mark.parametrize("damage", [None, b"", b"other"])
 def test_unreadable_earlier_snapshot_holds_the_candidate(
     system: System, full: Recognizer, tmp_path: Path, damage: bytes | None
 ):
-    """A shard of the champion's snapshot, on which the network was trained as well,
-    is lost or damaged.
+    """A shard of the champion's snapshot, on which the network was trained as well, is
+    lost or damaged, and the snapshot's ledger is lost.
     """
     store = open_store(tmp_path.as_uri())
     shard = system.dataset.manifest.shards[0]

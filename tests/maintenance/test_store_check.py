@@ -10,11 +10,13 @@ from PIL import Image
 from evernear.common.store import Store, open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.manifest import Manifest, ledger_key, manifest_key
+from evernear.data.rebuild import lost_names
 from evernear.data.shards import Dataset
 from evernear.data.snapshots import Snapshots
 from evernear.data.writer import shard_key
 from evernear.errors import IntegrityError
-from evernear.maintenance.check import Damage, check_store, repair
+from evernear.evaluation.leakage import count_leakage
+from evernear.maintenance.check import Damage, check_store, explained, repair
 from evernear.release.promotions import CHAMPION
 from evernear.release.registry import Registry
 from evernear.settings import DataSettings
@@ -81,7 +83,9 @@ def lose(store: Store, key: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "empty", "changed"])
-def test_every_lost_shard_is_found_and_rebuilt_byte_for_byte(store: Store, settings: DataSettings, how: str) -> None:
+def test_lost_shards_are_found_and_read_again_into_the_same_splits(
+    store: Store, settings: DataSettings, how: str
+) -> None:
     manifest = with_history(settings, store)
     assert check_store(store) == []
     before = splits(manifest, store)
@@ -93,42 +97,49 @@ def test_every_lost_shard_is_found_and_rebuilt_byte_for_byte(store: Store, setti
     assert all("store check --repair" in damage.consequence for damage in found)
     repaired = repair(store, settings, moved=False)
     assert {damage.key for damage in repaired if damage.repaired} == keys
+    assert all("reads them again" in damage.repaired for damage in repaired)
     assert check_store(store) == []
-    assert splits(manifest, store) == before
-    assert ingest_source(settings, store.uri).digest == manifest.digest
+    assert splits(ingest_source(settings, store.uri), store) == before
+    assert check_store(store) == []
 
 
-def test_shards_are_rebuilt_from_a_source_of_arrays(tmp_path: Path) -> None:
+def test_shards_are_read_again_from_a_source_of_arrays(tmp_path: Path) -> None:
     store, settings = open_store((tmp_path / "store").as_uri()), DataSettings(source="digits")
     manifest = ingest_source(settings, store.uri)
+    before = splits(manifest, store)
     for shard in manifest.shards:
         store.delete(shard_key(manifest.name, shard.sha256))
     assert damaged(repair(store, settings, moved=False)) == set()
+    assert splits(ingest_source(settings, store.uri), store) == before
     assert check_store(store) == []
 
 
-def test_shards_are_rebuilt_from_files_that_were_renamed_since(tmp_path: Path, settings: DataSettings) -> None:
+def test_shards_are_read_again_from_files_that_were_renamed_since(tmp_path: Path, settings: DataSettings) -> None:
     store = open_store((tmp_path / "store").as_uri())
     manifest = ingest_source(settings, store.uri)
+    before = splits(manifest, store)
     for number, path in enumerate(sorted((tmp_path / "images").rglob("*.png"))):
         path.rename(path.with_name(f"renamed-{number}.png"))
     store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
     assert damaged(repair(store, settings, moved=False)) == set()
+    assert splits(ingest_source(settings, store.uri), store) == before
 
 
-def test_shards_are_rebuilt_from_a_source_that_moved(tmp_path: Path, settings: DataSettings) -> None:
+def test_shards_are_read_again_from_a_source_that_moved(tmp_path: Path, settings: DataSettings) -> None:
     store = open_store((tmp_path / "store").as_uri())
     manifest = ingest_source(settings, store.uri)
+    before = splits(manifest, store)
     shutil.move(tmp_path / "images", tmp_path / "elsewhere")
-    key = shard_key(manifest.name, manifest.shards[0].sha256)
-    store.delete(key)
+    store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
     (damage,) = repair(store, settings, moved=False)
-    assert damaged([damage]) == {key}
-    assert "does not exist" in damage.reason
-    assert "--source" in damage.consequence
-    moved = settings.model_copy(update={"source": f"folder:{tmp_path / 'elsewhere'}"})
+    assert "does not exist" in damage.repaired
+    assert damaged([damage]) == set()
+    moved = settings.model_copy(
+        update={"source": f"folder:{tmp_path / 'elsewhere'}", "moved_from": settings.source, "dataset": manifest.name}
+    )
+    assert splits(ingest_source(moved, store.uri), store) == before
+    store.delete(shard_key(manifest.name, manifest.shards[0].sha256))
     assert damaged(repair(store, moved, moved=True)) == set()
-    assert check_store(store) == []
 
 
 def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot(
@@ -143,8 +154,10 @@ def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot
         (images / "a" / f"0-{number}.png").unlink()
     shutil.copy(images / "b" / "0-11.png", images / "b" / "0-12.png")  # other content under the name of an image
     (damage,) = repair(store, settings, moved=False)
-    assert "The source has no longer" in damage.reason
     assert "without these images" in damage.repaired
+    gone = [name for name in (f"a/0-{number}.png" for number in range(10)) if name in damage.repaired]
+    assert 0 < len(gone) <= 5
+    assert f"The source no longer has {gone[0]}" in damage.repaired
     assert check_store(store) == []
     head = Snapshots(store, manifest.name).head()
     assert head is not None
@@ -153,6 +166,49 @@ def test_images_that_the_source_lost_as_well_are_left_out_of_the_newest_snapshot
     kept = splits(after, store)
     assert len(kept) == len(before) - 11
     assert all(before[digest] == split for digest, split in kept.items() if digest in before)
+
+
+def test_images_that_are_read_again_stand_in_for_lost_ones_of_an_earlier_snapshot(
+    store: Store, settings: DataSettings
+) -> None:
+    images = Path(settings.source.removeprefix("folder:"))
+    first = ingest_source(settings, store.uri)
+    earlier, snapshots = Dataset(first, store), Snapshots(store, first.name)
+    seen = count_leakage(earlier, earlier, SPLITS)
+    (lost,) = earlier.shards("test")
+    key = shard_key(first.name, lost.sha256)
+    of_release = Damage(key=key, reason="It is lost.", needed_by=("release 1",))
+    digests = {digest.tobytes() for block in earlier.blocks("test") for digest in block.digests}
+    names = {f"{label}/0-{number}.png" for label in "ab" for number in range(30)}
+    store.delete(key)
+    repair(store, settings, moved=False)
+    assert count_leakage(earlier, earlier, SPLITS) == seen
+    assert len(lost_names(snapshots, lost.sha256)) == lost.count
+    gone = lost_names(snapshots, lost.sha256)[0]
+    assert gone in names
+    (images / gone).unlink()
+    newest = Dataset(ingest_source(settings, store.uri), store)
+    assert {digest.tobytes() for block in newest.blocks("test") for digest in block.digests} < digests
+    assert count_leakage(newest, earlier, SPLITS) == {"train": 0, "test": lost.count - 1, "gallery": 0, "query": 0}
+    (damage,) = explained(store, [of_release])
+    assert f"1 image of release 1 cannot be shown: {gone}." in damage.consequence
+    assert "holds" not in damage.consequence
+    image = np.random.default_rng(9).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(image).save(images / "a" / "other.png")
+    ingest_source(settings, store.uri)
+    assert len([*explained(store, [of_release])]) == 1
+
+
+def test_earlier_snapshot_whose_images_are_all_read_again_is_not_damaged(store: Store, settings: DataSettings) -> None:
+    first = ingest_source(settings, store.uri)
+    (lost,) = Dataset(first, store).shards("gallery")
+    key = shard_key(first.name, lost.sha256)
+    store.put(key, b"x" + store.get(key)[1:])
+    repair(store, settings, moved=False)
+    of_release = Damage(key=key, reason="It is damaged.", needed_by=("release 1",))
+    assert len([*explained(store, [of_release])]) == 1
+    ingest_source(settings, store.uri)
+    assert [*explained(store, [of_release])] == []
 
 
 @pytest.mark.parametrize("damage", [b"", None])

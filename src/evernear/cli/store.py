@@ -16,9 +16,14 @@ app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check
 
 @app.command()
 def check(
-    repair: Annotated[bool, typer.Option("--repair", help="Repair what the source still has.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Forget what is damaged, so that the next run reads it again.")
+    ] = False,
     source: Annotated[
-        str | None, typer.Option("--source", help="Where the images are now. [where they were ingested from]")
+        str | None,
+        typer.Option(
+            "--source", help="Where the images are now, to name those that are gone. [where they were ingested from]"
+        ),
     ] = None,
     as_json: JsonOption = False,
     store: StoreOption = None,

@@ -72,37 +72,6 @@ class Snapshots:
             apply_changes(path, changes)
             changes.unlink()
 
-    def generations(self, manifest: Manifest, scratch: Path) -> Iterator[Path]:
-        """Yield the ledgers of a snapshot's ancestors, oldest first, followed by the
-        snapshot's own ledger. All ledgers are written to the same file, one after the
-        other.
-
-        Ledgers that the store no longer contains are left out.
-        """
-        chains = {manifest.ledger_sha256: manifest.ledger_changes}
-        ancestors, ancestor = {manifest.digest}, manifest
-        while ancestor.parent is not None and ancestor.parent not in ancestors:
-            with suppress(IntegrityError):
-                found = find_manifest(self.store, self.name, ancestor.parent)
-                if found is not None:
-                    ancestor = found
-                    ancestors.add(found.digest)
-                    chains.setdefault(found.ledger_sha256, found.ledger_changes)
-                    continue
-            break
-        path, changes = scratch / "generation.sqlite", scratch / "generation.changes"
-        for sha256, later in reversed(chains.items()):
-            try:
-                self._fetch(sha256, path)
-                yield path
-                for change in later:
-                    self._fetch_changes(change, changes)
-                    apply_changes(path, changes)
-                    yield path
-            except IntegrityError:
-                if sha256 == manifest.ledger_sha256:
-                    raise
-
     def move_head(self, digest: str | None) -> None:
         """Make the snapshot ``digest``, which is in the store, the newest snapshot. If
         ``digest`` is None, the dataset starts over.

@@ -74,45 +74,46 @@ def answered_files(ledger: Path) -> dict[str, str]:
         return {name: class_name(label) for name, label in db.execute(query) if answer_in(name)}
 
 
-def read_slot(ledger: Path, slot: int) -> dict[bytes, tuple[int, list[tuple[str, FileEntry]]]]:
-    """Maps the digest of each image in a slot to the image's label number and the
-    image's files, each with its source. The images are in decoding order.
+_IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256') = ?"
+
+
+def shard_digests(ledger: Path, sha256: str) -> list[bytes]:
+    """The digests of the images in a shard.
+
+    Raises:
+        StoreError: the ledger cannot be read.
+    """
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
+        return [row[0] for row in db.execute(f"SELECT digest FROM {_IN_SHARD}", (sha256,))]  # noqa: S608 - our own words
+
+
+def shard_files(ledger: Path, sha256: str) -> list[tuple[str, str, bytes]]:
+    """The source, the name and the digest of each file whose image is in a shard.
 
     Raises:
         StoreError: the ledger cannot be read.
     """
     query = (
-        "SELECT i.digest, i.label, uri, name, etag, f.label, given, size_bytes FROM images i"
-        " JOIN files f ON f.digest = i.digest JOIN sources s ON s.id = f.source WHERE slot = ? ORDER BY turn, name"
+        "SELECT uri, files.name, digest FROM files JOIN sources ON sources.id = source"  # noqa: S608 - our own words
+        f" WHERE digest IN (SELECT digest FROM {_IN_SHARD})"
     )
-    images: dict[bytes, tuple[int, list[tuple[str, FileEntry]]]] = {}
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        for digest, label, uri, *entry in db.execute(query, (slot,)):
-            images.setdefault(digest, (label, []))[1].append((uri, FileEntry(*entry)))
-    return images
+        return db.execute(query, (sha256,)).fetchall()
 
 
-def find_slot(ledger: Path, sha256: str) -> int | None:
-    """The slot of a shard, or None if the ledger does not contain the shard.
+def unreplaced_names(ledger: Path, sha256: str, newer: Path) -> list[str]:
+    """A file name of each image in a shard that is not an image of the ledger ``newer``.
 
     Raises:
-        StoreError: the ledger cannot be read.
+        StoreError: a ledger cannot be read.
     """
+    query = (
+        f"SELECT MIN(name) FROM files WHERE digest IN (SELECT digest FROM {_IN_SHARD})"  # noqa: S608 - our own words
+        " AND digest NOT IN (SELECT digest FROM newer.images) GROUP BY digest ORDER BY 1"
+    )
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        query = "SELECT slot FROM shards WHERE json_extract(shard, '$.sha256') = ?"
-        row = db.execute(query, (sha256,)).fetchone()
-    return row[0] if row else None
-
-
-def decoders(ledger: Path) -> list[tuple[str, str]]:
-    """Each source with the digest of the code that decoded the source's images (see
-    `Ledger.set_decoder`).
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
-    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
-        return db.execute("SELECT source, decoder FROM decoders ORDER BY source").fetchall()
+        db.execute("ATTACH ? AS newer", (str(newer),))
+        return [row[0] for row in db.execute(query, (sha256,))]
 
 
 def save_compact(ledger: Path, path: Path) -> None:

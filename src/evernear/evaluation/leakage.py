@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evernear.data.manifest import Split
+from evernear.data.rebuild import split_digests
 from evernear.data.shards import Dataset
 
 SEEN: tuple[Split, ...] = ("train", "gallery", "query")
@@ -23,7 +24,8 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
     """For each of ``splits`` of ``training_dataset``, count the images that are also in
     the test split of ``dataset``.
 
-    The images are read from the shards, not from the ledger that assigned the splits.
+    The images are read from the shards, not from the ledger that assigned the splits,
+    unless a shard is lost.
     Two images are equal if their pixels at source resolution are equal. Two scans of
     the same digit therefore count as two images.
     """
@@ -38,10 +40,10 @@ def count_leakage(dataset: Dataset, training_dataset: Dataset, splits: Sequence[
 
 
 def _digests(dataset: Dataset, split: Split) -> Iterator[Digests]:
-    for block in dataset.blocks(split):
+    for digests in split_digests(dataset, split):
         # NumPy ignores trailing zeros when it compares byte strings, which is harmless
         # if the lengths are equal.
-        yield block.digests.view("S32").ravel()
+        yield np.ascontiguousarray(digests).view("S32").ravel()
 
 
 def _merge_blocks(blocks: Iterator[Digests]) -> Iterator[Digests]:

@@ -3,25 +3,27 @@ repair the damaged objects that can be recreated.
 
 The check includes the labels of live queries, because lost labels cannot be recreated.
 
-`check_store` reads every needed object and verifies the object's hash. `repair`
-rebuilds shards from source images, ledgers from shards, and release records from
-archives. If a dataset's newest snapshot is damaged, `repair` returns to an earlier
-snapshot. Nothing is deleted. Other damage is only reported, with its consequence.
+`check_store` reads every needed object and verifies the object's hash. `repair` leaves
+damaged shards out of a dataset's newest snapshot, so that the next run reads their
+images again, and rebuilds ledgers from shards and release records from archives. If the
+manifest of the newest snapshot is damaged, `repair` returns to an earlier snapshot.
+Nothing is deleted. Other damage is only reported, with its consequence.
 """
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from evernear.common.disk import disk_errors, sha256_file
 from evernear.common.frozen import Frozen
+from evernear.common.output import quantity
 from evernear.common.store import FileStore, Store
 from evernear.common.store.lease import Lease
-from evernear.data.manifest import Manifest, Shard
-from evernear.data.rebuild import drop_shards, rebuild_ledger, rebuild_shard
+from evernear.data.rebuild import drop_shards, gone_names, lost_names, rebuild_ledger
 from evernear.data.snapshots import DATASETS, Snapshots
-from evernear.errors import DataError, EvernearError, IntegrityError, MissingObjectError, StoreError
+from evernear.errors import DataError, IntegrityError, MissingObjectError, StoreError
 from evernear.maintenance.references import NEWEST, Unreadable, references
 from evernear.release.promotions import CHAMPION, HISTORY
 from evernear.release.records import ARCHIVES, MANIFESTS
@@ -32,6 +34,7 @@ from evernear.settings import DataSettings
 Report = Callable[[str], None]
 _PROMOTE = "`evernear registry promote VERSION`"
 _LIVE = "live accuracy"
+_NAMED = 5
 
 
 class Damage(Frozen):
@@ -66,15 +69,15 @@ def check_store(store: Store, report: Report = lambda _: None) -> list[Damage]:
     Raises:
         StoreError: the store is unreachable.
     """
-    return [_explained(damage) for damage in _damages(store, set(), report)]
+    return [*explained(store, _damages(store, set(), report))]
 
 
 def repair(store: Store, settings: DataSettings, *, moved: bool, report: Report = lambda _: None) -> list[Damage]:
     """Repair damaged objects where possible, and return all damage, repaired or not. If
     the process is killed, call the function again.
 
-    Images are read from the original sources or, if ``moved`` is true, from
-    ``settings.source``.
+    Images that their sources no longer list are named. If ``moved`` is true,
+    ``settings.source`` is listed instead.
 
     Raises:
         BusyError: a prune or another repair is in progress.
@@ -96,7 +99,8 @@ def _repair(store: Store, settings: DataSettings, moved: bool, report: Report) -
             handled[damage.key] = repairing.repair(damage)
         for damage in repairing.leave_out_lost_shards():
             handled[damage.key] = damage
-    return [damage if damage.repaired else _explained(damage) for damage in handled.values()]
+    unrepaired = [damage for damage in handled.values() if not damage.repaired]
+    return [*(damage for damage in handled.values() if damage.repaired), *explained(store, unrepaired)]
 
 
 def _damages(store: Store, intact: set[str], report: Report) -> list[Damage]:
@@ -142,7 +146,7 @@ def _fault(store: Store, key: str, sha256: str, scratch: Path) -> str | None:
 
 def _order(key: str) -> tuple[int, str]:
     """A sort key. Documents precede the objects that they reference. Ledgers precede
-    shards, because rebuilding a shard requires the ledger."""
+    shards, because a shard is left out of the newest snapshot by its ledger."""
     folders = (CHAMPION, MANIFESTS, HISTORY, ARCHIVES, "head.json", "/manifests/", "/ledgers/", "/shards/")
     return next((number for number, folder in enumerate(folders) if folder in key), len(folders)), key
 
@@ -153,40 +157,53 @@ class _Repair:
     def __init__(self, store: Store, settings: DataSettings, moved: bool, report: Report) -> None:
         self._store, self._settings, self._moved, self._report = store, settings, moved, report
         self._lost: list[Damage] = []
-        """Shards of newest snapshots that cannot be rebuilt, because the source no
-        longer has the images."""
+        """Damaged shards of newest snapshots."""
 
     def repair(self, damage: Damage) -> Damage:
         """Return ``damage`` with the action taken, or with the reason why repair is
         impossible."""
         if damage.key == CHAMPION:  # a person decides which release is live
             return damage
+        if "/shards/" in damage.key:
+            self._lost += [damage] if damage.in_newest else []
+            return damage
         self._report(f"repairing {damage.key}")
         try:
             repaired = self._act(damage)
-        except (DataError, IntegrityError, StoreError) as error:
-            damage = damage.model_copy(update={"reason": f"{damage.reason} {error}"})
-            # An unreadable source may still have the images.
-            if isinstance(error, IntegrityError) and "/shards/" in damage.key and damage.in_newest:
-                self._lost.append(damage)
-            return damage
+        except (IntegrityError, StoreError) as error:
+            return damage.model_copy(update={"reason": f"{damage.reason} {error}"})
         return damage.model_copy(update={"repaired": repaired})
 
     def leave_out_lost_shards(self) -> Iterator[Damage]:
-        """Make each damaged newest snapshot readable by leaving out the shards that
-        cannot be rebuilt."""
+        """Make each damaged newest snapshot readable by leaving out its damaged
+        shards."""
         for dataset in sorted({damage.dataset for damage in self._lost}):
             lost = [damage for damage in self._lost if damage.dataset == dataset]
-            manifest = drop_shards(Snapshots(self._store, dataset), [PurePosixPath(damage.key).stem for damage in lost])
+            snapshots = Snapshots(self._store, dataset)
+            try:
+                done = self._leave_out(snapshots, [PurePosixPath(damage.key).stem for damage in lost])
+            except IntegrityError as error:
+                yield from (damage.model_copy(update={"reason": f"{damage.reason} {error}"}) for damage in lost)
+                continue
             for damage in lost:
                 others = tuple(owner for owner in damage.needed_by if not owner.startswith(NEWEST))
-                done = (
-                    f"The newest snapshot of {dataset} is now {manifest.digest[:12]}, without these images; the next "
-                    "run reads those that the source still has."
-                )
-                consequence = _consequence(damage.model_copy(update={"needed_by": others})) if others else ""
+                left = explained(self._store, [damage.model_copy(update={"needed_by": others})]) if others else ()
+                consequence = " ".join(each.consequence for each in left)
                 yield damage.model_copy(update={"repaired": done, "consequence": consequence})
         self._lost = []
+
+    def _leave_out(self, snapshots: Snapshots, lost: list[str]) -> str:
+        """Leave shards out of the newest snapshot, and return the action taken."""
+        try:
+            gone = gone_names(snapshots, lost, self._settings, self._moved)
+            named = f" The source no longer has {_listed(gone)}." if gone else ""
+        except (DataError, StoreError) as error:
+            named = f" Whether the source still has them is unknown, since it cannot be read: {error}"
+        manifest = drop_shards(snapshots, lost)
+        return (
+            f"The newest snapshot of {snapshots.name} is now {manifest.digest[:12]}, without these images; the next run"
+            f" reads them again from the source, into the same splits.{named}"
+        )
 
     def _act(self, damage: Damage) -> str:
         """Repair an object, and return the action taken.
@@ -201,8 +218,6 @@ class _Repair:
         if folder == "ledgers" and damage.in_newest:
             rebuild_ledger(snapshots)
             return "The ledger was made again; the next run reads all images again, into the same splits."
-        if folder == "shards":
-            return self._rebuild_shard(snapshots, name)
         raise IntegrityError("It cannot be made again from anything else in the store or the source.")
 
     def _reset_head(self, snapshots: Snapshots) -> str:
@@ -221,26 +236,28 @@ class _Repair:
             "what is newer in the source."
         )
 
-    def _rebuild_shard(self, snapshots: Snapshots, sha256: str) -> str:
-        """Rebuild a shard from the newest usable snapshot that contains the shard."""
-        error: EvernearError = IntegrityError("No intact snapshot names it.")
-        for manifest, shard in _snapshots_with(snapshots, sha256):
-            try:
-                rebuild_shard(snapshots, manifest, shard, self._settings, self._moved)
-            except (DataError, IntegrityError, StoreError) as failure:
-                error = failure
-            else:
-                return "The shard was made again from the images of the source."
-        raise error
+
+def explained(store: Store, damages: Iterable[Damage]) -> Iterator[Damage]:
+    """Yield each damage with its consequence. A lost shard of an earlier snapshot is no
+    damage if images of the newest snapshot stand in for all of its images."""
+    for damage in damages:
+        consequence = _consequence(damage)
+        if "/shards/" in damage.key and not damage.in_newest:
+            with suppress(IntegrityError):  # the images are unknown
+                names = lost_names(Snapshots(store, damage.dataset), PurePosixPath(damage.key).stem)
+                if not names:
+                    continue
+                consequence = (
+                    f"{quantity(len(names), 'image')} of {' and '.join(damage.needed_by)} cannot be shown:"
+                    f" {_listed(names)}. Those that a run reads again stand in for them. The gate knows all of them"
+                    " from the ledger."
+                )
+        yield damage.model_copy(update={"consequence": consequence})
 
 
-def _snapshots_with(snapshots: Snapshots, sha256: str) -> list[tuple[Manifest, Shard]]:
-    having = [(m, shard) for _, m in snapshots.manifests() for shard in m.shards if shard.sha256 == sha256]
-    return sorted(having, key=lambda pair: pair[0].created, reverse=True)
-
-
-def _explained(damage: Damage) -> Damage:
-    return damage.model_copy(update={"consequence": _consequence(damage)})
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _consequence(damage: Damage) -> str:
@@ -261,8 +278,8 @@ def _consequence(damage: Damage) -> str:
         return "Its labels do not count. Delete the file, and import the labels again with `evernear labels import`."
     if damage.in_newest:
         return (
-            f"Every run with the dataset {damage.dataset} fails. `evernear store check --repair` repairs it from the "
-            "source; add --source if the images have moved."
+            f"Every run with the dataset {damage.dataset} fails until `evernear store check --repair` has left it out "
+            "and a run has read its images again."
         )
     return (
         "The gate holds every new release until a person promotes one of them, with `evernear registry promote VERSION "
