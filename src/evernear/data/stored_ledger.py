@@ -57,8 +57,7 @@ def stored_digests(ledger: Path) -> list[bytes]:
     Raises:
         StoreError: the file cannot be read.
     """
-    with sqlite_errors(), closing(sqlite3.connect(ledger, isolation_level=None)) as db:
-        add_missing_tables(db)
+    with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
         return [row[0] for row in db.execute("SELECT digest FROM images UNION SELECT digest FROM waiting")]
 
 
@@ -71,7 +70,7 @@ def answered_files(ledger: Path) -> dict[str, str]:
     """
     query = "SELECT name, label FROM files WHERE digest IS NOT NULL AND instr(name, 'review-')"
     with sqlite_errors(), closing(sqlite3.connect(ledger)) as db:
-        return {name: class_name(label) for name, label in db.execute(query) if answer_in(name)}
+        return {name: label for name, label in db.execute(query) if answer_in(name)}
 
 
 _IN_SHARD = "images JOIN shards USING (slot) WHERE json_extract(shard, '$.sha256') = ?"
