@@ -213,7 +213,7 @@ def test_lost_shard_of_an_earlier_snapshot_does_not_hold_the_candidate(
     for sha256 in (manifest.ledger_sha256, *manifest.ledger_changes):
         store.put(ledger_key(manifest.name, sha256), system.dataset.store.get(ledger_key(manifest.name, sha256)))
     earlier = Dataset(manifest.model_copy(update={"created": "", "problem_counts": {"x": 1}}), store)
-    evaluation = evaluate_systems(full, ReleasedSystem(full, earlier), system.dataset, PROBED, SETTINGS, earlier)
+    evaluation = evaluate_systems(full, ReleasedSystem(full, earlier), system.dataset, PROBED, earlier)
     assert evaluation.leakage == evaluation.champion_leakage == {"train": 0, "gallery": 0, "query": 0}
     assert evaluation.champion_test_overlap == 1.0
 
