@@ -51,7 +51,7 @@ def settings_of(store: Store, source: Path, **others: str) -> Settings:
 
 @pytest.fixture
 def in_cluster(store: Store, source: Path, kfp: KfpServer) -> Settings:
-    address = {"pipeline.endpoint": kfp.url, "pipeline.timeout_s": "5", "target": "kubernetes", "train.epochs": "3"}
+    address = {"pipeline.endpoint": kfp.url, "target": "kubernetes", "train.epochs": "3"}
     return settings_of(store, source, **address)
 
 
