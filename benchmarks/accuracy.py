@@ -84,7 +84,7 @@ def run(
         "train_s": round(time.perf_counter() - started_s, 1),
         "train_cpu_s": round(time.process_time() - started_cpu_s, 1),
     }
-    export_network(trained, dataset, network, settings.train.parity_tolerance)
+    export_network(trained, dataset, network)
     embed_dataset(network, dataset, embeddings)
     threshold, reject_rate = (open_set.threshold, open_set.reject_rate) if open_set else (None, None)
     build_index(

@@ -60,7 +60,7 @@ def compare(dataset: Dataset, settings: Settings, scratch: Path, repeats: int) -
     # The weights do not affect the speed.
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})
     train_network(dataset, one_epoch, scratch / "trained")
-    export_network(scratch / "trained", dataset, scratch / "network", settings.train.parity_tolerance)
+    export_network(scratch / "trained", dataset, scratch / "network")
     plain = torch.jit.load(scratch / "network" / NETWORK_FILE).eval()
 
     def evernear_speed() -> None:

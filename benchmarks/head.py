@@ -44,6 +44,7 @@ from evernear.embedding.export import class_center
 from evernear.embedding.freeze import Pretrained, open_pretrained
 from evernear.embedding.frozen_backbone import FrozenHead
 from evernear.embedding.head import train_head, whitening_for
+from evernear.embedding.recipe import with_defaults
 from evernear.embedding.timm_member import Whitening
 from evernear.index.search import vote
 from evernear.settings import TrainSettings
@@ -148,7 +149,8 @@ def draw(dataset: Dataset, split: Split, count: int | None, seed: int) -> set[by
 
 def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: int | None) -> dict[str, Any]:
     """Test accuracy of each method that knows ``count`` images of each class."""
-    pretrained = open_pretrained(dataset, settings, open_store((directory / "store").as_uri()))
+    recipe = with_defaults(settings, dataset)
+    pretrained = open_pretrained(dataset, recipe, open_store((directory / "store").as_uri()))
     images = Sample(dataset, count, settings.seed)
     everything = TrainingImages(dataset, frozenset())
     gallery, train, queries = (read(pretrained, dataset, split, images) for split in SAMPLED)
@@ -163,8 +165,8 @@ def measure(dataset: Dataset, settings: TrainSettings, directory: Path, count: i
     trained = {
         name: train_head(pretrained.features, pretrained.architecture, dataset, images, chosen)
         for name, chosen in (
-            ("head_without_views", settings.model_copy(update={"views": 0})),
-            ("head", settings),
+            ("head_without_views", recipe.model_copy(update={"views": 0})),
+            ("head", recipe),
         )
     }
     recognized = {"whitened": whitened, **{name: recognize(head.map) for name, head in trained.items()}}

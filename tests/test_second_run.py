@@ -47,7 +47,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def settings_of(images: Path, **changes: object) -> Tree:
-    recipe = {"backbone": TINY, "weights": str(images / "model.safetensors"), "backbone_size_px": 16, "views": 1}
+    recipe = {"backbone": TINY, "weights": str(images / "model.safetensors"), "backbone_size_px": 16}
     chosen = RunSettings.model_validate({"store": (images / "store").as_uri(), "train": recipe | changes})
     return chosen.model_dump(mode="json", exclude_defaults=True)
 
@@ -143,7 +143,8 @@ def test_the_plan_belongs_to_the_run_and_its_retries(images: Path, monkeypatch: 
     assert train_step("busy") == busy
     assert loads == [4.0], "a retry measures nothing"
     quiet = train_step("quiet")
-    assert quiet.train.views == 1
+    assert not quiet.train.frozen
+    assert quiet.train.views > 0
     probed: list[object] = []
 
     def probe_with(*arguments: object) -> OpenSet:

@@ -34,6 +34,7 @@ from evernear.data.writer import ShardWriter
 from evernear.embedding.embed import combine_embeddings, network_folder, plan_embedding
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
+from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.settings import TrainSettings
 
@@ -60,8 +61,8 @@ def main() -> None:
         store = FileStore(Path(scratch, "store"))
         # How well the network is trained does not affect the speed.
         few = write_dataset(store, "few", shape, {"train": 256, "gallery": 64})
-        training = TrainSettings(weights=arguments.weights, epochs=1, min_steps=0, batch_size=64, views=0)
-        train_network(few, training, Path(scratch, "trained"))
+        training = TrainSettings(weights=arguments.weights, epochs=1, min_steps=0, batch_size=64)
+        train_network(few, with_defaults(training, few, views=0), Path(scratch, "trained"))
         export_network(Path(scratch, "trained"), few, Path(scratch, "network"), tolerance=4.0)
         many = write_dataset(store, "many", shape, {"gallery": arguments.images})
         rows, embedded = [], []

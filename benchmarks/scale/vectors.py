@@ -42,7 +42,7 @@ def embed_variations(source: str, directory: Path, counts: dict[Split, int]) -> 
         save_manifest(ingest_source(DataSettings(source=source), (directory / "store").as_uri()), directory)
         dataset = Dataset.open(directory)
         train_network(dataset, TRAIN, directory / "trained")
-        export_network(directory / "trained", dataset, directory / "network", TRAIN.parity_tolerance)
+        export_network(directory / "trained", dataset, directory / "network")
         _embed(directory / "network", dataset, counts, out_dir)
     return Embeddings.open(out_dir)
 

@@ -57,7 +57,7 @@ def prepare(settings: Settings, scratch: Path) -> Served:
     network_dir, index_dir = scratch / "network", scratch / "index"
     one_epoch = settings.train.model_copy(update={"epochs": 1, "min_steps": 0})  # weights do not affect speed
     train_network(dataset, one_epoch, scratch / "trained")
-    export_network(scratch / "trained", dataset, network_dir, settings.train.parity_tolerance)
+    export_network(scratch / "trained", dataset, network_dir)
     gallery = _embed_all_as_gallery(network_dir, dataset, scratch / "embeddings")
     index = build_index(gallery, dataset.labels, settings.index, index_dir)
     verdict = scratch / "verdict.json"

@@ -23,9 +23,11 @@ from evernear.common.step_results import Computed, compute_once, result_key
 from evernear.common.store import Store, open_store
 from evernear.reporting import countdowns
 from evernear.settings import RunSettings, TrainSettings, of_run, parse
+from evernear.settings.train import TrainingChoices
 
 if TYPE_CHECKING:
     from evernear.data.shards import Dataset
+    from evernear.embedding.recipe import Recipe
     from evernear.evaluation.evaluate import Evaluation
 
 Tree = dict[str, Any]
@@ -105,14 +107,14 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
         from evernear.reporting.page import page
         from evernear.reporting.plots import training_curves
 
-        data, planned = Dataset.open(Path(dataset)), chosen.train
-        if planned.minutes:
+        data, recipe = Dataset.open(Path(dataset)), chosen.train
+        if recipe.minutes:
             from evernear.embedding.speed import plan_of_run  # torch takes seconds to import
 
-            planned = plan_of_run(record, data, planned, running.report).train
-        train_here = partial(_train, running, record, data, planned, chosen, Path(trained))
-        if planned.keeps_backbone:
-            key = _training_key("evernear.embedding.train", data, planned, record.store)
+            recipe = plan_of_run(record, data, chosen.train, running.report).train
+        train_here = partial(_train, running, record, data, recipe, chosen, Path(trained))
+        if recipe.keeps_backbone:
+            key = _training_key("evernear.embedding.train", data, recipe, record.store)
             computed = compute_once(record.store, key, Path(trained), train_here)
         else:  # the checkpoints contain the finished epochs
             computed = train_here()
@@ -123,18 +125,23 @@ def train(run: str, settings: Tree, dataset: str, trained: str, curves: str) -> 
             from evernear.embedding.monitor import require_learned
             from evernear.embedding.recipe import with_defaults
 
-            require_learned(TrainingResult.load(Path(trained) / HISTORY_FILE), with_defaults(planned, data))
+            require_learned(TrainingResult.load(Path(trained) / HISTORY_FILE), with_defaults(recipe, data))
         running.summary = computed.summary
 
 
 def _train(
-    running: Step, record: RunRecord, data: "Dataset", planned: TrainSettings, chosen: RunSettings, trained: Path
+    running: Step,
+    record: RunRecord,
+    data: "Dataset",
+    settings: "TrainSettings | Recipe",
+    chosen: RunSettings,
+    trained: Path,
 ) -> Computed:
     from evernear.embedding.plan import expected_probe_s
     from evernear.embedding.recipe import shown_images, with_defaults
     from evernear.embedding.train import train_network
 
-    recipe = with_defaults(planned, data)
+    recipe = with_defaults(settings, data)
     started = min(step.started for step in record.steps())
     probe_s = expected_probe_s(recipe, chosen.evaluation.probe_epochs, data)
     on_progress = None if recipe.minutes else countdowns.whole_run(running, started, probe_s)  # the plan has said it
@@ -150,7 +157,7 @@ def _train(
     return Computed(summary, output, reusable=not result.warnings)
 
 
-def _training_key(module: str, data: "Dataset", settings: TrainSettings, store: Store, **inputs: JsonValue) -> str:
+def _training_key(module: str, data: "Dataset", settings: TrainingChoices, store: Store, **inputs: JsonValue) -> str:
     """The key of a result that depends on images, training settings, pretrained weights
     and the code of ``module``.
     """
@@ -162,22 +169,22 @@ def _training_key(module: str, data: "Dataset", settings: TrainSettings, store: 
 
 def export(run: str, settings: Tree, dataset: str, trained: str, network: str) -> Tree:
     """Export the network to TorchScript, and return the metadata of its artifact."""
-    with _step("export", run, settings) as (running, chosen, record):
+    with _step("export", run, settings) as (running, _, record):
         from evernear.data.shards import Dataset
         from evernear.embedding import DESCRIPTION_FILE
 
-        data, tolerance = Dataset.open(Path(dataset)), chosen.train.parity_tolerance
+        data = Dataset.open(Path(dataset))
 
         def export_here() -> Computed:
             from evernear.embedding.export import export_network
 
             on_images = countdowns.images(running, data.count("gallery"))
-            result = export_network(Path(trained), data, Path(network), tolerance, record.store, on_images)
+            result = export_network(Path(trained), data, Path(network), record.store, on_images)
             output = {"sha256": result.sha256, "parity_max_abs_difference": result.parity_max_abs_difference}
             return Computed(result.summary(), output)
 
         described = sha256_file(Path(trained) / DESCRIPTION_FILE)  # contains the sha256 of the weights
-        inputs = {"dataset": data.digest, "trained": described, "tolerance": tolerance}
+        inputs = {"dataset": data.digest, "trained": described}
         key = result_key("evernear.embedding.export", LIBRARIES, **inputs)
         exported = compute_once(record.store, key, Path(network), export_here)
         running.summary = exported.summary

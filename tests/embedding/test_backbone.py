@@ -31,7 +31,7 @@ from evernear.embedding.export import describe_network, export_network, load_net
 from evernear.embedding.freeze import choose_architecture
 from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
-from evernear.embedding.recipe import choose_optimizer
+from evernear.embedding.recipe import choose_optimizer, with_defaults
 from evernear.embedding.torchscript import load_torchscript, to_torchscript
 from evernear.embedding.train import train_network
 from evernear.errors import StoreError, TrainingError
@@ -47,7 +47,7 @@ TINY = "test_resnet"
 
 
 def settings(**changes: Any) -> TrainSettings:
-    values = {"backbone": TINY, "epochs": 1, "min_steps": 0, "embedding_dim": 16, "precision": "float32"} | changes
+    values = {"backbone": TINY, "epochs": 1, "min_steps": 0, "embedding_dim": 16} | changes
     return TrainSettings.model_validate(values)
 
 
@@ -108,7 +108,7 @@ def test_training_starts_from_the_weights_of_the_file_and_describes_them(
     )
     torch.testing.assert_close(gray.state_dict()["layer1.0.conv1.weight"], color.state_dict()["layer1.0.conv1.weight"])
 
-    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    exported = export_network(tmp_path / "trained", digits, tmp_path / "network")
     assert (exported.backbone, exported.pretrained_sha256) == (TINY, sha256_file(weights))
     preprocessing = exported.preprocessing
     assert preprocessing.mean == (0.5,)
@@ -136,7 +136,7 @@ def test_a_frozen_network_is_the_backbone_with_whitened_features(
     assert isinstance(backbone.project, torch.nn.Identity)
     assert backbone.standardize.get_buffer("mean").abs().max() > 0
     assert not torch.equal(backbone.standardize.get_buffer("matrix"), torch.eye(96))
-    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    exported = export_network(tmp_path / "trained", digits, tmp_path / "network")
     assert exported.embedding_dim == 96
     with torch.inference_mode():
         vectors = load_network(tmp_path / "network")(to_tensor(next(digits.blocks("test", 8)).images))
@@ -178,7 +178,9 @@ def test_features_of_one_image_per_class_are_only_centered(digits: Dataset, weig
     from evernear.embedding.timm_member import whitening_of
 
     network = build_network(
-        choose_architecture(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16))
+        choose_architecture(
+            digits, with_defaults(settings(weights=str(weights), frozen=True, backbone_size_px=16), digits)
+        )
     )
     features = torch.rand((4, 96), generator=torch.Generator().manual_seed(0))
     whiten(whitening_of(network), [(features, torch.arange(4))], 4)
@@ -261,7 +263,8 @@ def test_weights_come_from_a_store(digits: Dataset, weights: Path, tmp_path: Pat
 
 
 def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Dataset, tmp_path: Path) -> None:
-    train_network(digits, settings(), tmp_path / "first")
+    # In bfloat16, oneDNN returns NaN for taps of a kernel that see only padding.
+    train_network(digits, with_defaults(settings(), digits, precision="float32"), tmp_path / "first")
     own = settings(weights=str(tmp_path / "first" / "weights.pt"), frozen=True, backbone_size_px=8)
     train_network(digits, own, tmp_path / "second")
     first, second = (member(tmp_path / name).backbone.state_dict() for name in ("first", "second"))
@@ -270,8 +273,8 @@ def test_weights_that_evernear_trained_are_weights_of_the_backbone(digits: Datas
 
 def test_the_rate_of_a_pretrained_backbone_falls_toward_the_image(digits: Dataset, weights: Path) -> None:
     def rate_factors(**changes: Any) -> dict[bool, set[float]]:
-        chosen = settings(**changes)
-        module = TrainingModule(choose_architecture(digits, chosen), 10, chosen, torch.float32)
+        chosen = with_defaults(settings(**changes), digits)
+        module = TrainingModule(choose_architecture(digits, chosen), 10, None, 0.0, torch.float32)
         backbone = {id(p) for p in module.network.get_submodule("members.0.backbone").parameters()}
         factors: dict[bool, set[float]] = {True: set(), False: set()}
         for group in choose_optimizer(module, chosen, torch.float32).param_groups:
@@ -284,8 +287,6 @@ def test_the_rate_of_a_pretrained_backbone_falls_toward_the_image(digits: Datase
     assert tuned[False] == {1.0}
     assert sorted(tuned[True], reverse=True) == pytest.approx([0.8**stage for stage in range(len(tuned[True]))])
     assert len(tuned[True]) > 3
-    halved = rate_factors(weights=str(weights), layers="all", backbone_learning_rate_factor=0.5)
-    assert sorted(halved[True]) == pytest.approx(sorted(factor / 2 for factor in tuned[True]))
 
 
 def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
@@ -294,7 +295,7 @@ def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
     """Neither weights nor batch statistics of the first third change;
     all other layers learn.
     """
-    tuned = settings(weights=str(weights), backbone_size_px=32, layers="last", augment="none", views=0, min_steps=3)
+    tuned = settings(weights=str(weights), backbone_size_px=32, layers="last", augment="none", min_steps=3)
     train_network(digits, tuned, tmp_path / "last")
     before, after = torch_state(weights), member(tmp_path / "last").backbone.state_dict()
     changed = {
@@ -305,7 +306,7 @@ def test_the_first_stages_stay_as_they_are_if_only_the_last_are_trained(
 
 def test_a_release_is_served_without_timm(digits: Dataset, weights: Path, tmp_path: Path) -> None:
     train_network(digits, settings(weights=str(weights), frozen=True, backbone_size_px=16), tmp_path / "trained")
-    export_network(tmp_path / "trained", digits, tmp_path / "network", tolerance=1e-4)
+    export_network(tmp_path / "trained", digits, tmp_path / "network")
     np.save(tmp_path / "images.npy", next(digits.blocks("test", 2)).images)
     script = f"""
 import sys
@@ -340,7 +341,7 @@ def test_a_frozen_network_recognizes_classes_that_it_was_not_pretrained_on(digit
     require_valid(validate_dataset(dataset, chosen.validation))
 
     train_network(dataset, chosen.train, tmp_path / "trained")
-    export_network(tmp_path / "trained", dataset, tmp_path / "network", tolerance=1e-4)
+    export_network(tmp_path / "trained", dataset, tmp_path / "network")
     embed_dataset(tmp_path / "network", dataset, tmp_path / "embeddings")
     blocks = list(Embeddings.open(tmp_path / "embeddings").blocks("gallery"))
     vectors = np.concatenate([block.embeddings for block in blocks])

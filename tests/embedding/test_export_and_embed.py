@@ -22,6 +22,7 @@ from evernear.embedding.export import (
 )
 from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
+from evernear.embedding.recipe import with_defaults
 from evernear.embedding.torchscript import load_torchscript, to_torchscript
 from evernear.errors import IntegrityError, TrainingError
 from evernear.settings import TrainSettings
@@ -65,17 +66,20 @@ def test_export_rejects_outputs_that_are_not_finite(digits: Dataset, trained_dir
     damaged["members.0.project.weight"].fill_(float("nan"))
     save_trained(tmp_path / "t", damaged, trained)
     with pytest.raises(TrainingError, match="differs from the trained one by nan"):
-        export_network(tmp_path / "t", digits, tmp_path / "n", tolerance=1e-4)
+        export_network(tmp_path / "t", digits, tmp_path / "n")
 
 
 def test_export_rejects_a_network_for_images_of_another_shape(digits: Dataset, tmp_path: Path) -> None:
     architecture = Architecture(shape=(9, 9, 3), mean=(0.5,) * 3, std=(0.5,) * 3, patch_px=1, width=4, embedding_dim=16)
     trained = TrainedNetwork(
-        architecture=architecture, dataset_digest=digits.digest, exclude_labels=(), settings=TrainSettings()
+        architecture=architecture,
+        dataset_digest=digits.digest,
+        exclude_labels=(),
+        recipe=with_defaults(TrainSettings(), digits),
     )
     save_trained(tmp_path, build_network(architecture).state_dict(), trained)
     with pytest.raises(IntegrityError, match=r"takes images of \(9, 9, 3\)"):
-        export_network(tmp_path, digits, tmp_path / "n", tolerance=1e-4)
+        export_network(tmp_path, digits, tmp_path / "n")
 
 
 def test_load_rejects_a_changed_network(network_dir: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def all_steps(dataset: Dataset, settings: TrainSettings, directory: Path, store:
     trained, network, embeddings, index = (directory / name for name in ("trained", "network", "embeddings", "index"))
     train_network(dataset, settings, trained, store)
     probe_open_set(dataset, settings, EvaluationSettings(), IndexSettings(), store=store)
-    export_network(trained, dataset, network, 1e-4, store)
+    export_network(trained, dataset, network, store)
     embed_dataset(network, dataset, embeddings, store=store)
     build_index(Embeddings.open(embeddings), dataset.labels, IndexSettings(), index)
     recognizer = Recognizer.open(network, index, store=store)
@@ -104,7 +104,7 @@ def test_another_head_on_the_same_backbone_computes_nothing(
     all_steps(digits, frozen, tmp_path / "first", store)
     seen.clear()
     train_network(digits, frozen, tmp_path / "other", store, exclude_labels=frozenset("3"))
-    other = export_network(tmp_path / "other", digits, tmp_path / "other_network", 1e-4, store)
+    other = export_network(tmp_path / "other", digits, tmp_path / "other_network", store)
     assert seen == []
     first = describe_network(tmp_path / "first" / "network")
     assert (other.identity, other.features_dim) == (first.identity, 96)

@@ -25,7 +25,7 @@ from evernear.embedding.head import HeadExamples, compare, read_examples, train_
 from evernear.embedding.image_vectors import embed_images
 from evernear.embedding.network import build_network
 from evernear.embedding.photographs import augment_block, augment_photographs, view_name
-from evernear.embedding.recipe import with_defaults
+from evernear.embedding.recipe import Recipe, recipe_of_head, with_defaults
 from evernear.embedding.stages import prepare_epoch
 from evernear.embedding.timm_member import Whitening
 from evernear.embedding.train import Steps, train_network
@@ -55,9 +55,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def of_head(weights: Path) -> TrainSettings:
-    return TrainSettings(
-        backbone=TINY, weights=str(weights), backbone_size_px=16, embedding_dim=32, views=1, min_steps=60, epochs=1
+def of_head(weights: Path, digits: Dataset) -> Recipe:
+    return with_defaults(
+        TrainSettings(
+            backbone=TINY, weights=str(weights), backbone_size_px=16, embedding_dim=32, min_steps=60, epochs=1
+        ),
+        digits,
+        views=1,
     )
 
 
@@ -72,7 +76,7 @@ def store(tmp_path: Path) -> Store:
     return open_store((tmp_path / "store").as_uri())
 
 
-def features_of(dataset: Dataset, settings: TrainSettings, store: Store | None = None) -> FrozenFeatures:
+def features_of(dataset: Dataset, settings: Recipe, store: Store | None = None) -> FrozenFeatures:
     torch.manual_seed(0)
     architecture = choose_architecture(dataset, settings)
     network = build_network(architecture)
@@ -82,7 +86,7 @@ def features_of(dataset: Dataset, settings: TrainSettings, store: Store | None =
 
 @pytest.mark.usefixtures("always_used")
 def test_weights_alone_train_a_head_on_features_that_are_computed_once(
-    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
 
@@ -99,7 +103,7 @@ def test_weights_alone_train_a_head_on_features_that_are_computed_once(
     assert result.head.used
     assert result.head.trained > 0.8
     probe_open_set(digits, of_head, EvaluationSettings(), IndexSettings(), store=store)
-    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", 1e-4, store)
+    exported = export_network(tmp_path / "trained", digits, tmp_path / "network", store)
     embed_dataset(tmp_path / "network", digits, tmp_path / "embeddings", store=store)
     assert sum(seen) == sum(digits.count(split) for split in SPLITS) + digits.count("train"), "plain and one view"
 
@@ -118,9 +122,7 @@ def test_weights_alone_train_a_head_on_features_that_are_computed_once(
 
 
 @pytest.mark.usefixtures("always_used")
-def test_the_same_seed_trains_the_same_head(
-    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store
-) -> None:
+def test_the_same_seed_trains_the_same_head(digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         train_network(digits, of_head.model_copy(update={"seed": seed}), tmp_path / name, store)
     first, again, other = (load_trained(tmp_path / name)[0].weights_sha256 for name in ("first", "again", "other"))
@@ -128,7 +130,7 @@ def test_the_same_seed_trains_the_same_head(
 
 
 def test_a_head_that_is_worse_is_not_used(
-    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_module, "DROPOUT", 0.999)
     worse = of_head.model_copy(update={"embedding_dim": 2})
@@ -163,7 +165,7 @@ def test_a_few_images_do_not_reject_a_head_with_views(lost: int, views: int, use
 
 
 def test_features_in_memory_are_bounded(
-    digits: Dataset, of_head: TrainSettings, store: Store, monkeypatch: pytest.MonkeyPatch
+    digits: Dataset, of_head: Recipe, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features, images = features_of(digits, of_head, store), TrainingImages(digits, frozenset("3"))
     whitening, settings = whitening_for(features, digits, images), with_defaults(of_head, digits)
@@ -178,7 +180,7 @@ def test_features_in_memory_are_bounded(
     assert set(some.classes) == set(range(9))
 
 
-def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: TrainSettings, store: Store) -> None:
+def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: Recipe, store: Store) -> None:
     features, images = features_of(digits, of_head, store), TrainingImages(digits, frozenset())
     hurried = of_head.model_copy(update={"views": 3, "minutes": 1e-9, "min_steps": 5})
     head = train_head(features, choose_architecture(digits, hurried), digits, images, hurried)
@@ -187,16 +189,16 @@ def test_views_end_with_the_time_and_say_so(digits: Dataset, of_head: TrainSetti
 
 @pytest.mark.usefixtures("always_used")
 def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(
-    digits: Dataset, of_head: TrainSettings, tmp_path: Path, store: Store
+    digits: Dataset, of_head: Recipe, tmp_path: Path, store: Store
 ) -> None:
-    settings = of_head.model_copy(update={"embedding_dim": 0})
+    settings = of_head.model_copy(update={"embedding_dim": None})
     images, architecture = TrainingImages(digits, frozenset()), choose_architecture(digits, settings)
     features = features_of(digits, settings, store)
     whitening = whitening_for(features, digits, images)
     (plain, _), *_ = features.batches(digits, "train", images)
     alone, beside = (
         train_head(features, architecture, digits, images, of_head.model_copy(update={"embedding_dim": dim}))
-        for dim in (architecture.embedding_dim, 0)
+        for dim in (architecture.embedding_dim, None)
     )
     with torch.no_grad():
         similarities = [each @ each.T for each in (F.normalize(embed(plain)) for embed in (whitening, alone.map))]
@@ -208,11 +210,13 @@ def test_a_head_keeps_the_whitened_features_unless_the_dimensions_are_set(
     assert load_trained(tmp_path / "trained")[0].architecture.embedding_dim == 2 * 96
 
 
-@pytest.mark.parametrize("embedding_dim", [0, 32])
+@pytest.mark.parametrize("embedding_dim", [None, 32])
 def test_fine_tuning_starts_at_the_head(
-    digits: Dataset, of_head: TrainSettings, store: Store, embedding_dim: int
+    digits: Dataset, of_head: Recipe, store: Store, embedding_dim: int | None
 ) -> None:
-    settings = of_head.model_copy(update={"layers": "all", "embedding_dim": embedding_dim})
+    given = of_head.model_dump(include={"backbone", "weights", "backbone_size_px"})
+    chosen = TrainSettings(**given, layers="all", embedding_dim=embedding_dim)
+    settings = with_defaults(chosen, digits)
     training = prepare_training(digits, settings, frozenset(), torch.device("cpu"), store)
     features = features_of(digits, of_head, store)
     (batch, _), *_ = features.batches(digits, "gallery", training.images)
@@ -222,7 +226,7 @@ def test_fine_tuning_starts_at_the_head(
         architecture,
         digits,
         training.images,
-        of_head.model_copy(update={"min_steps": -1, "epochs": 0, "embedding_dim": architecture.embedding_dim}),
+        recipe_of_head(settings, architecture.embedding_dim, digits),
     )
     pixels, expected = next(training.images.gallery())
     with torch.no_grad():
@@ -280,8 +284,8 @@ def test_a_quarter_of_the_images_has_an_erased_rectangle() -> None:
     assert torch.equal(erased, augment_photographs(images, seeds, mirror=False, erase=True))
 
 
-def test_many_images_get_fewer_views(digits: Dataset, of_head: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    unset = of_head.model_copy(update={"views": -1})
+def test_many_images_get_fewer_views(digits: Dataset, of_head: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    unset = TrainSettings(weights=of_head.weights)
     assert with_defaults(unset, digits).views == 4
     monkeypatch.setattr("evernear.embedding.recipe.MOST_VIEWED_IMAGES", 3 * digits.count("train"))
     assert with_defaults(unset, digits).views == 3
@@ -293,7 +297,7 @@ def test_many_images_get_fewer_views(digits: Dataset, of_head: TrainSettings, mo
 @pytest.mark.parametrize(
     ("assignments", "sentence"),
     [
-        (["train.layers=head"], "layers is head, but weights is empty; set weights, or layers to all or auto"),
+        (["train.layers=head"], "layers is head, but weights is empty; set weights, or leave layers out"),
         (["train.weights=hub", "train.members=2"], "members is 2, but only a head is trained .* set layers=all"),
         (["train.weights=hub", "train.nodes=2"], "nodes is 2, but only a head is trained .* or nodes=1"),
         (["train.weights=hub", "train.processes=3"], "processes is 3, but only a head is trained .* or processes=1"),
@@ -301,12 +305,12 @@ def test_many_images_get_fewer_views(digits: Dataset, of_head: TrainSettings, mo
             ["train.embedding_dim=128", "train.members=3"],
             "embedding_dim is 128, not a multiple of the 3 members; try 129",
         ),
-        (["train.batch_size=1"], "1 is too small; use 2 or more, or 0"),
-        (["train.embedding_dim=1"], "1 is too small; use 2 or more, or 0"),
-        (["train.minutes=-3"], "greater than or equal to 0"),
+        (["train.batch_size=1"], "greater than or equal to 2"),
+        (["train.embedding_dim=1"], "greater than or equal to 2"),
+        (["train.minutes=-3"], "greater than 0"),
         (
             ["train.minutes=5", "train.epochs=2"],
-            "which chooses the epochs, but train.epochs is 2; set one of them to 0",
+            "which chooses the epochs, but train.epochs is 2; set one of them to null",
         ),
         (["train.minutes=5", "train.frozen=true"], "but train.frozen trains nothing"),
         (["train.minutes=5", "train.processes=2"], "one of train.processes, not 2; set train.epochs"),

@@ -12,7 +12,7 @@ from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.embedding import speed as speed_module
 from evernear.embedding.plan import Plan, Speed, find_plan, make_plan
-from evernear.embedding.recipe import size_factor, with_defaults
+from evernear.embedding.recipe import Recipe, size_factor, with_defaults
 from evernear.embedding.speed import measure_speed, plan_training
 from evernear.embedding.train import train_network
 from evernear.errors import SettingsError
@@ -63,7 +63,8 @@ def test_training_and_probe_fit_in_the_time(digits: Dataset, minutes: float, tra
         assert minutes == 1
         return
     assert seconds_of(digits, plan, speed) < minutes * 60
-    assert plan.train.minutes + (0 if plan.train.keeps_backbone else plan.probe.minutes) <= minutes
+    limits = (plan.train.minutes, None if plan.train.keeps_backbone else plan.probe.minutes)
+    assert sum(filter(None, limits)) <= minutes
 
 
 def test_the_time_is_used_unless_more_would_not_help(digits: Dataset) -> None:
@@ -117,14 +118,14 @@ def test_too_little_time_is_refused_with_a_time_that_is_enough(digits: Dataset, 
         plan_at(digits, speed, minutes=0.4, **changes)
     enough = float(str(refused.value).rpartition("train.minutes=")[2].split()[0])
     assert enough > 0.4
-    assert plan_at(digits, speed, minutes=enough, **changes).train.minutes <= enough
+    assert (plan_at(digits, speed, minutes=enough, **changes).train.minutes or 0) <= enough
 
 
 def test_a_training_that_cannot_fit_is_not_measured(digits: Dataset) -> None:
     measured: list[str] = []
 
-    def measure(settings: TrainSettings) -> Speed:
-        measured.append(settings.layers)
+    def measure(recipe: Recipe) -> Speed:
+        measured.append(recipe.trained_layers)
         return Speed(0.1, 0.05, 0.05)
 
     find_plan(digits, TrainSettings.model_validate(PRETRAINED | {"minutes": 3}), None, measure)
@@ -145,7 +146,8 @@ def test_a_second_run_plans_anew_only_if_the_machine_is_clearly_faster(
     busy = plan_at_load(4)
     assert plan_at_load(3) == plan_at_load(40) == busy, "a finished or interrupted training continues"
     quiet = plan_at_load(1)
-    assert quiet.train.max_steps > 1.5 * busy.train.max_steps
+    assert quiet.train.trained_layers == ("last" if changes else "all")
+    assert changes or quiet.train.max_steps > 1.5 * busy.train.max_steps
     assert plan_at_load(4) == quiet
     assert probe_recipe(digits, settings, EvaluationSettings(), store) == quiet.probe
     other = settings.model_copy(update={"minutes": 6.0})
@@ -155,7 +157,7 @@ def test_a_second_run_plans_anew_only_if_the_machine_is_clearly_faster(
 def test_this_machine_is_measured(digits: Dataset, tiny: TrainSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     # CPU time does not grow with the load of the machine.
     monkeypatch.setattr(speed_module, "time", SimpleNamespace(monotonic=time.process_time))
-    speed = measure_speed(digits, tiny)
+    speed = measure_speed(digits, with_defaults(tiny, digits))
     assert 0 < speed.embed_s < 0.1
     assert 0 < speed.train_s < 0.1
     assert 0 < speed.validate_s < 0.1

@@ -13,6 +13,7 @@ from evernear.common.store import open_store
 from evernear.data.ingest import ingest_source
 from evernear.data.shards import Dataset
 from evernear.embedding.plan import PROBE_DRAWS, Plan
+from evernear.embedding.recipe import with_defaults
 from evernear.evaluation import probe as probe_module
 from evernear.evaluation.open_set import OpenSet
 from evernear.evaluation.probe import Draw, Sample, assess, choose_held_out, probe_open_set, probe_recipe
@@ -22,7 +23,7 @@ from evernear.settings import DataSettings, EvaluationSettings, IndexSettings, T
 from tests.open_sets import draw_of
 from tests.releases import System
 
-TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128, patience_epochs=4)
+TINY = TrainSettings(epochs=30, min_steps=0, width=4, embedding_dim=16, batch_size=128)
 
 
 @given(st.lists(st.text(max_size=3), unique=True, max_size=12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
@@ -48,7 +49,6 @@ def open_set(system: System) -> OpenSet:
         (TrainSettings(), 0, 3),
         (TrainSettings(epochs=30), 0, 8),
         (TrainSettings(epochs=30), 2, 2),
-        (TrainSettings(epochs=10, optimizer="muon"), 0, 6),
     ],
 )
 def test_probe_trains_a_share_of_the_epochs(system: System, train: TrainSettings, probe_epochs: int, expected: int):
@@ -266,7 +266,8 @@ def test_no_draw_begins_after_the_time_of_the_plan(
     system: System, monkeypatch: pytest.MonkeyPatch, probe_s: float, draws: int
 ):
     head = TrainSettings(weights="some.safetensors", layers="head", minutes=1)
-    plan = Plan(train=head, probe=head, sentence="a head", probe_s=probe_s)
+    recipe = with_defaults(head, system.dataset)
+    plan = Plan(train=recipe, probe=recipe, sentence="a head", probe_s=probe_s)
     monkeypatch.setattr(probe_module, "choose_opener", lambda *_: lambda _: None)
     monkeypatch.setattr(probe_module, "_measure_draw", lambda *_: draw_of(NEAR, FAR))
     measured = probe_open_set(system.dataset, head, EvaluationSettings(), IndexSettings(), plan=plan)

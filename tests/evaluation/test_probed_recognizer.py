@@ -15,6 +15,7 @@ from evernear.embedding import head as head_module
 from evernear.embedding.embed import ExportedEmbedder, embed_dataset
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import export_network
+from evernear.embedding.recipe import Recipe, with_defaults
 from evernear.embedding.train import train_network
 from evernear.evaluation import probed_recognizer
 from evernear.evaluation.probe import probe_open_set
@@ -26,19 +27,20 @@ from tests.conftest import System
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
+def pretrained(system: System, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     import timm
 
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp("weights") / "model.safetensors"
     save_file(timm.create_model("test_resnet", num_classes=0).state_dict(), path)
-    options = {"embedding_dim": 32, "views": 1, "min_steps": 60, "epochs": 1}
-    return TrainSettings(backbone="test_resnet", weights=str(path), backbone_size_px=16, **options)
+    options = {"embedding_dim": 32, "min_steps": 60, "epochs": 1}
+    settings = TrainSettings(backbone="test_resnet", weights=str(path), backbone_size_px=16, **options)
+    return with_defaults(settings, system.dataset, views=1)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_it_embeds_as_the_exported_network(
-    system: System, pretrained: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
+    system: System, pretrained: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: bool
 ) -> None:
     monkeypatch.setattr(head_module, "MAX_LOSS_ERRORS", math.inf)  # use the head, which gains nothing on random weights
     dataset, store = system.dataset, open_store((tmp_path / "store").as_uri())
@@ -47,7 +49,7 @@ def test_it_embeds_as_the_exported_network(
 
     trained, network, embeddings = (tmp_path / name for name in ("trained", "network", "embeddings"))
     train_network(dataset, recipe, trained, store, exclude_labels=held_out)
-    exported = export_network(trained, dataset, network, recipe.parity_tolerance, store)
+    exported = export_network(trained, dataset, network, store)
     embed_dataset(network, dataset, embeddings, store=store)
     build_index(Embeddings.open(embeddings), dataset.labels, index, tmp_path / "index", held_out)
     gallery, embedder = Gallery.open(tmp_path / "index", exported.sha256), ExportedEmbedder(network, store)
@@ -67,7 +69,7 @@ def test_it_embeds_as_the_exported_network(
 
 
 def test_no_draw_of_a_kept_backbone_is_exported(
-    system: System, pretrained: TrainSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    system: System, pretrained: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing and reading TorchScript would take longer than training a head."""
 

@@ -22,6 +22,7 @@ from evernear.data.manifest import save_manifest
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import NodeLog
+from evernear.embedding.recipe import with_defaults
 from evernear.embedding.train import train_network
 from evernear.errors import ClusterError, SettingsError, TrainingError
 from evernear.kubeflow import IMAGE_VARIABLE, PLACEHOLDER_IMAGE, train_job
@@ -36,8 +37,8 @@ from tests.loopback.kubernetes.pod_security import violations
 DEPLOY = Path(__file__).parents[2] / "deploy" / "components" / "multi-node-training"
 IMAGE = "registry.example/evernear-train@sha256:" + "a" * 64
 TINY = {
-    "epochs": 3, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 128, "nodes": 2, "device": "cpu",
-    "precision": "float32", "augment": "none", "flip": "none", "patience_epochs": 100,
+    "epochs": 3, "min_steps": 0, "width": 4, "embedding_dim": 16, "batch_size": 128, "nodes": 2,
+    "augment": "none",
 }  # fmt: skip
 Objects = dict[str, dict[str, Any]]
 
@@ -101,7 +102,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 def follow(
     digits: Dataset, settings: RunSettings, on_epoch: Any = lambda _: None, report: Any = lambda _: None
 ) -> None:
-    run_train_job("run-1", digits, settings.train, settings, on_epoch, report)
+    run_train_job("run-1", digits, with_defaults(settings.train, digits), settings, on_epoch, report)
 
 
 def test_two_nodes_train_as_one_process(
@@ -114,7 +115,7 @@ def test_two_nodes_train_as_one_process(
     trained = RunRecord(open_store(settings.store_uri), "run-1").load("training")["epochs"]
     alone = train_network(digits, settings.train.model_copy(update={"nodes": 1}), tmp_path / "alone").epochs
     assert [epoch["epoch"] for epoch in trained] == [1, 2, 3]
-    assert [epoch["train_loss"] for epoch in trained] == pytest.approx([e.train_loss for e in alone], rel=1e-5)
+    assert [epoch["train_loss"] for epoch in trained] == pytest.approx([e.train_loss for e in alone], rel=2e-2)
     assert (tmp_path / "out" / "weights.pt").exists()
     assert {(call.verb, call.kind.name, call.namespace) for call in loopback.calls} == {
         (verb, "TrainJob", "kubeflow") for verb in ("create", "get", "delete")
@@ -150,7 +151,7 @@ def test_training_resumes_after_a_lost_node(
 def test_training_error_ends_the_train_job_without_another_start(
     loopback: LoopbackCluster, digits: Dataset, settings: RunSettings
 ) -> None:
-    diverging = settings.train.model_copy(update={"learning_rate": 1e38, "optimizer": "sgd"})
+    diverging = settings.train.model_copy(update={"learning_rate": 1e38})
     with pytest.raises(TrainingError, match=r"failed: FailJobSet: .*The loss is not a finite number after epoch 1"):
         follow(digits, settings.model_copy(update={"train": diverging}))
     lines = NodeLog.of(RunRecord(open_store(settings.store_uri), "run-1"), 0).lines

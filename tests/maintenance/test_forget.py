@@ -44,7 +44,7 @@ from evernear.settings import DataSettings, IndexSettings, ServingSettings, Trai
 from tests.command_line import evernear
 from tests.releases import System, decided
 
-TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32, patience_epochs=1)
+TINY = TrainSettings(epochs=1, min_steps=0, width=4, embedding_dim=16, batch_size=32)
 LOG = "queries/20260101/20260101T000000Z-20260101.000000.00000000-host-1-00000000.jsonl"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NAMED = b"an image that a person called c"
@@ -133,7 +133,7 @@ def release(
     if network is None:
         network = directory / "network"
         train_network(dataset, TINY, directory / "trained", store)
-        export_network(directory / "trained", dataset, network, TINY.parity_tolerance)
+        export_network(directory / "trained", dataset, network)
     embed_dataset(network, dataset, directory / "embeddings", store=store)
     put_folder(store, f"parts/{directory.name}", directory / "embeddings" / "parts")
     described = build_index(Embeddings.open(directory / "embeddings"), dataset.labels, settings, directory / "index")

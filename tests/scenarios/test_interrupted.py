@@ -95,7 +95,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 @pytest.mark.slow
 def test_training_processes_end_with_the_run(workspace: Workspace) -> None:
-    words = ("--set", "train.processes=2", "--set", "train.epochs=1000", "--set", "train.device=cpu")
+    words = ("--set", "train.processes=2", "--set", "train.epochs=1000")
     for end in (signal.SIGINT, signal.SIGKILL):
         with workspace.start("run", "--preset", "quick", *words) as process:
             workspace.await_step("train", process)

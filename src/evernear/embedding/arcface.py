@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.network import build_network
-from evernear.settings import TrainSettings
 
 HIGHEST_PROBABILITY = 1 - 1e-7
 """True-class probability that the softmax must be able to reach without label
@@ -110,8 +109,8 @@ def sample_classes(labels: Tensor, classes: int, batch_labels: Tensor) -> tuple[
 
 
 class TrainingModule(nn.Module):
-    """The embedding network and one ArcFace head per ensemble member. If
-    ``train.scale`` is 0, `choose_scale` determines the scale.
+    """The embedding network and one ArcFace head per ensemble member. Without
+    a scale, `choose_scale` determines it.
 
     Only the network runs in mixed precision.
     """
@@ -120,7 +119,8 @@ class TrainingModule(nn.Module):
         self,
         architecture: Architecture,
         classes: int,
-        settings: TrainSettings,
+        scale: float | None,
+        label_smoothing: float,
         precision: torch.dtype,
         network: nn.Module | None = None,
     ) -> None:
@@ -129,9 +129,9 @@ class TrainingModule(nn.Module):
         """
         super().__init__()
         self.network = network or build_network(architecture)
-        self.classes, self.label_smoothing = classes, settings.label_smoothing
+        self.classes, self.label_smoothing = classes, label_smoothing
         dim = architecture.embedding_dim // architecture.members
-        scale = settings.scale or choose_scale(classes, settings.label_smoothing)
+        scale = scale or choose_scale(classes, label_smoothing)
         self.heads = nn.ModuleList(ArcFace(classes, dim, scale) for _ in range(architecture.members))
         self.precision = precision
 

@@ -17,8 +17,8 @@ from evernear.embedding import DESCRIPTION_FILE
 from evernear.embedding.architecture import Architecture
 from evernear.embedding.augmentation import Flip
 from evernear.embedding.network import EmbeddingNetwork, build_network
+from evernear.embedding.recipe import Recipe
 from evernear.errors import IntegrityError
-from evernear.settings import TrainSettings
 
 WEIGHTS_FILE = "weights.pt"
 HISTORY_FILE = "history.json"
@@ -146,7 +146,7 @@ class TrainingResult(Frozen):
 
 class TrainedNetwork(Frozen):
     """`DESCRIPTION_FILE`: the architecture,
-    the settings and the training data of a network.
+    the recipe and the training data of a network.
     """
 
     remedy = "run the train step again"
@@ -154,7 +154,7 @@ class TrainedNetwork(Frozen):
     architecture: Architecture
     dataset_digest: str
     exclude_labels: tuple[str, ...]
-    settings: TrainSettings
+    recipe: Recipe
     weights_sha256: str = ""
     """sha256 of `WEIGHTS_FILE`, set by `save_trained`."""
     warnings: tuple[str, ...] = ()

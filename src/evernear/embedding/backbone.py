@@ -22,7 +22,7 @@ from evernear.embedding.network import MEMBERS, EmbeddingNetwork
 from evernear.embedding.timm_member import TimmMember, Whitening, config_of, create_backbone, feature_dim
 from evernear.embedding.weights import Weights
 from evernear.errors import TrainingError
-from evernear.settings import TrainSettings
+from evernear.settings.train import TrainingChoices
 from evernear.settings.weight_packages import weight_package
 
 DEFAULT_PRETRAINED = "resnet18"
@@ -44,7 +44,7 @@ REASON_MAX_CHARACTERS = 200
 Floats = NDArray[np.float64]
 
 
-def choose_backbone(settings: TrainSettings) -> str:
+def choose_backbone(settings: TrainingChoices) -> str:
     """The name of the network that ``settings`` select:
     a name in `MEMBERS` or a timm model.
 
@@ -53,9 +53,9 @@ def choose_backbone(settings: TrainSettings) -> str:
             network or for a different backbone, or ``train.frozen`` is set without
             weights or with several members.
     """
-    name, package = settings.backbone, weight_package(settings.weights)
-    if name == "auto":
-        name = package.backbone if package else DEFAULT_PRETRAINED if settings.weights else "compact"
+    package = weight_package(settings.weights)
+    default = DEFAULT_PRETRAINED if settings.weights else "compact"
+    name = settings.backbone or (package.backbone if package else default)
     if settings.frozen and not (settings.weights and settings.members == 1):
         raise TrainingError("A frozen network (train.frozen) requires train.weights and train.members = 1.")
     if name in MEMBERS:
@@ -66,7 +66,7 @@ def choose_backbone(settings: TrainSettings) -> str:
     elif package and name != package.backbone:
         raise TrainingError(
             f"{settings.weights} (train.weights) has weights of {package.backbone}, not of {printable(name)}; leave "
-            "train.backbone at auto."
+            "train.backbone out."
         )
     elif not timm.is_model(name.partition(".")[0]):
         similar = ", ".join(timm.list_models(f"*{name.partition('_')[0]}*")[:3])
@@ -75,7 +75,7 @@ def choose_backbone(settings: TrainSettings) -> str:
     return name
 
 
-def choose_input(name: str, shape: tuple[int, int, int], settings: TrainSettings) -> NetworkInput | None:
+def choose_input(name: str, shape: tuple[int, int, int], settings: TrainingChoices) -> NetworkInput | None:
     """Choose how images of shape ``shape`` are cropped and resized for a timm model.
 
     Return None if the model takes the images unchanged. A pretrained model gets the

@@ -20,11 +20,12 @@ from evernear.common.store import Store
 from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, from_bytes, to_bytes
 from evernear.errors import TrainingError
-from evernear.settings import TrainSettings
+from evernear.settings.train import TrainingChoices
 
 CHECKPOINT_FORMAT = 4
-IGNORED_IN_KEY = {"parity_tolerance", "checkpoint_every_epochs", "test_time_flip"}
-"""Settings that do not affect the weights."""
+PATIENCE_EPOCHS = 5
+"""Epochs without improvement in gallery accuracy, beyond noise, before training stops
+early."""
 LIBRARIES = ("numpy", "timm", "torch")
 """Libraries whose versions affect the weights."""
 
@@ -67,12 +68,12 @@ class TrainingState:
         if self._average is not None:
             self._average.update_parameters(self._module)
 
-    def is_finished(self, settings: TrainSettings) -> bool:
-        """Whether all epochs have finished, or the last ``patience_epochs`` epochs
+    def is_finished(self, epochs: int) -> bool:
+        """Whether all ``epochs`` have finished, or the last `PATIENCE_EPOCHS` epochs
         brought no improvement.
         """
         completed = len(self.history)
-        return completed >= settings.epochs or completed - self.best_epoch >= settings.patience_epochs
+        return completed >= epochs or completed - self.best_epoch >= PATIENCE_EPOCHS
 
     def record(self, metrics: Epoch) -> None:
         """Add a finished epoch, and copy the epoch's weights if they are the best
@@ -112,7 +113,7 @@ class TrainingState:
 
 def checkpoint_key(
     dataset_digest: str,
-    settings: TrainSettings,
+    settings: TrainingChoices,
     exclude_labels: frozenset[str],
     pretrained_sha256: str | None = None,
 ) -> str:
@@ -122,7 +123,7 @@ def checkpoint_key(
     inputs = {
         "format": CHECKPOINT_FORMAT,
         "dataset": dataset_digest,
-        "settings": settings.model_dump(mode="json", exclude=IGNORED_IN_KEY),
+        "settings": settings.model_dump(mode="json"),
         "exclude_labels": sorted(exclude_labels),
         "pretrained": pretrained_sha256,
         "code": code_digest("evernear.embedding.train", LIBRARIES),

@@ -15,7 +15,7 @@ from evernear.embedding.artifact import HISTORY_FILE, TrainedNetwork, TrainingRe
 from evernear.embedding.data_loader import TrainingImages
 from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork, build_network, choose_patch
-from evernear.settings import TrainSettings
+from evernear.embedding.recipe import Recipe
 
 if TYPE_CHECKING:  # timm takes seconds to import
     from evernear.embedding.features import FrozenFeatures
@@ -28,7 +28,7 @@ trained head. With more images, one pass over all images takes too long on a CPU
 random last layer learns fast enough."""
 
 
-def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architecture:
+def choose_architecture(dataset: Dataset, recipe: Recipe) -> Architecture:
     """Choose the architecture for ``dataset``. If ``train.weights`` is set, the
     architecture includes the preprocessing of the pretrained weights.
 
@@ -38,31 +38,31 @@ def choose_architecture(dataset: Dataset, settings: TrainSettings) -> Architectu
     Raises:
         TrainingError: ``train.backbone`` is unknown or does not fit the other settings.
     """
-    options = _timm_options(dataset, settings)
+    options = _timm_options(dataset, recipe)
     if "mean" not in options:
         mean, std = dataset.mean_std("train")
         options |= {"mean": mean, "std": tuple(max(deviation, 1 / 255) for deviation in std)}
     values: dict[str, Any] = {
         "shape": dataset.shape,
-        "patch_px": settings.patch_px or choose_patch(*dataset.shape[:2]),
-        "width": settings.width,
-        "embedding_dim": _embedding_dim(settings),
-        "members": settings.members,
+        "patch_px": recipe.patch_px or choose_patch(*dataset.shape[:2]),
+        "width": recipe.width,
+        "embedding_dim": _embedding_dim(recipe),
+        "members": recipe.members,
     }
     return Architecture(**values | options)
 
 
-def _embedding_dim(settings: TrainSettings) -> int:
+def _embedding_dim(recipe: Recipe) -> int:
     """``train.embedding_dim``, or the default rounded up to a multiple of the number of
     members.
     """
-    default = 256 if settings.weights else 128
-    return settings.embedding_dim or math.ceil(default / settings.members) * settings.members
+    default = 256 if recipe.weights else 128
+    return recipe.embedding_dim or math.ceil(default / recipe.members) * recipe.members
 
 
-def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
-    if not settings.weights and not settings.frozen and settings.backbone in ("auto", *MEMBERS):
-        return {} if settings.backbone == "auto" else {"backbone": settings.backbone}
+def _timm_options(dataset: Dataset, recipe: Recipe) -> dict[str, Any]:
+    if not recipe.weights and not recipe.frozen and recipe.backbone in (None, *MEMBERS):
+        return {"backbone": recipe.backbone} if recipe.backbone else {}
     from evernear.embedding.backbone import (  # timm takes seconds to import
         choose_backbone,
         choose_input,
@@ -70,23 +70,21 @@ def _timm_options(dataset: Dataset, settings: TrainSettings) -> dict[str, Any]:
         pretrained_mean_std,
     )
 
-    name = choose_backbone(settings)
-    options: dict[str, Any] = {"backbone": name, "input": choose_input(name, dataset.shape, settings)}
-    if settings.weights:
+    name = choose_backbone(recipe)
+    options: dict[str, Any] = {"backbone": name, "input": choose_input(name, dataset.shape, recipe)}
+    if recipe.weights:
         features = features_of(name)
         options["mean"], options["std"] = pretrained_mean_std(name, dataset.shape[2])
         few = dataset.count("train") <= MAX_IMAGES_OF_START
-        options["frozen"] = settings.keeps_backbone
-        options["pretrained"] = not settings.keeps_backbone and settings.members == 1 and few
+        options["frozen"] = recipe.keeps_backbone
+        options["pretrained"] = not recipe.keeps_backbone and recipe.members == 1 and few
         if options["frozen"] or options["pretrained"]:
-            options["embedding_dim"] = features if settings.frozen else min(_embedding_dim(settings), features)
+            options["embedding_dim"] = features if recipe.frozen else min(_embedding_dim(recipe), features)
     return options
 
 
-def initialize(
-    network: EmbeddingNetwork, architecture: Architecture, settings: TrainSettings, dataset: Dataset
-) -> str | None:
-    """Load the pretrained weights of ``settings`` into ``network``, and return the
+def initialize(network: EmbeddingNetwork, architecture: Architecture, recipe: Recipe, dataset: Dataset) -> str | None:
+    """Load the pretrained weights of ``recipe`` into ``network``, and return the
     sha256 of the weights file.
 
     The dataset's store may contain a copy of the weights. See
@@ -96,13 +94,13 @@ def initialize(
         TrainingError: the weights cannot be read or belong to a different architecture.
         StoreError: the weights cannot be fetched.
     """
-    if not settings.weights:
+    if not recipe.weights:
         return None
     from evernear.embedding.backbone import load_weights
     from evernear.embedding.weights import read_weights
 
     store = open_store(dataset.manifest.store_uri) if dataset.manifest.store_uri else None
-    weights = read_weights(settings.weights, architecture.backbone, store)
+    weights = read_weights(recipe.weights, architecture.backbone, store)
     load_weights(network, architecture, weights)
     return weights.sha256
 
@@ -125,9 +123,9 @@ class Pretrained(NamedTuple):
 
 
 def open_pretrained(
-    dataset: Dataset, settings: TrainSettings, store: Store | None = None, on_images: OnImages | None = None
+    dataset: Dataset, recipe: Recipe, store: Store | None = None, on_images: OnImages | None = None
 ) -> Pretrained:
-    """Load the pretrained network that ``settings`` select. If ``store`` is given, the
+    """Load the pretrained network that ``recipe`` selects. If ``store`` is given, the
     features are cached in the store.
 
     Raises:
@@ -136,10 +134,10 @@ def open_pretrained(
     """
     from evernear.embedding.features import FrozenFeatures
 
-    torch.manual_seed(settings.seed)
-    architecture = choose_architecture(dataset, settings)
+    torch.manual_seed(recipe.seed)
+    architecture = choose_architecture(dataset, recipe)
     network = build_network(architecture)
-    weights_sha256 = initialize(network, architecture, settings, dataset)
+    weights_sha256 = initialize(network, architecture, recipe, dataset)
     return Pretrained(network, architecture, FrozenFeatures(network, architecture, store, on_images), weights_sha256)
 
 
@@ -147,30 +145,27 @@ def fit_last_layer(
     pretrained: Pretrained,
     dataset: Dataset,
     images: TrainingImages,
-    settings: TrainSettings,
+    recipe: Recipe,
     on_step: "OnHeadStep | None" = None,
 ) -> "Head | None":
     """Fit the last layer to the train split.
 
     The last layer is a trained head if `evernear.embedding.head.compare` accepts the
-    head. Otherwise, or if ``settings.frozen`` is set, the last layer is a whitening
+    head. Otherwise, or if ``recipe.frozen`` is set, the last layer is a whitening
     map. Return the trained head, even if the head is not used, or None if no head was
     trained.
     """
     from evernear.embedding.head import train_head, whitening_for
 
     features = pretrained.features
-    if settings.frozen:
-        head = None
-    else:
-        head = train_head(features, pretrained.architecture, dataset, images, settings, on_step)
+    head = None if recipe.frozen else train_head(features, pretrained.architecture, dataset, images, recipe, on_step)
     pretrained.member.standardize = head.map if head and head.test.used else whitening_for(features, dataset, images)
     return head
 
 
 def freeze(
     dataset: Dataset,
-    settings: TrainSettings,
+    recipe: Recipe,
     out_dir: Path,
     store: Store | None = None,
     exclude_labels: frozenset[str] = frozenset(),
@@ -190,15 +185,15 @@ def freeze(
     from evernear.embedding.timm_member import whitening_of
 
     images = TrainingImages(dataset, exclude_labels)
-    pretrained = open_pretrained(dataset, settings, store, on_images)
-    head = fit_last_layer(pretrained, dataset, images, settings, on_step)
+    pretrained = open_pretrained(dataset, recipe, store, on_images)
+    head = fit_last_layer(pretrained, dataset, images, recipe, on_step)
     pretrained.features.compute(dataset, ("gallery", "query", "test"))
     embedding_dim = whitening_of(pretrained.network).matrix.shape[1]
     trained = TrainedNetwork(
         architecture=pretrained.architecture.model_copy(update={"embedding_dim": embedding_dim}),
         dataset_digest=dataset.digest,
         exclude_labels=tuple(sorted(exclude_labels)),
-        settings=settings,
+        recipe=recipe,
         pretrained_sha256=pretrained.weights_sha256,
     )
     save_trained(out_dir, pretrained.network.state_dict(), trained)

@@ -29,9 +29,8 @@ from evernear.embedding.features import FrozenFeatures, View
 from evernear.embedding.image_vectors import one_torch_thread
 from evernear.embedding.network import EmbeddingNetwork
 from evernear.embedding.photographs import augment_block, view_name
-from evernear.embedding.recipe import choose_optimizer, learning_rate, margin, steps_per_epoch, with_defaults
+from evernear.embedding.recipe import Recipe, choose_optimizer, learning_rate, margin, steps_per_epoch
 from evernear.embedding.timm_member import TimmMember, Whitening
-from evernear.settings import TrainSettings
 
 DROPOUT = 0.5
 """Share of the features that a training step ignores."""
@@ -123,32 +122,31 @@ def train_head(
     architecture: Architecture,
     dataset: Dataset,
     images: TrainingImages,
-    settings: TrainSettings,
+    recipe: Recipe,
     on_step: OnHeadStep | None = None,
 ) -> Head:
     """Train a head on the train split, and compare the head with whitened features on
     the gallery split.
 
     The head's map is the trained projection beside the whitened features. If
-    ``settings.embedding_dim`` is set, it is the projection alone, which has that
+    ``recipe.embedding_dim`` is set, it is the projection alone, which has that
     dimension.
 
-    If ``settings.minutes`` is set, views that cannot be computed within this time are
+    If ``recipe.minutes`` is set, views that cannot be computed within this time are
     left out.
     """
-    end_s = time.monotonic() + settings.minutes * 60 if settings.minutes else math.inf
-    settings = with_defaults(settings, dataset)
+    end_s = time.monotonic() + recipe.minutes * 60 if recipe.minutes else math.inf
     whitening = whitening_for(features, dataset, images)
-    examples = read_examples(features, whitening, dataset, images, settings, end_s)
-    torch.manual_seed(settings.seed)
+    examples = read_examples(features, whitening, dataset, images, recipe, end_s)
+    torch.manual_seed(recipe.seed)
     layer = LinearHead(features.dim, architecture.embedding_dim)
-    module = TrainingModule(architecture, images.classes, settings, torch.float32, layer)
+    module = TrainingModule(architecture, images.classes, recipe.scale, recipe.label_smoothing, torch.float32, layer)
     centers = cast(ArcFace, module.heads[0]).centers
     with one_torch_thread():
         _start_at_class_means(centers, layer, examples)
-        _train(module, examples, settings, on_step)
+        _train(module, examples, recipe, on_step)
     projection = layer.project.weight.detach()
-    weight = projection if settings.embedding_dim else beside_whitened(projection, examples)
+    weight = projection if recipe.embedding_dim else beside_whitened(projection, examples)
     test = compare(weight, whitening, examples, features.batches(dataset, "gallery", images))
     # The folded map omits the normalization between whitening and projection. The
     # length of the whitened features does not matter, because the network normalizes
@@ -158,9 +156,9 @@ def train_head(
     folded.matrix.copy_(whitening.matrix @ weight.T)
     views = len(examples.features) - 1
     warning = (
-        f"The time was enough for {views} of {quantity(settings.views, 'augmented view')}: the machine became slower."
+        f"The time was enough for {views} of {quantity(recipe.views, 'augmented view')}: the machine became slower."
     )
-    return Head(folded, centers.detach(), test, (warning,) if views < settings.views else ())
+    return Head(folded, centers.detach(), test, (warning,) if views < recipe.views else ())
 
 
 @torch.no_grad()
@@ -182,18 +180,18 @@ def read_examples(
     whitening: Whitening,
     dataset: Dataset,
     images: TrainingImages,
-    settings: TrainSettings,
+    recipe: Recipe,
     end_s: float = math.inf,
 ) -> HeadExamples:
     """Compute the features of the train split for the plain images and for
-    ``settings.views`` augmented views.
+    ``recipe.views`` augmented views.
 
     No view is started once ``time.monotonic()`` exceeds ``end_s``.
     """
-    mirror = is_mirrored(settings, dataset)
+    mirror = dataset.shape[2] == 3  # color images are mostly photographs
     views = [
         View(view_name(number, mirror), partial(augment_block, view=number, mirror=mirror))
-        for number in range(settings.views)
+        for number in range(recipe.views)
     ]
     every = max(1, math.ceil(images.count * (len(views) + 1) * features.dim * 4 / MAX_BYTES))
     rows = np.empty((len(views) + 1, math.ceil(images.count / every), features.dim), np.float32)
@@ -210,16 +208,6 @@ def read_examples(
             seen, filled = seen + len(classes), part.stop
         read += 1
     return HeadExamples(rows[:read], numbers)
-
-
-def is_mirrored(settings: TrainSettings, dataset: Dataset) -> bool:
-    """Whether ``train.flip`` selects mirrored views.
-
-    ``auto`` mirrors color images, which are mostly photographs. A measurement cannot
-    decide whether to mirror, because a backbone's features hardly change if an image is
-    mirrored.
-    """
-    return settings.flip in ("horizontal", "both") or (settings.flip == "auto" and dataset.shape[2] == 3)
 
 
 @torch.no_grad()
@@ -276,16 +264,16 @@ def start_at_head(module: TrainingModule, head: Head) -> None:
     cast(ArcFace, module.heads[0]).centers.copy_(head.centers)
 
 
-def _train(module: TrainingModule, examples: HeadExamples, settings: TrainSettings, on_step: OnHeadStep | None) -> None:
-    batch_size = min(settings.batch_size, len(examples.classes))
-    steps = settings.epochs * steps_per_epoch(settings, len(examples.classes), batch_size)
-    optimizer = choose_optimizer(module, settings, torch.float32)
+def _train(module: TrainingModule, examples: HeadExamples, recipe: Recipe, on_step: OnHeadStep | None) -> None:
+    batch_size = min(recipe.batch_size, len(examples.classes))
+    steps = recipe.epochs * steps_per_epoch(recipe, len(examples.classes), batch_size)
+    optimizer = choose_optimizer(module, recipe, torch.float32)
     module.train()
-    for step, (features, classes) in enumerate(islice(examples.batches(batch_size, settings.seed), steps)):
+    for step, (features, classes) in enumerate(islice(examples.batches(batch_size, recipe.seed), steps)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step / steps)
+            group["lr"] = learning_rate(recipe, step / steps)
         optimizer.zero_grad()
-        module(features, classes, margin(settings, step / steps), classes).backward()
+        module(features, classes, margin(recipe, step / steps), classes).backward()
         optimizer.step()
         if on_step is not None:
             on_step(step + 1, steps)

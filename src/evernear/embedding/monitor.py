@@ -16,8 +16,8 @@ from evernear.embedding.arcface import TrainingModule
 from evernear.embedding.artifact import Epoch, FlipTest, TrainingResult
 from evernear.embedding.augmentation import Flip, flip
 from evernear.embedding.data_loader import TrainingImages
+from evernear.embedding.recipe import Recipe
 from evernear.errors import TrainingError
-from evernear.settings import TrainSettings
 
 FLIP_TOLERANCE = 0.1
 """Maximum accuracy loss under a harmless flip, as a fraction of the accuracy above
@@ -67,16 +67,10 @@ def measure_gallery(
     }
 
 
-def choose_flips(settings: TrainSettings, history: Sequence[Epoch]) -> tuple[Flip, ...]:
-    """The flips that augment the next epoch.
-
-    ``train.flip`` sets the flips directly or, if it is ``auto``, selects the flips that
-    `measure_flips` found harmless.
+def choose_flips(history: Sequence[Epoch]) -> tuple[Flip, ...]:
+    """The flips that augment the next epoch: those that `measure_flips` found
+    harmless.
     """
-    if settings.flip == "both":
-        return "horizontal", "vertical"
-    if settings.flip in ("horizontal", "vertical"):
-        return (settings.flip,)
     return tuple(test.direction for epoch in history for test in epoch.flip_tests if test.harmless)
 
 
@@ -112,7 +106,7 @@ def measure_flips(
     return measure("horizontal"), measure("vertical")
 
 
-def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: TrainSettings) -> tuple[str, ...]:
+def collapse_warnings(history: Sequence[Epoch], best_epoch: int, recipe: Recipe) -> tuple[str, ...]:
     """A warning if the gallery accuracy fell by more than four standard errors after
     the best epoch.
     """
@@ -123,7 +117,7 @@ def collapse_warnings(history: Sequence[Epoch], best_epoch: int, settings: Train
     return (
         f"Training collapsed after epoch {best_epoch}: the gallery accuracy fell from {best.gallery_accuracy:.1%} to "
         f"{last.gallery_accuracy:.1%}. The weights of epoch {best_epoch} were saved; lower train.learning_rate (it is "
-        f"{settings.learning_rate:g}).",
+        f"{recipe.learning_rate:g}).",
     )
 
 
@@ -136,7 +130,7 @@ def time_warnings(history: Sequence[Epoch]) -> tuple[str, ...]:
     return (f"{quantity(len(shortened), 'epoch')} ended early, without {skipped}: the machine became slower.",)
 
 
-def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
+def require_learned(result: TrainingResult, recipe: Recipe) -> None:
     """Check that the best epoch is better than chance.
 
     Raises:
@@ -148,6 +142,6 @@ def require_learned(result: TrainingResult, settings: TrainSettings) -> None:
         raise TrainingError(
             f"The network learned nothing: its best gallery accuracy in {quantity(len(result.epochs), 'epoch')} is "
             f"{best.gallery_accuracy:.1%}, and always predicting the most frequent class gives "
-            f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {settings.learning_rate:g}), train more "
-            f"epochs (train.epochs is {settings.epochs}), or check the labels."
+            f"{result.chance_accuracy:.1%}. Lower train.learning_rate (it is {recipe.learning_rate:g}), train more "
+            f"epochs (train.epochs is {recipe.epochs}), or check the labels."
         )

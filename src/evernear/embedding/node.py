@@ -24,9 +24,9 @@ from evernear.common.store import Store, open_store
 from evernear.data.shards import Dataset
 from evernear.embedding import distributed
 from evernear.embedding.artifact import Epoch
+from evernear.embedding.recipe import Recipe
 from evernear.embedding.train import Steps, train_in_processes
 from evernear.errors import EvernearError, IntegrityError
-from evernear.settings import TrainSettings
 
 TASK = "nodes/task"
 LOG_MAX_LINES = 200
@@ -39,7 +39,7 @@ class NodeTask(Frozen):
 
     dataset: str
     digest: str
-    settings: TrainSettings
+    recipe: Recipe
 
 
 class NodeLog(Frozen):
@@ -85,16 +85,16 @@ def run_node(store: Store, run: str, node: distributed.Node) -> None:
     dataset = Dataset.find(store, task.dataset, task.digest) if task else None
     if task is None or dataset is None:
         raise IntegrityError(f"The store {store.uri} has no training task of the run {run}; run the train step again.")
-    logger.write(f"Node {node.rank + 1} of {node.count} started. Processes: {task.settings.processes}.")
+    logger.write(f"Node {node.rank + 1} of {node.count} started. Processes: {task.recipe.processes}.")
 
     def report(message: Epoch | Steps) -> None:
         if isinstance(message, Epoch):
-            text = f"epoch {message.epoch}/{task.settings.epochs}, loss {message.train_loss:.3f}"
+            text = f"epoch {message.epoch}/{task.recipe.epochs}, loss {message.train_loss:.3f}"
             logger.write(f"{text}, gallery accuracy {message.gallery_accuracy:.2%}", message)
 
     try:
         with tempfile.TemporaryDirectory() as directory:
-            train_in_processes(dataset, task.settings, Path(directory), store, report, node=node)
+            train_in_processes(dataset, task.recipe, Path(directory), store, report, node=node)
     except EvernearError as error:
         logger.write(str(error))
         raise

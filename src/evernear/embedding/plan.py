@@ -23,7 +23,7 @@ from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.checkpoint import checkpoint_key
-from evernear.embedding.recipe import size_factor, steps_per_epoch, with_defaults
+from evernear.embedding.recipe import Recipe, size_factor, steps_per_epoch, with_defaults
 from evernear.errors import SettingsError
 from evernear.settings import TrainSettings
 from evernear.settings.train import Layers
@@ -60,8 +60,8 @@ class Plan(Frozen):
     ``checkpoints/<key>/plan.json`` in the store.
     """
 
-    train: TrainSettings
-    probe: TrainSettings
+    train: Recipe
+    probe: Recipe
     sentence: str
     """One sentence about the plan and its estimated time."""
     probe_s: float | None = None
@@ -110,7 +110,7 @@ class Speed(NamedTuple):
         return self.train_s + self.validate_s + self.embed_s
 
 
-Measure = Callable[[TrainSettings], Speed]
+Measure = Callable[[Recipe], Speed]
 
 
 def find_plan(dataset: Dataset, settings: TrainSettings, store: Store | None, measure: Measure) -> Plan:
@@ -147,15 +147,15 @@ def make_plan(dataset: Dataset, settings: TrainSettings, speed: Speed, measure: 
     Raises:
         SettingsError: the time is too short.
     """
-    end_s = started_s + settings.minutes * 60 * USED_SHARE - START_S
+    end_s = started_s + (settings.minutes or 0) * 60 * USED_SHARE - START_S
     if settings.weights:
         return _plan_pretrained(dataset, settings, end_s, speed.embed_s, measure)
-    work = _work(dataset, settings, settings, speed, 0.0)
+    work = _Work.of(dataset, settings, settings, speed, 0.0)
     time_s = end_s - time.monotonic()
     return work.plan(time_s) or _refuse(settings, work.shortest_s, time_s)
 
 
-def expected_probe_s(recipe: TrainSettings, probe_epochs: int, dataset: Dataset) -> Callable[[float], float]:
+def expected_probe_s(recipe: Recipe, probe_epochs: int, dataset: Dataset) -> Callable[[float], float]:
     """A function that estimates the time of the probe from that of the training. With a
     frozen backbone, the training has computed the features, and heads remain.
     """
@@ -168,12 +168,12 @@ def expected_probe_s(recipe: TrainSettings, probe_epochs: int, dataset: Dataset)
     if recipe.keeps_backbone:
         heads_s = 0.0 if recipe.frozen else steps(recipe.epochs) * HEAD_STEP_S
         return lambda _: (1 + PROBE_DRAWS) * heads_s
-    share = PROBE_SHARE_WITH_MUON if recipe.optimizer == "muon" else PROBE_SHARE
+    share = PROBE_SHARE_WITH_MUON if recipe.muon else PROBE_SHARE
     epochs = probe_epochs or math.ceil(recipe.epochs * share)
     return lambda train_s: train_s * steps(epochs) / steps(recipe.epochs)
 
 
-def first_measured(dataset: Dataset, settings: TrainSettings) -> TrainSettings:
+def first_measured(dataset: Dataset, settings: TrainSettings) -> Recipe:
     """The recipe that is measured first. For a pretrained network, it is a head."""
     first = settings.model_copy(update={"layers": "head"}) if settings.weights else settings
     return with_defaults(first, dataset)
@@ -189,27 +189,27 @@ def _plan_pretrained(dataset: Dataset, settings: TrainSettings, end_s: float, em
     recipe, images = first_measured(dataset, settings), dataset.count("train")
     steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
     head_s = steps * HEAD_STEP_S
-    start_s = ((1 + max(0, settings.views)) * images + dataset.count("gallery")) * embed_s + 2 * head_s
+    start_s = (images + dataset.count("gallery")) * embed_s + 2 * head_s
     speeds: dict[Layers, Speed] = {}
     shortest_s = math.inf
     for way in LADDER:
         is_demanded = settings.layers == way.layers
-        if not is_demanded and settings.layers != "auto":
+        if not is_demanded and settings.layers:
             continue
-        changes = {"layers": way.layers, "size_factor": settings.size_factor or way.size_factor}
-        tuned = settings.model_copy(update=changes)
+        tuned = settings.model_copy(update={"layers": way.layers})
         # A training step takes at least twice as long as an embedding, so a way that
         # cannot fit is recognized without measuring a training step.
-        shortest_s = _work(dataset, settings, tuned, Speed(2 * embed_s, embed_s, embed_s), start_s).shortest_s
+        least = Speed(2 * embed_s, embed_s, embed_s)
+        shortest_s = _Work.of(dataset, settings, tuned, least, start_s, way.size_factor).shortest_s
         if shortest_s > end_s - time.monotonic() and not is_demanded:
             continue
         if way.layers not in speeds:
-            speeds[way.layers] = measure(with_defaults(tuned, dataset))
-        work = _work(dataset, settings, tuned, speeds[way.layers], start_s)
+            speeds[way.layers] = measure(with_defaults(tuned, dataset, size_factor=way.size_factor))
+        work = _Work.of(dataset, settings, tuned, speeds[way.layers], start_s, way.size_factor)
         if plan := work.plan(end_s - time.monotonic(), 0 if is_demanded else way.fewest_epochs):
             return plan
         shortest_s = work.shortest_s
-    if settings.layers in ("auto", "head"):
+    if settings.layers in (None, "head"):
         return _plan_head(dataset, settings, of_head, end_s - time.monotonic(), embed_s, (1 + PROBE_DRAWS) * head_s)
     return _refuse(settings, shortest_s, end_s - time.monotonic())
 
@@ -228,7 +228,7 @@ def _plan_head(
     most_views = with_defaults(of_head, dataset).views
     views = min(most_views, int((time_s - fixed_s) / view_s))
     if views < min(1, most_views):
-        whitened = of_head.model_copy(update={"frozen": True, "minutes": 0.0})
+        whitened = with_defaults(of_head.model_copy(update={"frozen": True, "minutes": None}), dataset)
         what = "whitened features without training, because a head takes longer"
         sentence = _sentence(settings, what, START_S + features_s, is_enough=False)
         return Plan(train=whitened, probe=whitened, sentence=sentence, probe_s=time_s - features_s)
@@ -237,7 +237,7 @@ def _plan_head(
     # longer than expected.
     spare_s = max(0.0, time_s - fixed_s - views * view_s)
     limit_s = ((1 + views) * view_s + spare_s / 2) / USED_SHARE
-    chosen = of_head.model_copy(update={"views": views, "minutes": limit_s / 60})
+    chosen = with_defaults(of_head, dataset, views=views, minutes=limit_s / 60)
     what = f"a head on the features of the images and of {quantity(views, 'augmented view')} of each"
     expected_s = START_S + fixed_s + views * view_s
     sentence = _sentence(settings, what, expected_s, views == most_views)
@@ -249,12 +249,13 @@ def _plan_head(
 class _Work:
     """The work of a training run and the run's probe, with the time for each part."""
 
+    dataset: Dataset
     settings: TrainSettings
     """The settings of the user."""
     chosen: TrainSettings
-    """The user's settings with the layers and the image size under consideration."""
-    recipe: TrainSettings
-    """``chosen`` with the defaults filled in."""
+    """The user's settings with the layers under consideration."""
+    recipe: Recipe
+    """``chosen`` with the defaults filled in, and the image size under consideration."""
     fixed_s: float
     step_s: float
     validation_s: float
@@ -263,7 +264,7 @@ class _Work:
 
     @property
     def probe_share(self) -> float:
-        return PROBE_SHARE_WITH_MUON if self.recipe.optimizer == "muon" else PROBE_SHARE
+        return PROBE_SHARE_WITH_MUON if self.recipe.muon else PROBE_SHARE
 
     @property
     def fewest_steps(self) -> int:
@@ -299,51 +300,67 @@ class _Work:
         layers = {"all": "all layers", "last": "the last stages"}[self.recipe.trained_layers]
         size = f" at up to {self.recipe.size_factor:.0%} of the size" if self.recipe.weights else ""
         what = f"{layers}, {quantity(epochs, 'epoch')} of {quantity(steps // epochs, 'step')}{size}"
-        loops_s = (train.minutes + probe.minutes) * 60 * USED_SHARE
+        loops_s = ((train.minutes or 0) + (probe.minutes or 0)) * 60 * USED_SHARE
         expected_s = START_S + self.fixed_s + loops_s
         sentence = _sentence(self.settings, what, expected_s, is_enough=fitting > most_steps)
         return Plan(train=train, probe=probe, sentence=sentence)
 
-    def _of(self, epochs: int, steps: int) -> TrainSettings:
-        """Settings for a training run. The setting ``minutes`` limits the loop over
-        epochs.
-        """
+    def _of(self, epochs: int, steps: int) -> Recipe:
+        """The recipe of a training run. Its ``minutes`` limit the loop over epochs."""
         loop_s = steps * self.step_s + epochs * self.validation_s
-        changes = {"epochs": epochs, "min_steps": steps, "max_steps": steps, "minutes": loop_s / USED_SHARE / 60}
-        return self.chosen.model_copy(update=changes)
+        return with_defaults(
+            self.chosen,
+            self.dataset,
+            epochs=epochs,
+            min_steps=steps,
+            max_steps=steps,
+            minutes=loop_s / USED_SHARE / 60,
+            size_factor=self.recipe.size_factor,
+        )
 
-
-def _work(dataset: Dataset, settings: TrainSettings, chosen: TrainSettings, speed: Speed, start_s: float) -> _Work:
-    """The work in a training run whose first epoch begins after ``start_s`` seconds."""
-    recipe = with_defaults(chosen, dataset)
-    images, gallery = dataset.count("train"), dataset.count("gallery")
-    batch_size = min(recipe.batch_size, images)
-    sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
-    # The probe embeds all splits except the train split, plain and mirrored. Training
-    # and the probe each measure flips once.
-    others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
-    return _Work(
-        settings=settings,
-        chosen=chosen,
-        recipe=recipe,
-        fixed_s=start_s + others * speed.embed_s,
-        step_s=batch_size * speed.train_s * sum(size**2 for size in sizes) / len(sizes),
-        validation_s=gallery * speed.validate_s,
-        pass_steps=max(1, images // batch_size),
-    )
+    @staticmethod
+    def of(
+        dataset: Dataset,
+        settings: TrainSettings,
+        chosen: TrainSettings,
+        speed: Speed,
+        start_s: float,
+        largest_size: float = 1.0,
+    ) -> "_Work":
+        """The work in a training run whose first epoch begins after ``start_s`` seconds.
+        The images of its last epochs have ``largest_size``, relative to the network's
+        input."""
+        recipe = with_defaults(chosen, dataset, size_factor=largest_size)
+        images, gallery = dataset.count("train"), dataset.count("gallery")
+        batch_size = min(recipe.batch_size, images)
+        sizes = [size_factor(recipe.model_copy(update={"epochs": 10}), epoch) for epoch in range(10)]
+        # The probe embeds all splits except the train split, plain and mirrored.
+        # Training and the probe each measure flips once.
+        others = 2 * sum(dataset.count(split) for split in SPLITS[1:]) + 4 * gallery
+        return _Work(
+            dataset=dataset,
+            settings=settings,
+            chosen=chosen,
+            recipe=recipe,
+            fixed_s=start_s + others * speed.embed_s,
+            step_s=batch_size * speed.train_s * sum(size**2 for size in sizes) / len(sizes),
+            validation_s=gallery * speed.validate_s,
+            pass_steps=max(1, images // batch_size),
+        )
 
 
 def _sentence(settings: TrainSettings, what: str, expected_s: float, is_enough: bool) -> str:
-    shorter = f" of the {settings.minutes:g}, because more would not help" if is_enough else ""
+    shorter = f" of the {settings.minutes or 0:g}, because more would not help" if is_enough else ""
     return f"{what}; about {expected_s / 60:.1f} minutes with the probe{shorter}"
 
 
 def _refuse(settings: TrainSettings, shortest_s: float, time_s: float) -> Plan:
     """Raise an error, because only ``time_s`` remains but training needs
     ``shortest_s``."""
-    needed = math.ceil(settings.minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
+    minutes = settings.minutes or 0
+    needed = math.ceil(minutes * 10 + (shortest_s * 1.2 - time_s) / USED_SHARE / 6) / 10
     raise SettingsError(
-        f"train.minutes is {settings.minutes:g}, but training on these images and the probe take at least about "
+        f"train.minutes is {minutes:g}, but training on these images and the probe take at least about "
         f"{needed:g} minutes on this machine; set train.minutes={needed:g} or more."
     )
 
@@ -355,11 +372,11 @@ class Deadline:
     No epoch uses time that is reserved for a later epoch.
     """
 
-    def __init__(self, settings: TrainSettings, history: Sequence[Epoch]) -> None:
+    def __init__(self, recipe: Recipe, history: Sequence[Epoch]) -> None:
         self._end_s = math.inf
-        if settings.minutes:
-            costs = [size_factor(settings, epoch) ** 2 for epoch in range(len(history), settings.epochs)]
-            left_s = settings.minutes * 60 - sum(epoch.duration_s for epoch in history)
+        if recipe.minutes:
+            costs = [size_factor(recipe, epoch) ** 2 for epoch in range(len(history), recipe.epochs)]
+            left_s = recipe.minutes * 60 - sum(epoch.duration_s for epoch in history)
             self._end_s = time.monotonic() + max(0.0, left_s) * costs[0] / sum(costs)
 
     def is_over(self) -> bool:

@@ -3,13 +3,12 @@ optimizer and schedules.
 """
 
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from evernear.common.output import quantity
 from evernear.data.manifest import SPLITS
 from evernear.data.shards import Dataset
 from evernear.embedding.arcface import TrainingModule
@@ -17,13 +16,12 @@ from evernear.embedding.architecture import Architecture
 from evernear.embedding.memory import training_batch_size
 from evernear.embedding.muon import Muon
 from evernear.embedding.network import MEMBERS, EmbeddingNetwork
-from evernear.errors import TrainingError
-from evernear.settings import TrainSettings
+from evernear.settings.train import Augment, TrainingChoices, TrainSettings
 
-Recipe = dict[str, Any]
-"""Values by setting, for settings that are not set."""
 WARM_UP = 0.2
 """Fraction of all steps during which the learning rate rises to its peak."""
+MOMENTUM = 0.9
+"""Momentum of Muon."""
 MARGIN_WARM_UP = 0.5
 """Fraction of all steps during which the margin rises from 0 to `TrainSettings.margin`.
 
@@ -49,20 +47,54 @@ smaller images than in use (Touvron et al. 2019, "Fixing the train-test resoluti
 discrepancy", arXiv:1906.06423), is faster and better than training at one size.
 """
 EMA_DECAY = 0.99
-"""Largest default of ``train.ema_decay``."""
+"""Largest decay of the weight average."""
 EMA_SHARE = 1 / 15
 """Share of the steps over which the weights are averaged.
 A decay of 0.99 averages over 100 of 1,500 steps.
 """
 MOST_VIEWS = 4
-"""Largest default of ``train.views``."""
+"""Largest number of views of an image."""
 MOST_VIEWED_IMAGES = 20_000
 """Largest number of augmented images by default. More images need fewer views, and a
 CPU takes minutes for 20,000 augmented images.
 """
 
-GRAY: Recipe = {
-    "optimizer": "adamw",
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+class Recipe(TrainingChoices):
+    """All settings of a training run, with the values that the images and the network
+    determine (`with_defaults`)."""
+
+    epochs: int
+    min_steps: int
+    """Smallest number of steps in all epochs."""
+    max_steps: int | None = None
+    """Largest number of steps in all epochs."""
+    batch_size: int
+    muon: bool = False
+    """Whether Muon trains the network, instead of AdamW."""
+    learning_rate: float
+    weight_decay: float
+    width: int
+    augment: Augment
+    label_smoothing: float
+    ema_decay: float = 0.0
+    """Decay per step of the average of the weights, which the release gets. With 0, the
+    release gets the weights themselves."""
+    views: int = 0
+    """Augmented views of each training image whose features a head is trained on,
+    beside the plain images."""
+    precision: Precision | None = None
+    """Data type of activations. By default, the device determines it."""
+    size_factor: float = 1.0
+    """Side of the training images of a timm backbone in the last epochs, relative to
+    its input."""
+
+
+Values = dict[str, Any]
+GRAY: Values = {
     "epochs": 12,
     "min_steps": 300,
     "batch_size": 256,
@@ -71,16 +103,14 @@ GRAY: Recipe = {
     "width": 16,
     "augment": "affine",
     "label_smoothing": 0.0,
-    "ema_decay": 0.0,
-    "views": 0,
-    "size_factor": 1.0,
 }
 """Defaults for gray images, mostly drawings and scans."""
-COLOR = GRAY | {"epochs": 24, "min_steps": 600, "width": 32, "augment": "shift", "label_smoothing": 0.1}
-"""Defaults for color images. Photographs vary more, and need a larger network, more
+COLOR = GRAY | {"epochs": 24, "min_steps": 600, "augment": "shift", "label_smoothing": 0.1}
+"""Defaults for color images in a timm backbone. Photographs vary more, and need more
 steps and more regularization.
 """
-MUON = COLOR | {"optimizer": "muon", "epochs": 10, "min_steps": 400, "width": 48}
+MUON = COLOR | {"muon": True, "epochs": 10, "min_steps": 400, "width": 48}
+"""Defaults for color images in the compact network."""
 HEAD = GRAY | {
     "epochs": 30,
     "min_steps": 600,
@@ -108,38 +138,47 @@ starting from a trained head.
 """
 
 
-def shown_images(settings: TrainSettings, dataset: Dataset) -> int:
+def shown_images(recipe: Recipe, dataset: Dataset) -> int:
     """The largest number of images that training shows to a frozen backbone:
     the images of all splits, and the views of train images.
     """
-    return sum(dataset.count(split) for split in SPLITS) + settings.views * dataset.count("train")
+    return sum(dataset.count(split) for split in SPLITS) + recipe.views * dataset.count("train")
 
 
-def with_defaults(settings: TrainSettings, dataset: Dataset) -> TrainSettings:
-    """``settings`` with the defaults filled in,
-    which depend on the images and the network.
+def with_defaults(settings: TrainSettings | Recipe, dataset: Dataset, **chosen: Any) -> Recipe:
+    """The recipe for ``settings``: the defaults for the images and the network, then
+    the settings that are given, then ``chosen``. A recipe is returned unchanged.
     """
-    color = dataset.shape[2] == 3
-    is_compact = settings.backbone in ("auto", *MEMBERS) and not settings.weights
-    if settings.keeps_backbone:
-        recipe = HEAD | {"views": 0 if settings.frozen else _choose_views(dataset.count("train"))}
-    elif settings.weights:
-        recipe = FINE_TUNING | {"augment": "photograph" if color else "affine"}
-    elif not color:
-        recipe = GRAY
-    else:
-        recipe = MUON if settings.optimizer == "muon" or (settings.optimizer == "auto" and is_compact) else COLOR
-    if settings.scale:
-        recipe = recipe | {"label_smoothing": 0.0}
-    chosen = {name: value for name, value in recipe.items() if getattr(settings, name) == _unset(name)}
-    filled = settings.model_copy(update=chosen)
+    if isinstance(settings, Recipe):
+        return settings
+    given = settings.model_dump(exclude_none=True)
+    values: Values = (
+        _defaults(settings, dataset) | ({"label_smoothing": 0.0} if settings.scale else {}) | given | chosen
+    )
+    recipe = Recipe(**values)
     images = dataset.manifest.count("train")
-    steps = filled.epochs * steps_per_epoch(filled, images, min(filled.batch_size, images))
-    if settings.weight_decay < 0 and color and not settings.weights and filled.optimizer != "sgd":
-        return filled.model_copy(update={"weight_decay": TOTAL_DECAY / (filled.learning_rate * steps)})
-    if settings.ema_decay < 0 and settings.weights and not settings.keeps_backbone:
-        return filled.model_copy(update={"ema_decay": min(EMA_DECAY, max(0.0, 1 - 1 / (steps * EMA_SHARE)))})
-    return filled
+    steps = recipe.epochs * steps_per_epoch(recipe, images, min(recipe.batch_size, images))
+    if dataset.shape[2] == 3 and not settings.weights and settings.weight_decay is None:
+        return recipe.model_copy(update={"weight_decay": TOTAL_DECAY / (recipe.learning_rate * steps)})
+    if settings.weights and not settings.keeps_backbone:
+        return recipe.model_copy(update={"ema_decay": min(EMA_DECAY, max(0.0, 1 - 1 / (steps * EMA_SHARE)))})
+    return recipe
+
+
+def _defaults(settings: TrainSettings, dataset: Dataset) -> Values:
+    values = _values_for(settings, dataset)
+    return values | {"label_smoothing": 0.0} if settings.scale else values
+
+
+def _values_for(settings: TrainSettings, dataset: Dataset) -> Values:
+    color = dataset.shape[2] == 3
+    if settings.keeps_backbone:
+        return HEAD | {"views": 0 if settings.frozen else _choose_views(dataset.count("train"))}
+    if settings.weights:
+        return FINE_TUNING | {"augment": "photograph" if color else "affine"}
+    if not color:
+        return GRAY
+    return MUON if settings.backbone in (None, *MEMBERS) else COLOR
 
 
 def _choose_views(images: int) -> int:
@@ -149,63 +188,45 @@ def _choose_views(images: int) -> int:
     return max(1, min(MOST_VIEWS, MOST_VIEWED_IMAGES // max(1, images)))
 
 
-def _unset(name: str) -> Any:
-    """The value of a setting that means the recipe's value."""
-    return TrainSettings.model_fields[name].default
-
-
-def size_factor(settings: TrainSettings, epoch: int) -> float:
+def size_factor(recipe: Recipe, epoch: int) -> float:
     """Side length of the training images in ``epoch``, relative to the network's input.
 
     The first epoch is 0.
     """
-    if settings.size_factor >= 1 or not settings.weights:
-        return settings.size_factor
-    return settings.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * settings.epochs else 1)
+    if recipe.size_factor >= 1 or not recipe.weights:
+        return recipe.size_factor
+    return recipe.size_factor * (FIRST_SIZE if epoch < FIRST_EPOCHS * recipe.epochs else 1)
 
 
-def settings_of_head(settings: TrainSettings, embedding_dim: int) -> TrainSettings:
-    """The settings of the head from which the training of a pretrained network
+def recipe_of_head(recipe: Recipe, embedding_dim: int, dataset: Dataset) -> Recipe:
+    """The recipe of the head from which the training of a pretrained network
     with embeddings of ``embedding_dim`` dimensions starts.
     """
-    names = {"weights", "backbone", "backbone_size_px", "views", "flip", "seed"}
-    return TrainSettings(layers="head", embedding_dim=embedding_dim, **settings.model_dump(include=names))
+    given = recipe.model_dump(include={"weights", "backbone", "backbone_size_px", "seed"})
+    return with_defaults(TrainSettings(layers="head", embedding_dim=embedding_dim, **given), dataset, views=0)
 
 
-def steps_per_epoch(settings: TrainSettings, images: int, batch_size: int) -> int:
+def steps_per_epoch(recipe: Recipe, images: int, batch_size: int) -> int:
     """Number of steps in an epoch.
 
-    The steps cover ``images`` once, unless ``train.min_steps`` or ``train.max_steps``
-    requires a different number.
+    The steps cover ``images`` once, unless ``min_steps`` or ``max_steps`` requires a
+    different number.
     """
-    steps = max(images // batch_size, math.ceil(settings.min_steps / settings.epochs))
-    return max(1, min(steps, settings.max_steps // settings.epochs)) if settings.max_steps else steps
+    steps = max(images // batch_size, math.ceil(recipe.min_steps / recipe.epochs))
+    return max(1, min(steps, recipe.max_steps // recipe.epochs)) if recipe.max_steps else steps
 
 
-def choose_device(settings: TrainSettings, rank: int) -> torch.device:
-    """The GPU of the node's process ``rank``, or the CPU.
+def choose_device(rank: int) -> torch.device:
+    """The GPU of the node's process ``rank``, or the CPU if the process has no GPU."""
+    return torch.device("cuda", rank) if rank < torch.cuda.device_count() else torch.device("cpu")
 
-    Return the CPU if the process has no GPU or the settings do not allow a GPU.
 
-    Raises:
-        TrainingError: ``train.device`` is ``cuda``, and the node has too few GPUs.
+def choose_precision(device: torch.device, chosen: Precision | None = None) -> torch.dtype:
+    """The data type of the network's activations. By default, half precision if the
+    device computes in half precision.
     """
-    gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
-    if settings.device == "cuda" and rank >= gpus:
-        raise TrainingError(
-            f"train.device is cuda, but process {rank + 1} of {settings.processes} finds only {quantity(gpus, 'GPU')}; "
-            "lower train.processes or set train.device=auto."
-        )
-    return torch.device("cuda", rank) if rank < gpus else torch.device("cpu")
-
-
-def choose_precision(settings: TrainSettings, device: torch.device) -> torch.dtype:
-    """The data type of the network's activations.
-
-    ``auto`` selects half precision if the device computes in half precision.
-    """
-    if settings.precision != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.precision]
+    if chosen:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[chosen]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     cpu = torch.cpu.get_capabilities()
@@ -226,9 +247,8 @@ def choose_micro_batches(
     return max(1, min(count, batch_size // 2))
 
 
-def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision: torch.dtype) -> torch.optim.Optimizer:
-    """Muon, AdamW or SGD with Nesterov momentum,
-    without weight decay for normalization layers and biases.
+def choose_optimizer(module: TrainingModule, recipe: Recipe, precision: torch.dtype) -> torch.optim.Optimizer:
+    """Muon or AdamW, without weight decay for normalization layers and biases.
 
     Muon updates the weights of convolutions and linear layers, except depthwise
     convolutions, which have one input channel.
@@ -236,43 +256,39 @@ def choose_optimizer(module: TrainingModule, settings: TrainSettings, precision:
     The learning rate of a group is the schedule's learning rate times the group's
     ``rate_factor``.
     """
-    backbone_factor = settings.backbone_learning_rate_factor or 1.0
-    of_stages = _stage_factors(module) if settings.weights and settings.trained_layers != "head" else {}
+    of_stages = _stage_factors(module) if recipe.weights and recipe.trained_layers != "head" else {}
     groups: dict[tuple[float, bool, bool], list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        factor = backbone_factor * of_stages.get(name, 1.0) if ".backbone." in name else 1.0
+        factor = of_stages.get(name, 1.0) if ".backbone." in name else 1.0
         decayed = parameter.ndim > 1
         orthogonal = decayed and min(parameter.shape[:2]) > 1 and not name.startswith("heads.")
         groups.setdefault((factor, decayed, orthogonal), []).append(parameter)
     options = [
         {
             "params": parameters,
-            "weight_decay": settings.weight_decay if decayed else 0.0,
+            "weight_decay": recipe.weight_decay if decayed else 0.0,
             "rate_factor": factor,
             "orthogonal": orthogonal,
         }
         for (factor, decayed, orthogonal), parameters in groups.items()
     ]
-    rate, momentum = settings.learning_rate, settings.momentum
-    if settings.optimizer == "muon":
-        return Muon(options, rate, momentum, precision)
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(options, lr=rate, momentum=momentum, nesterov=momentum > 0, fused=True)
-    return torch.optim.AdamW(options, lr=rate, fused=True)
+    if recipe.muon:
+        return Muon(options, recipe.learning_rate, MOMENTUM, precision)
+    return torch.optim.AdamW(options, lr=recipe.learning_rate, fused=True)
 
 
-def choose_average(module: TrainingModule, settings: TrainSettings) -> AveragedModel | None:
+def choose_average(module: TrainingModule, recipe: Recipe) -> AveragedModel | None:
     """A running average of the weights of ``module``,
-    or None if ``train.ema_decay`` is 0.
+    or None if the recipe averages none.
 
     The average includes the batch normalization statistics (Polyak and Juditsky 1992,
     "Acceleration of stochastic approximation by averaging").
     """
-    if settings.ema_decay <= 0:
+    if recipe.ema_decay <= 0:
         return None
-    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(settings.ema_decay), use_buffers=True)
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema_decay), use_buffers=True)
 
 
 def _stage_factors(module: TrainingModule) -> dict[str, float]:
@@ -285,23 +301,17 @@ def _stage_factors(module: TrainingModule) -> dict[str, float]:
     }
 
 
-def learning_rate(settings: TrainSettings, progress: float) -> float:
+def learning_rate(recipe: Recipe, progress: float) -> float:
     """The learning rate at ``progress`` (0..1) of all steps.
 
-    Triangular and cosine schedules rise linearly during `WARM_UP` and then fall to 0.
-    The triangle is one cycle of Smith 2017, "Cyclical Learning Rates",
-    arXiv:1506.01186. The cosine schedule is from Loshchilov and Hutter 2017,
-    arXiv:1608.03983.
+    The rate rises linearly during `WARM_UP` and then falls linearly to 0: one cycle of
+    Smith 2017, "Cyclical Learning Rates", arXiv:1506.01186.
     """
-    if settings.schedule == "constant":
-        return settings.learning_rate
     if progress < WARM_UP:
-        return settings.learning_rate * max(progress / WARM_UP, 0.01)
-    remaining = (1 - progress) / (1 - WARM_UP)
-    factor = remaining if settings.schedule == "triangular" else (1 - math.cos(math.pi * remaining)) / 2
-    return settings.learning_rate * factor
+        return recipe.learning_rate * max(progress / WARM_UP, 0.01)
+    return recipe.learning_rate * (1 - progress) / (1 - WARM_UP)
 
 
-def margin(settings: TrainSettings, progress: float) -> float:
+def margin(recipe: Recipe, progress: float) -> float:
     """The margin (radians) at ``progress`` (0..1) of all steps."""
-    return settings.margin * min(progress / MARGIN_WARM_UP, 1.0)
+    return recipe.margin * min(progress / MARGIN_WARM_UP, 1.0)

@@ -16,7 +16,7 @@ from evernear.data.shards import Dataset
 from evernear.embedding.image_vectors import one_torch_thread
 from evernear.embedding.monitor import measure_gallery
 from evernear.embedding.plan import Plan, Speed, find_plan
-from evernear.embedding.recipe import choose_device
+from evernear.embedding.recipe import Recipe, choose_device
 from evernear.embedding.torchscript import freeze_parameters
 from evernear.embedding.train import train_step
 from evernear.embedding.training_setup import Training, prepare_training
@@ -58,17 +58,17 @@ def plan_training(dataset: Dataset, settings: TrainSettings, store: Store | None
     return find_plan(dataset, settings, store, partial(measure_speed, dataset))
 
 
-def measure_speed(dataset: Dataset, settings: TrainSettings) -> Speed:
+def measure_speed(dataset: Dataset, recipe: Recipe) -> Speed:
     """The speed of this machine, measured with a few batches of ``dataset``.
 
     If the backbone is frozen, no training step is measured.
     """
-    device = torch.device("cpu") if settings.keeps_backbone else choose_device(settings, 0)
-    trained = settings.model_copy(update={"layers": "all"}) if settings.keeps_backbone else settings
+    device = torch.device("cpu") if recipe.keeps_backbone else choose_device(0)
+    trained = recipe.model_copy(update={"layers": "all"}) if recipe.keeps_backbone else recipe
     training = prepare_training(dataset, trained, frozenset(), device, start=False)
     pixels, classes = next(training.images.batches(training.batch_size, 0, 0, 0, 1))
     few = pixels[:MEASURED_IMAGES], classes[:MEASURED_IMAGES]
-    if settings.keeps_backbone:
+    if recipe.keeps_backbone:
         embed_s = _embed_s(training.module.network, few[0])
         return Speed(train_s=0.0, validate_s=embed_s, embed_s=embed_s)
     train_s = _train_s(training, pixels, classes)
@@ -79,7 +79,7 @@ def measure_speed(dataset: Dataset, settings: TrainSettings) -> Speed:
 def _train_s(training: Training, pixels: Tensor, classes: Tensor) -> float:
     """Seconds per image of a training step at the network's input size."""
     training.module.train()
-    if training.settings.weights:
+    if training.recipe.weights:
         from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
 
         prepare_epoch(training.module, 1.0, training.architecture.pretrained)

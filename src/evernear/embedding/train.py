@@ -41,7 +41,7 @@ from evernear.embedding.freeze import freeze
 from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.monitor import choose_flips, collapse_warnings, measure_flips, measure_gallery, time_warnings
 from evernear.embedding.plan import Deadline
-from evernear.embedding.recipe import choose_device, learning_rate, margin, size_factor
+from evernear.embedding.recipe import Recipe, choose_device, learning_rate, margin, size_factor, with_defaults
 from evernear.embedding.training_setup import Training, prepare_training
 from evernear.errors import TrainingError
 from evernear.settings import TrainSettings
@@ -71,7 +71,7 @@ def steps_of_head(on_step: OnStep | None) -> Callable[[int, int], None] | None:
 
 def train_network(
     dataset: Dataset,
-    settings: TrainSettings,
+    settings: TrainSettings | Recipe,
     out_dir: Path,
     store: Store | None = None,
     exclude_labels: frozenset[str] = frozenset(),
@@ -89,7 +89,7 @@ def train_network(
     head is trained, the training has no epochs. ``on_images`` is called as features are
     computed.
 
-    ``settings.minutes`` limits the time of the loop over epochs. If an epoch exceeds
+    ``recipe.minutes`` limits the time of the loop over epochs. If an epoch exceeds
     its share of the time, its last steps are skipped. To choose settings that fit in a
     time limit, see `evernear.embedding.speed.plan_training`.
 
@@ -99,11 +99,12 @@ def train_network(
             multi-node training is not finished.
         StoreError: a checkpoint or a file in ``out_dir`` cannot be written.
     """
-    if settings.keeps_backbone:
-        return freeze(dataset, settings, out_dir, store, exclude_labels, on_images, steps_of_head(on_step))
-    if settings.nodes > 1:
-        return write_result_of_nodes(dataset, settings, out_dir, store, exclude_labels)
-    if settings.processes > 1:
+    recipe = with_defaults(settings, dataset)
+    if recipe.keeps_backbone:
+        return freeze(dataset, recipe, out_dir, store, exclude_labels, on_images, steps_of_head(on_step))
+    if recipe.nodes > 1:
+        return write_result_of_nodes(dataset, recipe, out_dir, store, exclude_labels)
+    if recipe.processes > 1:
 
         def on_message(message: Epoch | Steps) -> None:
             if isinstance(message, Steps):
@@ -112,33 +113,32 @@ def train_network(
             elif on_epoch is not None:
                 on_epoch(message)
 
-        train_in_processes(dataset, settings, out_dir, store, on_message, exclude_labels)
+        train_in_processes(dataset, recipe, out_dir, store, on_message, exclude_labels)
         return TrainingResult.load(out_dir / HISTORY_FILE)
-    return train_in_this_process(dataset, settings, out_dir, store, exclude_labels, on_epoch, on_step, on_images)
+    return train_in_this_process(dataset, recipe, out_dir, store, exclude_labels, on_epoch, on_step, on_images)
 
 
 def train_in_processes(
     dataset: Dataset,
-    settings: TrainSettings,
+    recipe: Recipe,
     out_dir: Path,
     store: Store | None,
     on_message: Callable[[Epoch | Steps], None],
     exclude_labels: frozenset[str] = frozenset(),
     node: distributed.Node = distributed.ONE_NODE,
 ) -> None:
-    """Run `train_in_this_process` in ``settings.processes`` processes of this ``node``.
+    """Run `train_in_this_process` in ``recipe.processes`` processes of this ``node``.
 
     Rank 0 writes the files.
     """
-    function = partial(_train_rank, dataset.manifest, settings, out_dir, store.uri if store else None, exclude_labels)
-    gpus = torch.cuda.device_count() if settings.device != "cpu" else 0
-    backend = "nccl" if gpus >= settings.processes else "gloo"
-    distributed.run_processes(function, settings.processes, backend, on_message, node)
+    function = partial(_train_rank, dataset.manifest, recipe, out_dir, store.uri if store else None, exclude_labels)
+    backend = "nccl" if torch.cuda.device_count() >= recipe.processes else "gloo"
+    distributed.run_processes(function, recipe.processes, backend, on_message, node)
 
 
 def _train_rank(
     manifest: Manifest,
-    settings: TrainSettings,
+    recipe: Recipe,
     out_dir: Path,
     store_uri: str | None,
     exclude_labels: frozenset[str],
@@ -146,11 +146,11 @@ def _train_rank(
 ) -> None:
     dataset = Dataset(manifest, open_store(manifest.store_uri))
     store = open_store(store_uri) if store_uri is not None else None
-    train_in_this_process(dataset, settings, out_dir, store, exclude_labels, on_epoch=send, on_step=send)
+    train_in_this_process(dataset, recipe, out_dir, store, exclude_labels, on_epoch=send, on_step=send)
 
 
 def write_result_of_nodes(
-    dataset: Dataset, settings: TrainSettings, out_dir: Path, store: Store | None, exclude_labels: frozenset[str]
+    dataset: Dataset, recipe: Recipe, out_dir: Path, store: Store | None, exclude_labels: frozenset[str]
 ) -> TrainingResult:
     """Write the result of multi-node training from the last checkpoint.
 
@@ -159,12 +159,12 @@ def write_result_of_nodes(
     Raises:
         TrainingError: the training is not finished.
     """
-    training = prepare_training(dataset, settings, exclude_labels, torch.device("cpu"), store, start=False)
+    training = prepare_training(dataset, recipe, exclude_labels, torch.device("cpu"), store, start=False)
     load_checkpoint(store, training.key, training.state)
-    if not training.state.is_finished(training.settings):
+    if not training.state.is_finished(training.recipe.epochs):
         raise TrainingError(
-            f"Training on {settings.nodes} nodes is not finished: {len(training.state.history)} of "
-            f"{quantity(training.settings.epochs, 'epoch')} are done. "
+            f"Training on {recipe.nodes} nodes is not finished: {len(training.state.history)} of "
+            f"{quantity(training.recipe.epochs, 'epoch')} are done. "
             "Only the train step of a pipeline starts it (train.nodes)."
         )
     return write_result(training, out_dir, store, resumed_after_epoch=0)
@@ -172,7 +172,7 @@ def write_result_of_nodes(
 
 def train_in_this_process(
     dataset: Dataset,
-    settings: TrainSettings,
+    recipe: Recipe,
     out_dir: Path,
     store: Store | None,
     exclude_labels: frozenset[str],
@@ -186,17 +186,17 @@ def train_in_this_process(
     ``on_epoch`` and ``on_step``.
     """
     rank, _ = distributed.rank_and_world_size()
-    device = choose_device(settings, rank % settings.processes)
+    device = choose_device(rank % recipe.processes)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the device for `distributed.broadcast_from_rank_0`
-    training = prepare_training(dataset, settings, exclude_labels, device, store, on_images)
-    settings, state = training.settings, training.state
+    training = prepare_training(dataset, recipe, exclude_labels, device, store, on_images)
+    state = training.state
     load_checkpoint(store, training.key, state)
     resumed_after_epoch = len(state.history)
-    while not state.is_finished(settings):
+    while not state.is_finished(recipe.epochs):
         metrics = train_epoch(training, on_step if rank == 0 else None)
         state.record(metrics)
-        if rank == 0 and metrics.epoch % settings.checkpoint_every_epochs == 0:
+        if rank == 0:
             save_checkpoint(store, training.key, state.final_checkpoint() | state.resume_state())
         if rank == 0 and on_epoch is not None:
             on_epoch(metrics)
@@ -209,31 +209,31 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
     Raises:
         TrainingError: the loss is not a finite number.
     """
-    settings, steps, images = training.settings, training.steps_per_epoch, training.images
+    recipe, steps, images = training.recipe, training.steps_per_epoch, training.images
     epoch, started_s = len(training.state.history), time.monotonic()
     rank, world_size = distributed.rank_and_world_size()
-    seed = int(np.random.SeedSequence([settings.seed, epoch, 0]).generate_state(1)[0])
+    seed = int(np.random.SeedSequence([recipe.seed, epoch, 0]).generate_state(1)[0])
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    flips = choose_flips(settings, training.state.history)
+    flips = choose_flips(training.state.history)
 
     training.module.train()
-    if settings.weights:
+    if recipe.weights:
         from evernear.embedding.stages import prepare_epoch  # timm takes seconds to import
 
-        prepare_epoch(training.module, size_factor(settings, epoch), training.architecture.pretrained)
-    deadline, done = Deadline(settings, training.state.history), 0
+        prepare_epoch(training.module, size_factor(recipe, epoch), training.architecture.pretrained)
+    deadline, done = Deadline(recipe, training.state.history), 0
     losses, rate = torch.zeros((), device=training.device), 0.0
-    batches = images.batches(training.batch_size, settings.seed, epoch, rank, world_size)
+    batches = images.batches(training.batch_size, recipe.seed, epoch, rank, world_size)
     for step, (pixels, classes) in enumerate(itertools.islice(batches, steps)):
-        progress = (epoch * steps + step) / (settings.epochs * steps)
-        rate = learning_rate(settings, progress)
+        progress = (epoch * steps + step) / (recipe.epochs * steps)
+        rate = learning_rate(recipe, progress)
         for group in training.optimizer.param_groups:
             group["lr"] = rate * group["rate_factor"]
-        losses += train_step(training, pixels, classes, margin(settings, progress), flips, generator)
+        losses += train_step(training, pixels, classes, margin(recipe, progress), flips, generator)
         done = step + 1
         if on_step is not None:
-            on_step(Steps(epoch * steps + done, settings.epochs * steps, steps))
+            on_step(Steps(epoch * steps + done, recipe.epochs * steps, steps))
         if deadline.is_over():
             break
 
@@ -245,14 +245,14 @@ def train_epoch(training: Training, on_step: OnStep | None) -> Epoch:
         duration_s=time.monotonic() - started_s,
         skipped_steps=steps - done,
     )
-    if settings.flip == "auto" and not any(earlier.flip_tests for earlier in training.state.history):
+    if not any(earlier.flip_tests for earlier in training.state.history):
         tests = measure_flips(training.state.result, images, training.device, metrics)
         metrics = metrics.model_copy(update={"flip_tests": tests})
     metrics = distributed.broadcast_from_rank_0(metrics)  # all processes must agree on when to stop
     if not math.isfinite(metrics.train_loss + metrics.gallery_loss):
         raise TrainingError(
             f"The loss is not a finite number after epoch {metrics.epoch}; "
-            f"lower train.learning_rate (it is {settings.learning_rate:g})."
+            f"lower train.learning_rate (it is {recipe.learning_rate:g})."
         )
     return metrics
 
@@ -269,7 +269,7 @@ def train_step(
 
     Return the loss.
     """
-    settings, device, scaler = training.settings, training.device, training.scaler
+    recipe, device, scaler = training.recipe, training.device, training.scaler
     rank, world_size = distributed.rank_and_world_size()
     training.optimizer.zero_grad()
     batch_classes = distributed.all_gather(classes.to(device))
@@ -279,11 +279,11 @@ def train_step(
     for inputs, targets in zip(*splits, strict=True):
         inputs, targets = inputs.to(device), targets.to(device)
         draws = Draws(generator.set_state(rng_state), len(pixels) * world_size, first)
-        inputs = random_flips(augment(inputs, settings.augment, draws), flips, draws)
+        inputs = random_flips(augment(inputs, recipe.augment, draws), flips, draws)
         with GlobalBatchNorm() if world_size > 1 else nullcontext():
             loss = training.forward(inputs, targets, margin_rad, batch_classes)
         loss = loss * (len(inputs) / len(pixels))
-        scaler.scale(loss * settings.members).backward()  # summed, so that each member learns as it would alone
+        scaler.scale(loss * recipe.members).backward()  # summed, so that each member learns as it would alone
         total += loss.detach()
         first += len(inputs)
     scaler.step(training.optimizer)
@@ -297,26 +297,26 @@ def write_result(training: Training, out_dir: Path, store: Store | None, resumed
 
     Rank 0 writes the result to ``out_dir``, and the last checkpoint to the ``store``.
     """
-    settings, state = training.settings, training.state
+    recipe, state = training.recipe, training.state
     result = TrainingResult(
         key=training.key,
         best_epoch=state.best_epoch,
-        stopped_early=len(state.history) < settings.epochs,
+        stopped_early=len(state.history) < recipe.epochs,
         resumed_after_epoch=resumed_after_epoch,
         epochs=tuple(state.history),
         chance_accuracy=training.images.chance_accuracy,
-        warnings=(*collapse_warnings(state.history, state.best_epoch, settings), *time_warnings(state.history)),
+        warnings=(*collapse_warnings(state.history, state.best_epoch, recipe), *time_warnings(state.history)),
     )
     rank, _ = distributed.rank_and_world_size()
     if rank != 0:
         return result
     save_checkpoint(store, training.key, state.final_checkpoint())
-    test_time_flip = settings.test_time_flip and "horizontal" in choose_flips(settings, state.history)
+    test_time_flip = "horizontal" in choose_flips(state.history)
     trained = TrainedNetwork(
         architecture=training.architecture.model_copy(update={"test_time_flip": test_time_flip}),
         dataset_digest=training.dataset_digest,
         exclude_labels=tuple(sorted(training.exclude_labels)),
-        settings=settings,
+        recipe=recipe,
         warnings=result.warnings,
         pretrained_sha256=training.pretrained_sha256,
     )

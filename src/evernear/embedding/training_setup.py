@@ -1,5 +1,6 @@
-"""Prepare a training run: choose the recipe, and initialize the network, its optimizer
-and its state. `evernear.embedding.train` trains.
+"""Prepare a training run: initialize the network, its optimizer and its state.
+
+`evernear.embedding.train` trains.
 """
 
 from dataclasses import dataclass
@@ -19,23 +20,21 @@ from evernear.embedding.freeze import choose_architecture, initialize
 from evernear.embedding.image_vectors import OnImages
 from evernear.embedding.network import build_network
 from evernear.embedding.recipe import (
+    Recipe,
     choose_average,
     choose_micro_batches,
     choose_optimizer,
     choose_precision,
-    settings_of_head,
+    recipe_of_head,
     steps_per_epoch,
-    with_defaults,
 )
-from evernear.settings import TrainSettings
 
 
 @dataclass(frozen=True)
 class Training:
     """Everything that a training run in this process needs."""
 
-    settings: TrainSettings
-    """The settings with their defaults filled in."""
+    recipe: Recipe
     dataset_digest: str
     exclude_labels: frozenset[str]
     images: TrainingImages
@@ -59,47 +58,46 @@ class Training:
 
 def prepare_training(
     dataset: Dataset,
-    settings: TrainSettings,
+    recipe: Recipe,
     exclude_labels: frozenset[str],
     device: torch.device,
     store: Store | None = None,
     on_images: OnImages | None = None,
     start: bool = True,
 ) -> Training:
-    """Choose the recipe, and initialize the network and its optimizer.
+    """Initialize the network and its optimizer.
 
     Without ``start``, the last layer of a pretrained network is random. This suffices
     if training continues from a checkpoint or is only measured.
     """
     _, world_size = distributed.rank_and_world_size()
-    settings = with_defaults(settings, dataset)
-    precision = choose_precision(settings, device)
+    precision = choose_precision(device, recipe.precision)
     images = TrainingImages(dataset, exclude_labels)
-    batch_size = max(2, min(settings.batch_size, images.count) // world_size)
+    batch_size = max(2, min(recipe.batch_size, images.count) // world_size)
 
-    torch.manual_seed(settings.seed)
-    architecture = choose_architecture(dataset, settings)
+    torch.manual_seed(recipe.seed)
+    architecture = choose_architecture(dataset, recipe)
     network = build_network(architecture)
-    module = TrainingModule(architecture, images.classes, settings, precision, network)
-    pretrained_sha256 = initialize(network, architecture, settings, dataset)
+    module = TrainingModule(architecture, images.classes, recipe.scale, recipe.label_smoothing, precision, network)
+    pretrained_sha256 = initialize(network, architecture, recipe, dataset)
     if architecture.pretrained and start:
         from evernear.embedding.features import FrozenFeatures  # timm takes seconds to import
         from evernear.embedding.head import start_at_head, train_head
 
         features = FrozenFeatures(network, architecture, store, on_images)
-        of_head = settings_of_head(settings, architecture.embedding_dim)
+        of_head = recipe_of_head(recipe, architecture.embedding_dim, dataset)
         start_at_head(module, train_head(features, architecture, dataset, images, of_head))
-    if settings.trained_layers == "last":
+    if recipe.trained_layers == "last":
         from evernear.embedding.stages import freeze_first_stages
 
         freeze_first_stages(module)
     module = module.to(device)
     forward = DistributedDataParallel(module) if world_size > 1 else module
     micro_batches = choose_micro_batches(module, architecture, batch_size, device)
-    optimizer = choose_optimizer(module, settings, precision)
+    optimizer = choose_optimizer(module, recipe, precision)
     scaler = torch.GradScaler(device.type, enabled=precision == torch.float16)
     return Training(
-        settings=settings,
+        recipe=recipe,
         dataset_digest=dataset.digest,
         exclude_labels=exclude_labels,
         images=images,
@@ -112,7 +110,7 @@ def prepare_training(
         scaler=scaler,
         batch_size=batch_size,
         micro_batches=micro_batches,
-        steps_per_epoch=steps_per_epoch(settings, images.count, batch_size * world_size),
-        state=TrainingState(module, optimizer, scaler, choose_average(module, settings)),
-        key=checkpoint_key(dataset.digest, settings, exclude_labels, pretrained_sha256),
+        steps_per_epoch=steps_per_epoch(recipe, images.count, batch_size * world_size),
+        state=TrainingState(module, optimizer, scaler, choose_average(module, recipe)),
+        key=checkpoint_key(dataset.digest, recipe, exclude_labels, pretrained_sha256),
     )

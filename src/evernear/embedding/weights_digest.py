@@ -6,11 +6,11 @@ from pathlib import Path
 
 from evernear.common.disk import sha256_file
 from evernear.common.store import Store
-from evernear.settings import TrainSettings
+from evernear.settings.train import TrainingChoices
 from evernear.settings.weight_packages import weight_package
 
 
-def weights_sha256(settings: TrainSettings, store: Store) -> str | None:
+def weights_sha256(settings: TrainingChoices, store: Store) -> str | None:
     """The sha256 of the file that ``train.weights`` names, or None without weights.
 
     Raises:

@@ -29,9 +29,9 @@ from evernear.data.writer import row_dtype, shard_key
 from evernear.embedding.artifact import load_trained
 from evernear.embedding.export import center
 from evernear.embedding.image_vectors import embed_images
+from evernear.embedding.recipe import Recipe
 from evernear.embedding.train import train_network
 from evernear.index.faiss_compat import faiss
-from evernear.settings import TrainSettings
 
 FOLDS = 2
 NEIGHBORS = 20
@@ -69,11 +69,11 @@ class LabelError(NamedTuple):
     duplicate: int = -1
 
 
-def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]:
+def embed_folds(dataset: Dataset, recipe: Recipe) -> Iterator[Embedded]:
     """Embed the images of all splits, fold by fold, each fold with a network that was
     not trained on it.
 
-    The networks are discarded. ``settings`` applies to every training run.
+    The networks are discarded. ``recipe`` applies to every training run.
     `evernear.evaluation.probe.probe_recipe` shortens the runs. Only the images of the
     current fold are in memory. The images of the other folds are in a temporary
     directory.
@@ -81,7 +81,7 @@ def embed_folds(dataset: Dataset, settings: TrainSettings) -> Iterator[Embedded]
     for fold in range(FOLDS):
         with TemporaryDirectory(prefix="evernear-labels-") as scratch:
             others = _without_fold(dataset, fold, Path(scratch))
-            train_network(others, settings, Path(scratch) / "trained")
+            train_network(others, recipe, Path(scratch) / "trained")
             network = center(load_trained(Path(scratch) / "trained")[1], others, frozenset())
         blocks = [_selected(block, _fold_of(block) == fold) for split in SPLITS for block in _blocks(dataset, split)]
         yield Embedded(

@@ -15,7 +15,7 @@ from evernear.data.groups import GroupNumbers, group_numbers
 from evernear.data.manifest import SPLITS, Split
 from evernear.data.shards import Dataset
 from evernear.embedding.plan import PROBE_DRAWS, PROBE_SHARE, PROBE_SHARE_WITH_MUON, Plan
-from evernear.embedding.recipe import with_defaults
+from evernear.embedding.recipe import Recipe, with_defaults
 from evernear.embedding.speed import plan_training
 from evernear.embedding.train import OnStep
 from evernear.evaluation.class_spread import Clusters, effective_images, spread_of_mean, sum_of_spreads
@@ -150,8 +150,8 @@ def probe_open_set(
 
 def probe_recipe(
     dataset: Dataset, train_settings: TrainSettings, settings: EvaluationSettings, store: Store | None = None
-) -> TrainSettings:
-    """``train_settings`` with the number of epochs for the probe.
+) -> Recipe:
+    """The recipe of the probe: that of ``train_settings`` with other epochs.
 
     The number of epochs is ``settings.probe_epochs`` or, if that setting is 0, a share
     of the training's epochs. If ``train.minutes`` is set, the recipe is part of the
@@ -160,9 +160,9 @@ def probe_recipe(
     if train_settings.minutes:
         return plan_training(dataset, train_settings, store).probe
     recipe = with_defaults(train_settings, dataset)
-    share = PROBE_SHARE_WITH_MUON if recipe.optimizer == "muon" else PROBE_SHARE
+    share = PROBE_SHARE_WITH_MUON if recipe.muon else PROBE_SHARE
     epochs = recipe.epochs if recipe.keeps_backbone else math.ceil(recipe.epochs * share)  # a head takes seconds
-    return train_settings.model_copy(update={"epochs": settings.probe_epochs or epochs})
+    return with_defaults(train_settings, dataset, epochs=settings.probe_epochs or epochs)
 
 
 def assess(draws: Sequence[Draw], settings: IndexSettings) -> OpenSet:

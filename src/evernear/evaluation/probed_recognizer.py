@@ -18,10 +18,11 @@ from evernear.embedding.embed import Embed, ExportedEmbedder, embed_dataset, wri
 from evernear.embedding.embeddings import Embeddings
 from evernear.embedding.export import centered_head, export_network
 from evernear.embedding.freeze import Pretrained, fit_last_layer, open_pretrained
+from evernear.embedding.recipe import Recipe
 from evernear.embedding.train import OnStep, steps_of_head, train_network
 from evernear.index.build import build_index
 from evernear.index.search import Gallery
-from evernear.settings import IndexSettings, TrainSettings
+from evernear.settings import IndexSettings
 
 
 class ProbedRecognizer(NamedTuple):
@@ -32,7 +33,7 @@ class ProbedRecognizer(NamedTuple):
 
 
 def choose_opener(
-    dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, store: Store | None
+    dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, store: Store | None
 ) -> Callable[[frozenset[str]], ProbedRecognizer]:
     """Return a function that takes a set of labels and makes a recognizer without these
     labels.
@@ -45,13 +46,13 @@ def choose_opener(
 
 
 def _open_trained(
-    dataset: Dataset, recipe: TrainSettings, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
+    dataset: Dataset, recipe: Recipe, settings: IndexSettings, on_step: OnStep | None, held_out: frozenset[str]
 ) -> ProbedRecognizer:
     """Train a network. The files and embeddings of the network are discarded."""
     with TemporaryDirectory(prefix="evernear-probe-") as scratch:
         trained, network, embeddings, index = (Path(scratch) / step for step in ("train", "export", "embed", "index"))
         train_network(dataset, recipe, trained, exclude_labels=held_out, on_step=on_step)
-        sha256 = export_network(trained, dataset, network, recipe.parity_tolerance).sha256
+        sha256 = export_network(trained, dataset, network).sha256
         embed_dataset(network, dataset, embeddings)
         embedder = ExportedEmbedder(network)
         embedder.load()
@@ -60,7 +61,7 @@ def _open_trained(
 
 def _open_head(
     dataset: Dataset,
-    recipe: TrainSettings,
+    recipe: Recipe,
     settings: IndexSettings,
     on_step: OnStep | None,
     pretrained: Pretrained,

@@ -21,6 +21,7 @@ from evernear.data.shards import Dataset
 from evernear.deployment.kubernetes.cluster import ApiUnavailableError, Cluster
 from evernear.embedding.artifact import Epoch
 from evernear.embedding.node import TASK, NodeLog, NodeTask
+from evernear.embedding.recipe import Recipe
 from evernear.errors import TrainingError
 from evernear.kubeflow.job import (
     CREATION_TIMEOUT_S,
@@ -31,7 +32,8 @@ from evernear.kubeflow.job import (
     owned,
     reasons_for_no_pods,
 )
-from evernear.settings import RunSettings, TrainSettings
+from evernear.settings import RunSettings
+from evernear.settings.train import TrainingChoices
 
 Tree = dict[str, Any]
 
@@ -46,12 +48,12 @@ CONTROLLERS = "the Deployments kubeflow-trainer-controller-manager and jobset-co
 def run_train_job(
     run: str,
     dataset: Dataset,
-    settings: TrainSettings,
+    recipe: Recipe,
     chosen: RunSettings,
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
-    """Train with ``settings`` on ``settings.nodes`` nodes.
+    """Train by ``recipe`` on ``recipe.nodes`` nodes.
     The result is the last checkpoint in the store.
 
     A TrainJob from an earlier attempt of the same ``run`` is replaced if it failed, and
@@ -65,24 +67,24 @@ def run_train_job(
         SettingsError: the namespace or the image is unknown.
     """
     record = RunRecord(open_store(chosen.store_uri), run)
-    task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, settings=settings)
+    task = NodeTask(dataset=dataset.manifest.name, digest=dataset.digest, recipe=recipe)
     record.save(**{TASK: task.model_dump(mode="json")})
     cluster = Cluster.of(
         chosen.kubernetes.model_copy(
             update={"namespace": namespace_of(chosen.train_job.namespace, "train_job.namespace", "TrainJob")}
         )
     )
-    manifest = train_job(run, settings, chosen)
+    manifest = train_job(run, recipe, chosen)
     try:
         with owned(cluster, manifest, lambda job: condition(job, "Failed") is not None, POLL_S) as name:
-            _follow(cluster, name, record, settings, on_epoch, report)
+            _follow(cluster, name, record, recipe, on_epoch, report)
     finally:
-        for rank in range(settings.nodes):
+        for rank in range(recipe.nodes):
             for line in NodeLog.of(record, rank).lines:
                 print_line(f"[node {rank}] {line}")
 
 
-def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
+def train_job(run: str, recipe: TrainingChoices, chosen: RunSettings) -> Tree:
     """The TrainJob manifest for the run ``run``.
 
     The name is an RFC 1035 label of at most 63 characters, as the
@@ -94,8 +96,8 @@ def train_job(run: str, settings: TrainSettings, chosen: RunSettings) -> Tree:
     """
     trainer: Tree = {
         "image": image_of(chosen.train_job.image, "train_job.image"),
-        "numNodes": settings.nodes,
-        "numProcPerNode": settings.processes,
+        "numNodes": recipe.nodes,
+        "numProcPerNode": recipe.processes,
         "command": ["python", "-m", "evernear.embedding.node"],
         "args": [chosen.store_uri, run],
     }
@@ -123,12 +125,12 @@ def _follow(
     cluster: Cluster,
     name: str,
     record: RunRecord,
-    settings: TrainSettings,
+    recipe: Recipe,
     on_epoch: Callable[[Epoch], None],
     report: Callable[[str], None],
 ) -> None:
     started, deadline_s = datetime.now(UTC), time.monotonic() + TIMEOUT_S + START_GRACE_S
-    report(f"TrainJob {name} on {settings.nodes} nodes")
+    report(f"TrainJob {name} on {recipe.nodes} nodes")
     last_epoch, last_state = 0, ""
     has_started, waiting_since_s = False, time.monotonic()
     while True:
@@ -140,7 +142,7 @@ def _follow(
         else:
             if resource is None:
                 raise TrainingError(f"The TrainJob {name} was deleted by someone else; run again to resume.")
-            state = _nodes_ready(resource, settings.nodes)
+            state = _nodes_ready(resource, recipe.nodes)
             if state != last_state:
                 report(state)
             last_state = state
@@ -151,7 +153,7 @@ def _follow(
             if condition(resource, "Complete"):
                 return
             if failed := condition(resource, "Failed"):
-                raise TrainingError(_cause(name, failed, record, settings.nodes))
+                raise TrainingError(_cause(name, failed, record, recipe.nodes))
             has_started = has_started or _has_jobs(resource) or bool(NodeLog.of(record, 0).lines)
             if not has_started and time.monotonic() - waiting_since_s > CREATION_TIMEOUT_S:
                 raise TrainingError(_nothing_created(cluster, resource))

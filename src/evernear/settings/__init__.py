@@ -81,16 +81,16 @@ class RunSettings(Section):
 
     @model_validator(mode="after")
     def _plannable(self) -> Self:
-        """Check that training within ``train.minutes`` can be planned. `TrainSettings`
-        does not check this, because a plan sets both the minutes and the epochs."""
-        train, given = self.train, f"train.minutes is {self.train.minutes:g}"
-        if not train.minutes:
+        """Check that training within ``train.minutes`` can be planned."""
+        train = self.train
+        if train.minutes is None:
             return self
+        given = f"train.minutes is {train.minutes:g}"
         if train.frozen:
-            raise ValueError(f"{given}, but train.frozen trains nothing; set train.frozen=false or train.minutes=0")
+            raise ValueError(f"{given}, but train.frozen trains nothing; set train.frozen=false or train.minutes=null")
         if train.epochs:
             raise ValueError(
-                f"{given}, which chooses the epochs, but train.epochs is {train.epochs}; set one of them to 0"
+                f"{given}, which chooses the epochs, but train.epochs is {train.epochs}; set one of them to null"
             )
         several = {name: getattr(train, name) for name in ("nodes", "processes")}
         if train.weights:

@@ -234,7 +234,7 @@ def shown(value: Any) -> str:
 
 
 def _keepable(name: str, value: Any) -> bool:
-    return name not in ABOUT_ONE_RUN and value is not None and not has_secret(value)
+    return name not in ABOUT_ONE_RUN and not has_secret(value)
 
 
 def _text(value: Any) -> str:
@@ -335,5 +335,9 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
         section, _, key = name.rpartition(".")
         if section and section not in document:
             document[section] = {}
-        (document[section] if section else document)[key] = value
+        table = document[section] if section else document
+        if value is None:  # TOML has no null
+            table.pop(key, None)
+        else:
+            table[key] = value
     write_atomically(path.resolve(), header + tomlkit.dumps(document).rstrip("\n") + "\n")  # a link stays a link

@@ -72,11 +72,19 @@ class _TextSource(EnvSettingsSource):
 
     def __call__(self) -> Tree:
         unknown = {name: value for name, value in self._values.items() if name.partition("__")[0] not in self._fields}
-        return super().__call__() | unknown
+        return _with_none(super().__call__() | unknown)
 
     @property
     def _fields(self) -> dict[str, FieldInfo]:
         return self.settings_cls.model_fields
+
+
+def _with_none(value: Any) -> Any:
+    """``value`` with None for the text ``null``, which clears a setting that a lower
+    source has set."""
+    if isinstance(value, dict):
+        return {key: _with_none(inner) for key, inner in value.items()}
+    return None if value == "null" else value
 
 
 def preset(model: type[BaseModel], name: str) -> Tree:

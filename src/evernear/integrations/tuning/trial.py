@@ -43,7 +43,7 @@ def measure_trial(
     result = train_network(dataset, recipe, trained, cache, on_epoch=report_epoch)
     if result.epochs:
         require_learned(result, recipe)
-    export_network(trained, dataset, network, recipe.parity_tolerance, cache)
+    export_network(trained, dataset, network, cache)
     embed_dataset(network, dataset, embeddings, store=cache)
     build_index(Embeddings.open(embeddings), dataset.labels, settings.index.temporary, index)
     measured, _ = measure(Recognizer.open(network, index, store=cache), dataset, "query")
