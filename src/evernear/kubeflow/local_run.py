@@ -323,13 +323,14 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def pipeline_arguments(settings: Settings) -> dict[str, object]:
-    """Convert ``settings`` to arguments for a pipeline."""
+    """Convert ``settings`` to arguments for a pipeline. KFP accepts no None."""
     sections = set(RunSettings.model_fields) - {"store", "target"}
     return {
         "store": settings.store_uri,
         "target": settings.target,
         "started_by": os.environ.get(STARTED_BY_VARIABLE) or whoami(),
-        "settings": settings.model_dump(mode="json", include=sections) | {"workdir": str(settings.workdir.resolve())},
+        "settings": settings.model_dump(mode="json", include=sections, exclude_none=True)
+        | {"workdir": str(settings.workdir.resolve())},
     }
 
 

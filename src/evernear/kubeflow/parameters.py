@@ -42,7 +42,7 @@ def from_settings(settings: Settings, known: Sequence[Parameter]) -> dict[str, A
     cluster.
     """
     sections = set(RunSettings.model_fields) - {"workdir", "store", "target"}
-    tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True) | {
+    tree: dict[str, Any] = settings.model_dump(mode="json", include=sections, exclude_unset=True, exclude_none=True) | {
         "store": settings.store_uri
     }
     if settings.target != "local":
