@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from evernear.settings import Settings
 from evernear.settings.section import Section
 from evernear.settings.sources import presets
+from evernear.settings.validation import RULES, ValidationSettings
 
 INTRODUCTION = """\
 # Settings
@@ -29,6 +30,7 @@ def settings_page() -> str:
     blocks = [INTRODUCTION, "## General\n", _table(Settings, "")]
     for name, section in _sections(Settings):
         blocks += [f"## {name}\n", f"{_first_line(section)}\n", _table(section, f"{name}.")]
+        blocks += [_rules()] if section is ValidationSettings else []
     blocks += ["## Presets\n", "`--preset NAME` sets these values, which every later source may override.\n"]
     for name in presets():
         content = resources.files("evernear.settings").joinpath("presets", f"{name}.toml").read_text()
@@ -62,6 +64,11 @@ def _table(model: type[Section], prefix: str) -> str:
         for name, field in _values(model, prefix)
     ]
     return "\n".join(["| setting | type | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def _rules() -> str:
+    rows = [f"| `{name}` | {rule.severity} | {_cell(rule.description)} |" for name, rule in RULES.items()]
+    return "\n".join(["| rule | default severity | |", "|---|---|---|", *rows, ""])
 
 
 def _first_line(section: type[Section]) -> str:

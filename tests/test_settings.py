@@ -51,6 +51,24 @@ def test_typo_is_reported_with_a_suggestion(override: str, sentence: str) -> Non
     assert "\n" not in str(exc_info.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (['validation.off=["imbalanc"]'], r"validation\.off\.0 = imbalanc: .* the nearest is 'imbalance'"),
+        (
+            ['validation.off=["imbalance"]', 'validation.warn=["clipped", "imbalance"]'],
+            "the rule imbalance is in the lists warn and off; keep it in one of them",
+        ),
+        (["validation.off=imbalance"], r'validation\.off = imbalance: it is a list, as in \["a", "b"\]'),
+    ],
+)
+def test_lists_of_validation_rules_name_each_known_rule_once(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        load(overrides=overrides)
+    chosen = load(overrides=['validation.off=["imbalance"]']).validation.severities()
+    assert (chosen["imbalance"], chosen["clipped"], chosen["litter"]) == ("off", "warn", "info")
+
+
 def test_unknown_environment_variable_is_an_error() -> None:
     with pytest.raises(SettingsError, match=r"did you mean 'serving.workers'"):
         load(environment={"EVERNEAR_SERVING__WORKER": "2"})

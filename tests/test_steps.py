@@ -212,7 +212,7 @@ def test_validate_names_its_findings_in_its_summary(tmp_path: Path, capsys: pyte
     steps.validate("run", settings.model_dump(mode="json"), *arguments)
     assert "finished: no problems" in capsys.readouterr().out
 
-    strict = {"min_class_images": 40, "tiny_class": "warn"}
+    strict = {"min_class_images": 40, "warn": ["tiny_class"]}
     settings = RunSettings(store=settings.store, validation=strict)
     steps.validate("run", settings.model_dump(mode="json"), *arguments)
     summary = (

@@ -220,12 +220,24 @@ def test_nested_folders_are_reported_with_settings_that_answer(make_tree, run_in
     assert finding.message == (
         "2 class folders contain folders, whose names are not used: fruit (apple, pear: 40 images), veg (carrot, leek:"
         " 40 images). If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
-        " right, add --set validation.nested_folder=off."
+        " right, add --set 'validation.off=[\"nested_folder\"]'."
     )
     settings = load(overrides=re.findall(r"--set ([^;]+?)[;.]?(?= |$)", finding.message)[:1])
     manifest = run_ingest(root, dataset="other", layout=settings.data.layout)
     assert set(manifest.labels) == {"apple", "pear", "leek", "carrot"}
     assert manifest.problem_counts == {}
+
+
+def test_option_that_disables_a_rule_keeps_the_lists_of_other_rules(make_tree, run_ingest) -> None:
+    manifest = run_ingest(make_tree(["fruit/apple", "fruit/pear", "veg/leek", "veg/carrot"]))
+    chosen = ValidationSettings(off=("imbalance",), error=("nested_folder", "clipped"))
+    dataset = Dataset(manifest, open_store(manifest.store_uri))
+    (finding,) = validate_dataset(dataset, chosen).findings
+    words = shlex.split(finding.message.partition("if the labels are right, add ")[2].removesuffix("."))
+    assert words[::2] == ["--set", "--set"]
+    settings = load(overrides=words[1::2])
+    assert settings.validation == ValidationSettings(off=("imbalance", "nested_folder"), error=("clipped",))
+    assert not validate_dataset(dataset, settings.validation).findings
 
 
 def test_innermost_folders_are_classes_in_splits_as_well(make_tree, run_ingest) -> None:

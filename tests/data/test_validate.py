@@ -9,7 +9,7 @@ from evernear.data.manifest import SPLITS, Manifest
 from evernear.data.shards import Dataset
 from evernear.data.validate import NO_CHANGES, Report, require_valid, validate_dataset
 from evernear.errors import DataValidationError
-from evernear.settings import ClassSettings, ValidationSettings
+from evernear.settings import ClassSettings, ValidationSettings, load
 
 
 def check(
@@ -32,16 +32,19 @@ def test_errors_stop_with_a_message_that_names_the_files(tree, run_ingest, make_
     (tree / "1" / "cut.png").write_bytes(make_image(500)[:40])
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "2" / "001.png").read_bytes())
-    report = check(run_ingest(tree), max_left_out_fraction=0)
+    manifest = run_ingest(tree)
+    report = check(manifest, max_left_out_fraction=0)
     with pytest.raises(DataValidationError) as exc_info:
         require_valid(report)
-    sentence = str(exc_info.value)
+    sentence, remedy = str(exc_info.value).split(", add --set ")
     assert sentence == (
         "The data cannot be used: 2 files cannot be decoded and were left out; fix or remove 1/cut.png, 2/words.png;"
         " 1 image has several labels and was left out; keep the right one of 1/again.png, 2/001.png."
-        " To use the data without the files that were left out, add --set validation.undecodable=warn"
-        " --set validation.conflicting_labels=warn."
+        " To use the data without the files that were left out"
     )
+    accepted = load(overrides=[remedy.removesuffix(".")]).validation
+    assert accepted.max_left_out_fraction < 0.1
+    require_valid(check(manifest, **accepted.model_dump()))
     assert exc_info.value.exit_code == 3
     assert "- 2/words.png is not a PNG, JPEG or WebP image." in report.markdown()
 
@@ -63,8 +66,8 @@ def test_few_files_may_be_left_out(tree, run_ingest, make_image) -> None:
     with pytest.raises(DataValidationError, match=r"1 file cannot be decoded .* 1 image has several labels"):
         require_valid(check(manifest, max_left_out_fraction=0.99 * limit))
     # What the settings accept does not count against the other rule.
-    require_valid(check(manifest, max_left_out_fraction=0.99 * limit, undecodable="warn"))
-    assert check(manifest, undecodable="off", conflicting_labels="off").findings == ()
+    require_valid(check(manifest, max_left_out_fraction=0.99 * limit, warn=["undecodable"]))
+    assert check(manifest, off=["undecodable", "conflicting_labels"]).findings == ()
 
 
 def test_warnings_do_not_stop(tree, run_ingest, make_image) -> None:
@@ -98,10 +101,10 @@ def test_severities_are_configurable(tree, run_ingest) -> None:
     (tree / "2" / "words.png").write_text("no image")
     (tree / "1" / "again.png").write_bytes((tree / "1" / "000.png").read_bytes())
     manifest = run_ingest(tree)
-    require_valid(check(manifest, undecodable="warn"))
-    assert check(manifest, undecodable="off", duplicate="off").findings == ()
+    require_valid(check(manifest, warn=["undecodable"]))
+    assert check(manifest, off=["undecodable", "duplicate"]).findings == ()
     with pytest.raises(DataValidationError, match="1 image occurs more than once"):
-        require_valid(check(manifest, undecodable="off", duplicate="error"))
+        require_valid(check(manifest, off=["undecodable"], error=["duplicate"]))
     with pytest.raises(DataValidationError, match="1 file cannot be decoded"):
         require_valid(check(manifest, max_left_out_fraction=0))
 
@@ -125,7 +128,8 @@ def test_tiny_and_empty_classes_are_named_with_their_counts(tree, run_ingest, ma
     report = check(run_ingest(tree))
     message = "Classes need 10 images, but these have fewer: 3 (0), 4 (3); add images or remove the classes."
     assert ("tiny_class", "error", message) in [(f.rule, f.severity, f.message) for f in report.findings]
-    assert "tiny_class" not in {f.rule for f in check(run_ingest(tree), min_class_images=3, tiny_class="off").findings}
+    disabled = check(run_ingest(tree), min_class_images=3, off=["tiny_class"])
+    assert "tiny_class" not in {f.rule for f in disabled.findings}
 
 
 def test_what_follows_from_a_tiny_class_is_no_other_finding(tree, run_ingest, make_image) -> None:
@@ -133,7 +137,7 @@ def test_what_follows_from_a_tiny_class_is_no_other_finding(tree, run_ingest, ma
     (tree / "4" / "0.png").write_bytes(make_image(800))
     manifest = run_ingest(tree)
     assert [finding.rule for finding in check(manifest).findings] == ["tiny_class"]
-    warned = {finding.rule for finding in check(manifest, tiny_class="warn").findings}
+    warned = {finding.rule for finding in check(manifest, warn=["tiny_class"]).findings}
     assert warned == {"tiny_class", "imbalance", "missing_in_split"}
 
 
@@ -144,7 +148,7 @@ def test_splits_that_tiny_classes_leave_empty_are_no_other_reason(tmp_path, run_
         path.write_bytes(make_image(number))
     manifest = run_ingest(tmp_path / "tree")
     assert [finding.rule for finding in check(manifest).findings] == ["tiny_class"]
-    assert "empty_split" in {finding.rule for finding in check(manifest, tiny_class="warn").findings}
+    assert "empty_split" in {finding.rule for finding in check(manifest, warn=["tiny_class"]).findings}
 
 
 def test_what_follows_from_unreadable_files_is_no_other_reason(tree, run_ingest, make_image) -> None:
@@ -155,7 +159,7 @@ def test_what_follows_from_unreadable_files_is_no_other_reason(tree, run_ingest,
     champion = ("1", "2", "4", "10")
     assert [finding.rule for finding in check(manifest, champion).findings] == ["undecodable"]
     # If the files are accepted as they are, the class has no images, which is another matter.
-    accepted = {finding.rule: finding.message for finding in check(manifest, champion, undecodable="warn").findings}
+    accepted = {finding.rule: finding.message for finding in check(manifest, champion, warn=["undecodable"]).findings}
     assert accepted.keys() == {"undecodable", "tiny_class", "vanished_class"}
     assert ": 4 (0);" in accepted["tiny_class"]
 
@@ -181,7 +185,7 @@ def test_classes_of_few_groups_are_named_once(tmp_path, run_ingest, make_image) 
         path.write_bytes(make_image(number))
     manifest = run_ingest(tmp_path / "tree", group="stem")
     assert [finding.rule for finding in check(manifest).findings] == ["few_groups"]
-    assert {f.rule for f in check(manifest, few_groups="off").findings} == {"missing_in_split"}
+    assert {f.rule for f in check(manifest, off=["few_groups"]).findings} == {"missing_in_split"}
 
 
 def test_missing_champion_class_is_an_error(tree, run_ingest) -> None:
@@ -326,7 +330,7 @@ def test_report_survives_unusual_names(tree, run_ingest) -> None:
     (tree / "1").rename(tree / "![x](evil.example) *_`")
     manifest = run_ingest(tree)
     with pytest.raises(DataValidationError, match=r"Classes .*: a\|b \(0\)"):
-        require_valid(check(manifest, undecodable="warn"))
+        require_valid(check(manifest, warn=["undecodable"]))
     report = check(manifest, max_left_out_fraction=0)
     table = [line for line in report.markdown().splitlines() if line.startswith("| ")]
     assert {line.replace("\\|", "").count("|") for line in table} <= {4, 6}
@@ -349,4 +353,4 @@ def test_photographs_from_scratch_get_a_recommendation(
     assert (report.summary(), len(report.notes())) == ("no problems", named), "the recommendation stands alone"
     assert not named or "--preset photos" in report.findings[0].message
     assert validate_dataset(dataset, ValidationSettings()).findings == ()
-    assert validate_dataset(dataset, ValidationSettings(from_scratch="off"), from_scratch=True).findings == ()
+    assert validate_dataset(dataset, ValidationSettings(off=["from_scratch"]), from_scratch=True).findings == ()

@@ -120,6 +120,6 @@ as an example.
 
 ADVICE = {
     "nested_folder": " If the innermost folders are the classes, add --set data.layout=innermost; if the labels are"
-    " right, add --set validation.nested_folder=off.",
+    " right, add {off}.",
 }
-"""Advice that follows the sentence."""
+"""Advice that follows the sentence. ``{off}`` is the option that disables the rule."""

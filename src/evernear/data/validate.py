@@ -3,10 +3,11 @@ Warnings and information do not.
 """
 
 import html
+import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from evernear.common.class_names import class_name, lookalike_key, spelled
 from evernear.common.frozen import Frozen
@@ -19,6 +20,7 @@ from evernear.data.problem_texts import ADVICE, PROBLEMS
 from evernear.data.shards import Dataset
 from evernear.errors import DataValidationError
 from evernear.settings import ClassSettings, ValidationSettings
+from evernear.settings.validation import Severity
 
 Counts = dict[Split, dict[str, int]]
 NO_CHANGES = ClassSettings()
@@ -127,8 +129,9 @@ def validate_dataset(
     are_warnings = severities["few_groups"] == severities["missing_in_split"]
     of_few_groups = {*_names(manifest, "few_groups")} if are_warnings else set[str]()
     present = [label for label, count in totals.items() if count and label not in explained]
+    problems = [*_problems(manifest, settings)]
     all_findings = [
-        *_problems(manifest),
+        *problems,
         *_large_groups(manifest),
         *_tiny(tiny, settings),
         *_imbalance({label: totals[label] for label in present}, settings),
@@ -136,7 +139,7 @@ def validate_dataset(
         *_vanished(totals, [label for label in champion_labels if not (stops and label in unreadable)], classes),
         *_unknown(champion_labels, classes),
         *([] if stops or not present else _empty_splits(manifest, counts)),
-        *_missing(manifest, counts, present, of_few_groups),
+        *_missing(manifest, counts, present, of_few_groups, problems),
         *_from_review(manifest),
         *_reviewed(manifest, counts),
         *_near_duplicates(near_duplicates),
@@ -163,24 +166,33 @@ def require_valid(report: Report) -> None:
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
         messages = "; ".join(finding.message.removesuffix(".") for finding in errors)
-        skip = " ".join(f"--set validation.{finding.rule}=warn" for finding in errors if finding.rule in _LEFT_OUT)
-        remedy = f" To use the data without the files that were left out, add {skip}." if skip else ""
-        raise DataValidationError(f"The data cannot be used: {messages}.{remedy}")
+        raise DataValidationError(f"The data cannot be used: {messages}.{_remedy(report, errors)}")
 
 
-def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Any]:
+def _remedy(report: Report, errors: Iterable[Finding]) -> str:
+    """How to accept the share of images that was left out, if it stops the run."""
+    left_out = sum(finding.count for finding in errors if finding.rule in _LEFT_OUT)
+    if not left_out:
+        return ""
+    used = sum(sum(counts.values()) for counts in report.counts.values())
+    accepted = math.ceil(100 * left_out / (used + left_out)) / 100
+    option = f"--set validation.max_left_out_fraction={accepted:g}"
+    return f" To use the data without the files that were left out, add {option}."
+
+
+def _severities(settings: ValidationSettings, problem_counts: Mapping[str, int], used: int) -> dict[str, Severity]:
     """The severity of each rule. If only a small share of the ``used`` images is left
     out, the severity is reduced to a warning.
     """
-    severities = settings.model_dump()
+    severities = settings.severities()
     rules = [rule for rule in _LEFT_OUT if severities[rule] == "error"]
     left_out = sum(problem_counts.get(rule, 0) for rule in rules)
     if left_out <= settings.max_left_out_fraction * (used + left_out):
-        severities.update(dict.fromkeys(rules, "warn"))
+        severities.update((rule, "warn") for rule in rules)
     return severities
 
 
-def _problems(manifest: Manifest) -> Iterator[Finding]:
+def _problems(manifest: Manifest, settings: ValidationSettings) -> Iterator[Finding]:
     """Findings about the problems that ingest found."""
     for rule, (singular, plural, remedy) in PROBLEMS.items():
         count = manifest.problem_counts.get(rule, 0)
@@ -191,7 +203,8 @@ def _problems(manifest: Manifest) -> Iterator[Finding]:
                 files = f"{remedy} {_listed(names)}"
             else:
                 files = f"{':' if count == 1 else ', such as'} {_listed(problems[0].names)}"
-            message = f"{quantity(count, singular, plural)}{files}.{ADVICE.get(rule, '')}"
+            advice = ADVICE.get(rule, "").format(off=settings.option_for("off", rule))
+            message = f"{quantity(count, singular, plural)}{files}.{advice}"
             details = tuple(problem.detail for problem in problems)
             if by_setting := next((detail for detail in details if PIXEL_SETTING in detail), ""):
                 message += f" {by_setting}"
@@ -315,7 +328,11 @@ def _empty_splits(manifest: Manifest, counts: Counts) -> Iterator[Finding]:
 
 
 def _missing(
-    manifest: Manifest, counts: Counts, present: Sequence[str], of_few_groups: Collection[str]
+    manifest: Manifest,
+    counts: Counts,
+    present: Sequence[str],
+    of_few_groups: Collection[str],
+    problems: Sequence[Finding],
 ) -> Iterator[Finding]:
     """Find the classes among ``present`` that have no image in a split, although other
     classes have. `few_groups` reports the classes ``of_few_groups``.
@@ -329,7 +346,7 @@ def _missing(
             f"Classes without an image in train or the gallery cannot be recognized: {_listed(unknown)}; add training"
             " images of them, or remove their other images."
         )
-        in_several_splits = [f.message for f in _problems(manifest) if f.rule == "duplicate_across_splits"]
+        in_several_splits = [f.message for f in problems if f.rule == "duplicate_across_splits"]
         message = " ".join([message, *in_several_splits])
         yield _finding("missing_in_gallery", message, unknown, len(unknown))
     missing = [

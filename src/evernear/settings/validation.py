@@ -1,113 +1,108 @@
-"""The settings of the ``validation`` section."""
+"""The settings of the ``validation`` section, and the rules that it adjusts."""
 
-from typing import Literal
+import difflib
+import json
+import shlex
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from evernear.settings.section import Section
 
 Severity = Literal["error", "warn", "info", "off"]
 
 
-class ValidationSettings(Section):
-    """Severity of each validation rule. An error stops the run. A warning reports a
-    problem without stopping the run. Info does not report a problem."""
+class Rule(NamedTuple):
+    severity: Severity
+    """The default. An error stops the run. A warning reports a problem without stopping the run. 
+    Info reports what is no problem."""
+    description: str
 
-    undecodable: Severity = Field(
-        default="error",
-        description="A file is not an image, is damaged, or exceeds a limit; it is left out. Only a"
-        " warning up to max_left_out_fraction.",
-    )
-    cropped: Severity = Field(
-        default="warn", description="Images of another aspect ratio were cropped to their centers."
-    )
-    letterboxed: Severity = Field(
-        default="warn", description="Images of another aspect ratio were padded with gray bars."
-    )
-    stretched: Severity = Field(default="warn", description="Images of another aspect ratio were stretched.")
-    upscaled: Severity = Field(
-        default="warn", description="Images are smaller than the dataset's size and were enlarged."
-    )
-    duplicate: Severity = Field(default="warn", description="An image occurs more than once; it is used once.")
-    duplicate_across_splits: Severity = Field(
-        default="warn", description="An image is in several splits; it is added to one of them."
-    )
-    near_duplicate: Severity = Field(
-        default="warn",
-        description="More test images than usual are nearly the same as an image of train or gallery; the gate's rule"
-        " test_images_unseen fails.",
-    )
-    split_group: Severity = Field(default="warn", description="A group of data.group has images in several splits.")
-    few_groups: Severity = Field(
-        default="warn",
-        description="A class has fewer than three groups of data.group, one group has a large share of the images of"
-        " several classes, or the test split has too few groups to compare a first release with trivial baselines.",
-    )
-    ungrouped: Severity = Field(default="warn", description="data.group finds no group in the name of an image.")
-    conflicting_labels: Severity = Field(
-        default="error",
-        description="An image has several labels; it is left out. Only a warning up to max_left_out_fraction.",
-    )
-    tiny_class: Severity = Field(default="error", description="A class has fewer than min_class_images images.")
-    empty_split: Severity = Field(default="error", description="A split has no image.")
-    missing_in_gallery: Severity = Field(
-        default="error",
-        description="A class has no image in train or the gallery, so the class cannot be recognized.",
-    )
-    missing_in_split: Severity = Field(default="warn", description="Another split has no image of a class.")
-    reviewed: Severity = Field(
-        default="info",
-        description="Images that came by review were in test or query and are used for training only, or their class"
-        " has fewer than min_class_images images and waits.",
-    )
-    vanished_class: Severity = Field(
-        default="error", description="A class of the champion has no image, unless ``classes`` retires or renames it."
-    )
-    unknown_class: Severity = Field(
-        default="warn", description="``classes`` retires or renames a class that the champion does not have."
-    )
-    hidden_folder: Severity = Field(
-        default="warn", description="The name of a class folder begins with a dot; it is left out."
-    )
-    no_class: Severity = Field(default="warn", description="An image is in no class folder; it is left out.")
-    not_an_image: Severity = Field(
-        default="info",
-        description="A file has neither the suffix nor the content of an image, or a sample of a WebDataset has another"
-        " image; it is left out.",
-    )
-    litter: Severity = Field(
-        default="info",
-        description="A file or folder is hidden, left behind by a program, such as @eaDir, or written by evernear,"
-        " such as an export; it is left out.",
-    )
-    merged_folders: Severity = Field(
-        default="info", description="Folders or labels are one class, because their names look the same."
-    )
-    no_label: Severity = Field(
-        default="warn", description="A row of a table or an image in a packed file has no label; it is left out."
-    )
-    duplicate_row: Severity = Field(default="info", description="A row of a table repeats another.")
-    similar_classes: Severity = Field(
-        default="warn", description="Names of classes differ only in case, width or characters that nobody sees."
-    )
-    nested_folder: Severity = Field(
-        default="warn", description="A class folder contains folders, which may be classes; see data.layout."
-    )
-    outside_link: Severity = Field(
-        default="info", description="A link leads to a folder outside of the source; its images are used."
-    )
-    constant_image: Severity = Field(default="warn", description="All pixels of an image have the same value.")
-    low_contrast: Severity = Field(
-        default="warn", description="8 bits keep fewer than 16 gray values of a 16-bit or transparent image."
-    )
-    clipped: Severity = Field(default="warn", description="A 16-bit image has values beyond the dataset's bit depth.")
-    imbalance: Severity = Field(
-        default="warn", description="The largest class has more than max_imbalance times the images of the smallest."
-    )
-    from_scratch: Severity = Field(
-        default="info",
-        description="Photographs are trained from random weights, although pretrained ones recognize more.",
-    )
+
+RULES = {
+    "undecodable": Rule(
+        "error",
+        "A file is not an image, is damaged or exceeds a limit. It is left out. Only a warning up to "
+        "max_left_out_fraction.",
+    ),
+    "cropped": Rule("warn", "Images of another aspect ratio were cropped to their centers."),
+    "letterboxed": Rule("warn", "Images of another aspect ratio were padded with gray bars."),
+    "stretched": Rule("warn", "Images of another aspect ratio were stretched."),
+    "upscaled": Rule("warn", "Images are smaller than the dataset's size and were enlarged."),
+    "duplicate": Rule("warn", "An image occurs more than once. It is used once."),
+    "duplicate_across_splits": Rule("warn", "An image is in several splits. It is added to one of them."),
+    "near_duplicate": Rule(
+        "warn",
+        "More test images than usual are nearly the same as an image of train or gallery. The "
+        "gate's rule test_images_unseen fails.",
+    ),
+    "split_group": Rule("warn", "A group of data.group has images in several splits."),
+    "few_groups": Rule(
+        "warn",
+        "A class has fewer than three groups of data.group, one group has a large share of the images of "
+        "several classes, or the test split has too few groups to compare a first release with trivial baselines.",
+    ),
+    "ungrouped": Rule("warn", "data.group finds no group in the name of an image."),
+    "conflicting_labels": Rule(
+        "error", "An image has several labels. It is left out. Only a warning up to max_left_out_fraction."
+    ),
+    "tiny_class": Rule("error", "A class has fewer than min_class_images images."),
+    "empty_split": Rule("error", "A split has no image."),
+    "missing_in_gallery": Rule(
+        "error", "A class has no image in train or the gallery, so the class cannot be recognized."
+    ),
+    "missing_in_split": Rule("warn", "Another split has no image of a class."),
+    "reviewed": Rule(
+        "info",
+        "Images that came by review were in test or query and are used for training only, or their class has fewer "
+        "than min_class_images images and waits.",
+    ),
+    "vanished_class": Rule("error", "A class of the champion has no image, unless ``classes`` retires or renames it."),
+    "unknown_class": Rule("warn", "``classes`` retires or renames a class that the champion does not have."),
+    "hidden_folder": Rule("warn", "The name of a class folder begins with a dot. It is left out."),
+    "no_class": Rule("warn", "An image is in no class folder. It is left out."),
+    "not_an_image": Rule(
+        "info",
+        "A file has neither the suffix nor the content of an image, or a sample of a WebDataset has another image. "
+        "It is left out.",
+    ),
+    "litter": Rule(
+        "info",
+        "A file or folder is hidden, left behind by a program, such as @eaDir, or written by evernear, such as "
+        "an export. It is left out.",
+    ),
+    "merged_folders": Rule("info", "Folders or labels are one class, because their names look the same."),
+    "no_label": Rule("warn", "A row of a table or an image in a packed file has no label. It is left out."),
+    "duplicate_row": Rule("info", "A row of a table repeats another."),
+    "similar_classes": Rule("warn", "Names of classes differ only in case, width or characters that nobody sees."),
+    "nested_folder": Rule("warn", "A class folder contains folders, which may be classes. See data.layout."),
+    "outside_link": Rule("info", "A link leads to a folder outside of the source. Its images are used."),
+    "constant_image": Rule("warn", "All pixels of an image have the same value."),
+    "low_contrast": Rule("warn", "8 bits keep fewer than 16 gray values of a 16-bit or transparent image."),
+    "clipped": Rule("warn", "A 16-bit image has values beyond the dataset's bit depth."),
+    "imbalance": Rule("warn", "The largest class has more than max_imbalance times the images of the smallest."),
+    "from_scratch": Rule(
+        "info", "Photographs are trained from random weights, although pretrained ones recognize more."
+    ),
+}
+
+
+def _known_rule(name: str) -> str:
+    if name not in RULES:
+        (nearest,) = difflib.get_close_matches(name, RULES, n=1, cutoff=0.0)
+        raise ValueError(f"no rule has this name; the nearest is {nearest!r}")
+    return name
+
+
+Rules = tuple[Annotated[str, AfterValidator(_known_rule)], ...]
+
+
+class ValidationSettings(Section):
+    """The severity of validation rules, if it is not the default, and the limits of three rules."""
+
+    error: Rules = Field(default=(), description="Rules that stop the run.")
+    warn: Rules = Field(default=(), description="Rules that report a problem without stopping the run.")
+    off: Rules = Field(default=(), description="Rules that are not checked.")
     max_left_out_fraction: float = Field(
         default=0.02,
         ge=0,
@@ -117,9 +112,37 @@ class ValidationSettings(Section):
     min_class_images: int = Field(
         default=10,
         ge=1,
-        description="A class with fewer images is tiny. A class of images from review is left out until it has as"
-        " many.",
+        description="A class with fewer images is tiny. A class of images from review is left out until it has this "
+        "number.",
     )
     max_imbalance: float = Field(
         default=10.0, ge=1.0, description="Largest ratio of the largest class to the smallest class."
     )
+
+    @model_validator(mode="after")
+    def _without_contradiction(self) -> Self:
+        lists = self._lists()
+        for rule in RULES:
+            if len(named := [severity for severity, rules in lists.items() if rule in rules]) > 1:
+                raise ValueError(f"the rule {rule} is in the lists {' and '.join(named)}; keep it in one of them")
+        return self
+
+    def severities(self) -> dict[str, Severity]:
+        """The severity of every rule."""
+        severities: dict[str, Severity] = {name: rule.severity for name, rule in RULES.items()}
+        for severity, rules in self._lists().items():
+            severities.update((rule, severity) for rule in rules)
+        return severities
+
+    def option_for(self, severity: Literal["error", "warn", "off"], rule: str) -> str:
+        """The options that move ``rule`` to the list of ``severity``. ``--set`` replaces a list, so
+        they repeat its other rules."""
+        options: list[str] = []
+        for name, rules in self._lists().items():
+            changed = [each for each in rules if each != rule] + [rule] * (name == severity)
+            if changed != [*rules]:
+                options.append(f"--set {shlex.quote(f'validation.{name}={json.dumps(changed)}')}")
+        return " ".join(options)
+
+    def _lists(self) -> dict[Severity, tuple[str, ...]]:
+        return {"error": self.error, "warn": self.warn, "off": self.off}

@@ -141,7 +141,7 @@ def _gone_classes(observation: Observation, settings: Settings) -> list[str]:
     if not gone:
         return []
     sentence = f"{'A class is' if len(gone) == 1 else 'Classes are'} gone from the source: {_counted(gone)}."
-    if settings.validation.vanished_class != "error":
+    if settings.validation.severities()["vanished_class"] != "error":
         return [sentence]
     first, pronoun = shlex.quote(next(iter(gone))), "it is" if len(gone) == 1 else "they are"
     return [
