@@ -111,7 +111,7 @@ def test_missing_library_of_a_command_is_reported(
     monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.startswith("evernear.kubeflow")]:
         monkeypatch.delitem(sys.modules, name)  # another test may have imported them together with kfp
-    monkeypatch.setattr(sys, "argv", ["evernear", "pipeline", "compile", "--image", f"r/x@sha256:{64 * 'a'}"])
+    monkeypatch.setattr(sys, "argv", ["evernear", "pipeline", "upload", "--image", f"r/x@sha256:{64 * 'a'}"])
     monkeypatch.setitem(sys.modules, "evernear.kubeflow.compiled", None)
     with pytest.raises(ModuleNotFoundError):
         main()  # a missing module of our own is a bug and needs its traceback

@@ -55,7 +55,7 @@ def error_of(completed: subprocess.CompletedProcess[str], exit_code: int) -> str
 
 
 def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System) -> None:
-    output = json.loads(evernear("inspect", "show", packed.archive, "--json").stdout)
+    output = json.loads(evernear("registry", "show", packed.archive, "--json").stdout)
     manifest, index = packed.manifest, describe_index(system.index_dir)
     assert output["version"] == packed.version
     assert output["network"]["inputs"] == [
@@ -89,7 +89,7 @@ def test_show_prints_signature_and_lineage(packed: PackedRelease, system: System
     assert output["lineage"]["git_commit"] == manifest.git_commit
     assert output["lineage"]["own_handler"] is True
 
-    command = [Path(sys.executable).with_name("evernear"), "inspect", "show", packed.archive]
+    command = [Path(sys.executable).with_name("evernear"), "registry", "show", packed.archive]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(r"\ntraining settings\n(  .+\n)*  epochs +4\n", text)
     assert "chosen because exact search of 0 MB is fast enough" in text
@@ -167,7 +167,7 @@ def test_consistent_forgery_runs_no_code_without_trust(
     hostile_release = restamp(hostile(packed, tmp_path / "first.mar", marker), tmp_path / "evil.mar")
     registry.publish(packed.archive)  # the same version with other content
 
-    output = evernear("inspect", "show", hostile_release.archive, "--json", store=registry.uri)
+    output = evernear("registry", "show", hostile_release.archive, "--json", store=registry.uri)
     assert output.returncode == 0, output.stderr
     assert json.loads(output.stdout)["lineage"]["own_handler"] is False
     rejected = evernear("inspect", "run", hostile_release.archive, "--image", image, store=registry.uri, cwd=tmp_path)
@@ -188,7 +188,7 @@ def test_index_of_another_network_is_rejected(packed: PackedRelease, tmp_path: P
         index = json.loads(members.read("index.json"))
     other = json.dumps(index | {"network_sha256": "0" * 64}).encode()
     foreign = forge(packed, tmp_path / "foreign.mar", index_json=other)
-    assert "contains vectors of network 000000000000" in error_of(evernear("inspect", "show", foreign.archive), 5)
+    assert "contains vectors of network 000000000000" in error_of(evernear("registry", "show", foreign.archive), 5)
 
 
 @pytest.mark.parametrize("change", ["threshold", "preprocessing", "verdict"])
@@ -203,7 +203,7 @@ def test_manifest_that_contradicts_the_parts_is_rejected(packed: PackedRelease, 
     else:
         forged, parts = packed, {"verdict_json": b'{"promote": true}'}
     archive = forge(forged, tmp_path / "forged.mar", **parts).archive
-    error = error_of(evernear("inspect", "show", archive), 5)
+    error = error_of(evernear("registry", "show", archive), 5)
     assert "not a valid verdict" in error if change == "verdict" else "contradicts" in error
 
 
@@ -219,7 +219,7 @@ def test_invalid_archive_is_rejected(packed: PackedRelease, tmp_path: Path, cont
     if isinstance(data, bytes):
         archive.write_bytes(data)
     rejected = f" {archive} {'is not a release' if content == 'half' else 'cannot be read'}"
-    assert rejected in error_of(evernear("inspect", "show", archive), 5)
+    assert rejected in error_of(evernear("registry", "show", archive), 5)
     error = error_of(evernear("inspect", "run", archive, "--image", archive, "--trust"), 4 if content is None else 5)
     assert rejected in error
 
@@ -233,7 +233,7 @@ def test_show_escapes_control_characters(packed: PackedRelease, tmp_path: Path) 
     archive = forge(
         named, tmp_path / "odd.mar", index_json=json.dumps(index | {"labels": list(labels)}).encode()
     ).archive
-    output = evernear("inspect", "show", archive)
+    output = evernear("registry", "show", archive)
     assert output.returncode == 0, output.stderr
     assert "\\x1b]0;owned" in output.stdout
     assert all(line.isprintable() for line in output.stdout.splitlines())
@@ -244,7 +244,7 @@ def test_unknown_index_metric_is_rejected(packed: PackedRelease, tmp_path: Path)
         index = json.loads(members.read("index.json"))
     unsupported = json.dumps(index | {"metric": "hamming"}).encode()
     archive = forge(packed, tmp_path / "strange.mar", index_json=unsupported).archive
-    error = error_of(evernear("inspect", "show", archive), 5)
+    error = error_of(evernear("registry", "show", archive), 5)
     assert "index.json in" in error
     assert "is not a valid" in error
 
@@ -255,7 +255,7 @@ def test_special_files_are_rejected(
     packed: PackedRelease, image: Path, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "x")
-    error = error_of(evernear("inspect", "show", tmp_path / "x"), IntegrityError.exit_code)
+    error = error_of(evernear("registry", "show", tmp_path / "x"), IntegrityError.exit_code)
     assert "x cannot be read as a release" in error
     error = error_of(evernear("inspect", "run", tmp_path / "x", "--trust", "--image", image), StoreError.exit_code)
     assert "x cannot be read" in error

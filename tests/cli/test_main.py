@@ -19,7 +19,7 @@ def test_shells_complete_commands_and_options() -> None:
         environment = {"_EVERNEAR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         return set(CliRunner().invoke(app, [], prog_name="evernear", env=environment).output.split())
 
-    assert {"registry", "reindex", "ready"} <= completed("evernear re")
+    assert {"registry", "reindex", "report"} <= completed("evernear re")
     assert "--why" in completed("evernear registry promote --")
 
 

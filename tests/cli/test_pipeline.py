@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner, Result
 
 from evernear.cli import runs
@@ -92,33 +91,6 @@ def evernear(*arguments: str) -> str:
 
 def evernear_json(*arguments: str) -> Any:
     return json.loads(evernear(*arguments, "--json"))
-
-
-def test_compile_writes_reproducible_pipelines_and_manifests(tmp_path: Path) -> None:
-    for options in ("one", "two"):
-        evernear("compile", "--image", IMAGE, "--output", str(tmp_path / options))
-    for name in NAMES:
-        written = (tmp_path / "one" / f"{name}.yaml").read_bytes()
-        assert written == (tmp_path / "two" / f"{name}.yaml").read_bytes()
-        assert IMAGE.encode() in written
-    options = ("--kubernetes-native", "--version", "abc", "--namespace", "kubeflow", "--output", str(tmp_path))
-    assert evernear("compile", "rollback", "--image", IMAGE, *options) == f"{tmp_path}/rollback.yaml\n"
-    kinds = [
-        manifest["kind"] for manifest in yaml.load_all((tmp_path / "rollback.yaml").read_bytes(), yaml.CSafeLoader)
-    ]
-    assert kinds == ["Pipeline", "PipelineVersion"]
-
-
-def test_compile_errors_write_nothing(tmp_path: Path) -> None:
-    options = ("--output", str(tmp_path / "out"))
-    with pytest.raises(SettingsError, match="has no digest"):
-        evernear("compile", "--image", "evernear-train:latest", *options)
-    with pytest.raises(SettingsError, match="Unknown pipeline 'retrain'; known: continuous-training"):
-        evernear("compile", "rollback", "retrain", "--image", IMAGE, *options)
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "out").write_text("a file")
-    with pytest.raises(SettingsError, match=r"out/rollback\.yaml: File exists"):
-        evernear("compile", "rollback", "--image", IMAGE, *options)
 
 
 def test_upload_sets_defaults(server: KfpServer) -> None:

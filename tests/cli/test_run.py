@@ -233,10 +233,10 @@ def test_secret_of_the_environment_is_masked_in_the_command(pretend_run: list[Ru
 @pytest.mark.parametrize(
     "command",
     [
-        *("run", "reindex", "demo", "tune", "report", "forget", "doctor", "review", "labels check"),
-        *("predict x.png", "status", "serve", "ready", "stop", "token", "prep", "inspect show x.mar"),
+        *("run", "reindex", "demo", "tune", "report", "forget", "doctor", "console", "labels check"),
+        *("predict x.png", "status", "serve", "ready", "stop", "token", "prep", "inspect run x.mar --image x.png"),
         *("registry list", "registry promote V", "registry rollback", "deployment render"),
-        *("watch once", "watch status", "watch ship", "slack", "slack ready"),
+        *("watch", "watch once", "watch --status", "watch --ship", "slack", "slack ready"),
     ],
 )
 def test_every_command_with_a_directory_reads_its_settings(tmp_path: Path, command: str) -> None:

@@ -353,7 +353,7 @@ def test_held_release_is_fetched_tested_and_promoted_only_by_force_with_a_reason
     assert before in sandbox.registered
     last = list(sandbox.registry.history())[-1]
     assert (last.how, last.why, last.by) == ("force", "the floor was wrong", "ada")
-    with pytest.raises(StoreError, match="is already the champion"):
+    with pytest.raises(SettingsError, match="is already the champion"):
         promote_release(candidate.version, sandbox.settings)
     assert roll_back(sandbox.settings).version == before
 

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from evernear.errors import SettingsError
-from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, PIPELINES
+from evernear.kubeflow import GOLDEN, IMAGE_VARIABLE, NAMES, PIPELINES
 from evernear.kubeflow.compiled import cluster_version, for_cluster
 from evernear.settings import PipelineSettings
+from pipelines.compile import main as compile_main
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = sorted(path for path in (ROOT / "components").glob("*.py") if path.name != "__init__.py")
@@ -270,3 +271,41 @@ def reference(parameter: str) -> str:
 def test_predictions_need_no_other_nodes_unless_they_are_requested() -> None:
     """A cluster without deploy/components/many-machines has no PodTemplate for them."""
     assert Compiled("predict").parameters["nodes"]["defaultValue"] == "1"
+
+
+def test_pipelines_for_a_cluster_are_reproducible_files_and_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = f"r/evernear-train@sha256:{64 * 'a'}"
+    for directory in ("one", "two"):
+        options = ["--image", image, "--output", str(tmp_path / directory), "--set", "data.size_px=32"]
+        assert compile_main(options) == 0
+    for name in NAMES:
+        written = (tmp_path / "one" / f"{name}.yaml").read_bytes()
+        assert written == (tmp_path / "two" / f"{name}.yaml").read_bytes()
+        assert image.encode() in written
+    assert b"size_px: 32" in (tmp_path / "one" / "continuous-training.yaml").read_bytes()
+    capsys.readouterr()
+    options = ["--kubernetes-native", "--version", "abc", "--namespace", "kubeflow", "--output", str(tmp_path)]
+    assert compile_main(["rollback", "--image", image, *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/rollback.yaml\n"
+    objects = yaml.load_all((tmp_path / "rollback.yaml").read_bytes(), yaml.CSafeLoader)
+    assert [each["kind"] for each in objects] == ["Pipeline", "PipelineVersion"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--image", "evernear-train:latest"], "has no digest"),
+        (["rollback", "retrain", "--image", f"x@sha256:{64 * 'a'}"], "Unknown pipeline 'retrain'"),
+        (["--image", f"x@sha256:{64 * 'a'}", "--output", "a-file"], "a-file/continuous-training.yaml: File exists"),
+    ],
+)
+def test_errors_of_a_compilation_for_a_cluster_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    assert compile_main(words) == SettingsError.exit_code
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]

@@ -39,7 +39,7 @@ def test_every_command_printed_after_a_held_first_release_works(workspace: Works
     page = Path(done.stdout.splitlines()[-1].removeprefix("run page: "))
     assert page.read_text().startswith("<!doctype html>")
 
-    for command in (["predict", str(image)], ["serve"], ["registry", "champion"], ["reindex", "--preset", "quick"]):
+    for command in (["predict", str(image)], ["serve"], ["reindex", "--preset", "quick"]):
         code, message = workspace.refused(*command)
         assert code != 0
         show, promote = (shlex.split(text)[1:] for text in re.findall("`(evernear [^`]*)`", message))

@@ -117,7 +117,7 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Workspace, d
     again = answers(workspace, strangers)
     assert {answer["version"] for answer in again} == {before["version"]}
     assert "negative" not in {answer["pred"] for answer in again}
-    move = json.loads(workspace.command("registry", "history", "--json").stdout)[-1]
+    move = json.loads(workspace.command("registry", "list", "--history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["version"]) == ("rollback", "negatives are not digits", before["version"])
 
     refused = workspace.pipeline("rollback", **arguments)  # the same rollback again: that release is no longer live
@@ -129,14 +129,15 @@ def test_reindex_adds_a_class_and_rollback_removes_it(served: tuple[Workspace, d
     outcome = workspace.pipeline("promote", **arguments)
     assert (outcome["state"], outcome["release"]) == ("promoted", result["release"])
     assert [answer["pred"] for answer in answers(workspace, strangers)] == ["negative"] * 10
-    move = json.loads(workspace.command("registry", "history", "--json").stdout)[-1]
+    move = json.loads(workspace.command("registry", "list", "--history", "--json").stdout)[-1]
     assert (move["how"], move["why"], move["by"]) == ("force", "negatives are needed after all", "ada")
     assert workspace.command("registry", "rollback").returncode == 0
     assert champion_of(workspace) == before["version"]
 
 
 def champion_of(workspace: Workspace) -> str:
-    return workspace.command("registry", "champion").stdout.strip()
+    releases = json.loads(workspace.command("registry", "list", "--json").stdout)
+    return next(release["version"] for release in releases if release["champion"])
 
 
 def answers(workspace: Workspace, files: list[str]) -> list[dict]:

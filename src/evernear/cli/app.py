@@ -3,6 +3,7 @@ that other commands start quickly.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -45,41 +46,31 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # rich's own markup would drop text in [brackets]
     help="Continuously train and deploy an image recognizer: labeled images in, a gated release on TorchServe out.",
 )
-for command in (
-    run.run,
-    run.reindex,
-    run.demo,
-    report.report,
-    predict.predict,
-    batch_predict.batch_predict,
-    server.prep,
-    console.console,
-    console.review,
-    forget.forget,
-    server.status,
-    server.serve,
-    server.ready,
-    server.stop,
-    server.token,
-    doctor.doctor,
-):
-    app.command()(command)
-GROUPS = {
-    "registry": releases.app,
-    "store": store.app,
-    "inspect": inspect.app,
-    "labels": labels.app,
-    "dataset": dataset.app,
-    "deployment": cluster.app,
-    "pipeline": pipeline.app,
-    "pod": pod.app,
-    "watch": watch.app,
-    "slack": slack.app,
+PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
+    "Every day": (run.run, run.reindex, run.demo, report.report, console.console, server.status, doctor.doctor),
+    "Serving": (
+        predict.predict,
+        batch_predict.batch_predict,
+        server.serve,
+        server.stop,
+        server.token,
+        server.prep,
+        inspect.app,
+    ),
+    "Releases": (releases.app,),
+    "Data": (labels.app, dataset.app, store.app, forget.forget),
+    "Cluster": (pipeline.app, watch.app, slack.app, cluster.app),
 }
-for name, group in GROUPS.items():
-    app.add_typer(group, name=name)
+for panel, commands in PANELS.items():
+    for command in commands:
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, rich_help_panel=panel)
+        else:
+            app.command(rich_help_panel=panel)(command)
+app.add_typer(pod.app, hidden=True)  # for the containers of a pod, which call it
+app.command(hidden=True)(server.ready)
 for added in plugins.commands():
-    (GROUPS[added.group] if added.group else app).command(added.name)(added.run)
+    app.command(added.name, rich_help_panel=added.panel or None, hidden=not added.panel)(added.run)
 
 
 def _print_version(requested: bool) -> None:

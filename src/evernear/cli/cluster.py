@@ -7,7 +7,9 @@ import typer
 
 from evernear.cli.options import ConfigOption, ReleaseOption, SetOption, WorkdirOption, local_settings
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="The Kubernetes objects of a release.")
+app = typer.Typer(
+    name="deployment", rich_markup_mode="markdown", no_args_is_help=True, help="The Kubernetes objects of a release."
+)
 
 
 @app.callback()

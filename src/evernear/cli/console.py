@@ -1,5 +1,5 @@
-"""``evernear console`` and ``evernear review``: the page on which users try and name
-images, and make decisions.
+"""``evernear console``: the pages on which users try and name images, and make
+decisions.
 """
 
 import os
@@ -44,29 +44,13 @@ def console(
     retire: RetireOption = None,
     rename: RenameOption = None,
 ) -> None:
-    """Serve a web page on which users try images, name unknown images, reindex,
-    promote and roll back."""
+    """Serve web pages on which users try images, name unknown images, correct suspect
+    labels, reindex, promote and roll back."""
     overrides = assignments(overrides, **{"console.port": port, "console.host": host})
-    _serve("", run_layers(source, preset, config, overrides, workdir, retire, rename))
+    _serve(run_layers(source, preset, config, overrides, workdir, retire, rename))
 
 
-def review(
-    port: PortOption = None,
-    source: SourceOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-    retire: RetireOption = None,
-    rename: RenameOption = None,
-) -> None:
-    """Serve the console, and print the URL of its review page, on which users name
-    unknown images and correct suspect labels."""
-    overrides = assignments(overrides, **{"console.port": port})
-    _serve("review", run_layers(source, preset, config, overrides, workdir, retire, rename))
-
-
-def _serve(path: str, layers: Layers[Settings]) -> None:
+def _serve(layers: Layers[Settings]) -> None:
     from evernear.common.store import open_store
     from evernear.release.promotions import whoami
 
@@ -91,9 +75,10 @@ def _serve(path: str, layers: Layers[Settings]) -> None:
     access = Access(settings.console, token, whoami())
 
     def announce(url: str) -> None:
-        address = f"{url}/{path}"
-        print_secret(f"Open {address}?token={token}" if access.by_token else f"The console is at {address}")
+        query = f"?token={token}" if access.by_token else ""
+        print_secret(f"Open {url}/{query}")
+        print_secret(f"Name unknown images and correct labels on {url}/review{query}")
 
-    again = command_for(settings.workdir, path or "console")
+    again = command_for(settings.workdir, "console")
     with message_on_interrupt(f"Interrupted. Every answer is stored; `{again}` continues. Runs in progress go on."):
         serve_console(create_console_app(services, access), settings.console, announce)

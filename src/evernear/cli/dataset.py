@@ -13,7 +13,10 @@ from evernear.common.output import print_json, print_line, quantity
 from evernear.errors import SettingsError
 
 app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="Export datasets as files that other tools open."
+    name="dataset",
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    help="Export datasets as files that other tools open.",
 )
 
 

@@ -24,7 +24,10 @@ from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.settings.layers import command_for
 
 app = typer.Typer(
-    rich_markup_mode="markdown", no_args_is_help=True, help="Look for wrong labels, and import those of live queries."
+    name="labels",
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    help="Look for wrong labels, and import those of live queries.",
 )
 _PRINTED = 10
 
@@ -41,7 +44,7 @@ def check(
     rename: RenameOption = None,
 ) -> None:
     """Search the ingested source for images whose label looks wrong, and list them for
-    `evernear review`.
+    `evernear console`.
 
     The command trains two networks, each on half of the images and as briefly as the
     probe. A network is not used for the images that it was trained on, because the
@@ -67,7 +70,7 @@ def check(
     ]
     if rows:
         print_table(["file", "label", "looks like", ""], rows)
-        print_line(f"Next: {command_for(settings.workdir, 'review')}    a person relabels or keeps them")
+        print_line(f"Next: {command_for(settings.workdir, 'console')}    a person relabels or keeps them")
 
 
 @app.command(name="import")

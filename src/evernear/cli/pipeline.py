@@ -1,4 +1,4 @@
-"""``evernear pipeline``: compile the pipelines, and run them on Kubeflow Pipelines."""
+"""``evernear pipeline``: run the pipelines on Kubeflow Pipelines."""
 
 import secrets
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 DEFAULT = "continuous-training"
 
 app = typer.Typer(
+    name="pipeline",
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="Compile, upload, run, schedule, show and stop pipelines on Kubeflow Pipelines.",
+    help="Upload, run, schedule, show and stop pipelines on Kubeflow Pipelines.",
 )
 PipelinesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="PIPELINE...", help="Pipelines to include. [all]")
@@ -101,56 +102,6 @@ def default_assignments(
     return assignments(defaults, source=source, target=target, serving_image=serving_image, store=store)
 
 
-def _split(words: list[str] | None) -> tuple[list[str], list[str]]:
-    """The words of the ``pipeline`` section, and all others."""
-    of_section = [word for word in words or () if word.startswith("pipeline.")]
-    return of_section, [word for word in words or () if word not in of_section]
-
-
-@app.command(name="compile")
-def compile_(
-    image: ImageOption,
-    pipelines: PipelinesArgument = None,
-    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Output directory.")] = Path(),
-    kubernetes_native: Annotated[
-        bool,
-        typer.Option(
-            "--kubernetes-native", help="Write Kubernetes manifests, for a KFP that stores pipelines in the cluster."
-        ),
-    ] = False,
-    version: VersionOption = None,
-    namespace: NamespaceOption = None,
-    source: SourceOption = None,
-    target: TargetOption = None,
-    serving_image: ServingImageOption = None,
-    store: StoreOption = None,
-    defaults: UploadParameterOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Compile pipelines to DIR/PIPELINE.yaml, reproducibly. Each option sets the
-    default of its parameter.
-    """
-    from evernear.common.disk import write_atomically
-    from evernear.kubeflow.compiled import as_manifests, cluster_version
-
-    of_cluster, defaults = _split(defaults)
-    cluster = server_settings(None, namespace, config, of_cluster)
-    compiled = _compile_all(
-        pipelines, image, default_assignments(source, target, serving_image, store, defaults), cluster
-    )
-    if kubernetes_native:
-        named = cluster_version(version or _commit(), cluster)
-        compiled = {name: as_manifests(content, named, namespace or "") for name, content in compiled.items()}
-    for name, content in compiled.items():
-        path = output / f"{name}.yaml"
-        try:
-            output.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, content)
-        except OSError as error:
-            raise SettingsError(f"Cannot write {path}: {error.strerror}.") from None
-        print_line(str(path))
-
-
 @app.command()
 def upload(
     image: ImageOption,
@@ -173,17 +124,18 @@ def upload(
     pipeline.task_memory. A version that already exists with the same content is left
     unchanged.
     """
-    of_server, defaults = _split(defaults)
+    from evernear.kubeflow.compiled import compile_pipelines, default_version, words_of_section
+
+    of_server, defaults = words_of_section(defaults or ())
     server = server_settings(endpoint, namespace, config, of_server)
-    commit = version or _commit()
-    from evernear.kubeflow.compiled import cluster_version
+    named = default_version(version, server)
     from evernear.kubeflow.publish import Publisher
 
-    compiled = _compile_all(
+    compiled = compile_pipelines(
         pipelines, image, default_assignments(source, target, serving_image, store, defaults), server
     )
     publisher = Publisher(server)
-    uploaded = [publisher.upload(content, cluster_version(commit, server)) for content in compiled.values()]
+    uploaded = [publisher.upload(content, named) for content in compiled.values()]
     if as_json:
         print_json(uploaded)
         return
@@ -346,31 +298,5 @@ def stop(
     print_line(f"Run {run_id} is stopping.{note}")
 
 
-def _commit() -> str:
-    from evernear.release.git import git_commit
-
-    if commit := git_commit():
-        return commit
-    raise SettingsError(
-        "evernear is not installed from a git checkout, so the version has no default name; pass --version."
-    )
-
-
 def _new_key() -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _compile_all(
-    pipelines: list[str] | None, image: str, defaults: list[str], cluster: PipelineSettings
-) -> dict[str, bytes]:
-    """Compile pipelines, keyed by name. A default applies to every pipeline that has a
-    parameter with that name.
-    """
-    from evernear.kubeflow import NAMES
-    from evernear.kubeflow.compiled import compiled_parameters, fill_defaults, for_cluster
-    from evernear.kubeflow.parameters import for_pipeline, from_words
-
-    compiled = {name: for_cluster(name, image, cluster) for name in pipelines or NAMES}
-    declared = {name: compiled_parameters(content) for name, content in compiled.items()}
-    arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
-    return {name: fill_defaults(content, for_pipeline(arguments, declared[name])) for name, content in compiled.items()}

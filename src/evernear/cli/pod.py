@@ -11,6 +11,7 @@ from evernear.cli.options import ConfigOption, SetOption, WorkdirOption, local_s
 from evernear.common.output import print_line, quantity
 
 app = typer.Typer(
+    name="pod",
     rich_markup_mode="markdown",
     no_args_is_help=True,
     help="Commands of a serving pod's containers.",

@@ -1,10 +1,12 @@
 """``evernear registry``: the releases in a store, and the champion pointer."""
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from evernear.cli.archives import show_archive
 from evernear.cli.options import ConfigOption, JsonOption, SetOption, WorkdirOption, local_settings
 from evernear.common.output import print_json, print_line, print_table
 from evernear.errors import IntegrityError, SettingsError
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
     from evernear.release.registry import Registry
 
 app = typer.Typer(
+    name="registry",
     rich_markup_mode="markdown",
     no_args_is_help=True,
-    help="List, show, promote, apply, roll back, restore and prune releases, and move the anchor.",
+    help="List, show, promote, roll back and restore releases, and move the anchor.",
 )
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION")]
 StoreOption = Annotated[
@@ -55,6 +58,13 @@ def registry_of(
 
 @app.command(name="list")
 def list_(
+    history: Annotated[
+        bool,
+        typer.Option(
+            "--history",
+            help="Show every promotion, settings change, anchor move and rollback instead, oldest first.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
     store: StoreOption = None,
     config: ConfigOption = None,
@@ -62,9 +72,13 @@ def list_(
     workdir: WorkdirOption = None,
 ) -> None:
     """List all releases, oldest first, with their states: champion,
-    promoted (once), held, or not promoted.
+    promoted (once), held, or not promoted. With --history, show when, how, by whom and
+    why the champion changed.
     """
     registry = registry_of(store, config, overrides, workdir)
+    if history:
+        _print_history(registry, as_json)
+        return
     records, faults = registry.records()
     try:
         champion = registry.champion()
@@ -97,7 +111,7 @@ def list_(
 
 @app.command()
 def show(
-    version: VersionArgument,
+    release: Annotated[str, typer.Argument(metavar="RELEASE", help="A version in the registry, or a .mar file.")],
     as_json: JsonOption = False,
     store: StoreOption = None,
     config: ConfigOption = None,
@@ -105,10 +119,20 @@ def show(
     workdir: WorkdirOption = None,
 ) -> None:
     """Show the data, network, code, verdict, metrics and parts of a release, even if it
-    was pruned."""
-    from evernear.index.description import describe_threshold
+    was pruned. For a .mar file, also show its signature, preprocessing and index,
+    without running its code."""
+    from evernear.release.manifest import is_version
 
     registry = registry_of(store, config, overrides, workdir)
+    if Path(release).is_file() or not is_version(release):
+        show_archive(Path(release), as_json)
+    else:
+        _show_record(release, registry, as_json)
+
+
+def _show_record(version: str, registry: "Registry", as_json: bool) -> None:
+    from evernear.index.description import describe_threshold
+
     fields: dict[str, Any] = _fields(registry.get(version, include_pruned=True), registry.champion())
     fields["pruned"] = version not in registry.list()
     if as_json:
@@ -135,23 +159,6 @@ def show(
     print_line("parts")
     for name, part in sorted(parts.items()):
         print_line(f"  {name:<20} {part['sha256']} {part['size_bytes']:>12,} bytes")
-
-
-@app.command()
-def champion(
-    as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-) -> None:
-    """Print the champion's version or, with --json, its promotion."""
-    registry = registry_of(store, config, overrides, workdir)
-    current = registry.require_champion()
-    if as_json:
-        print_json(current.promotion)
-    else:
-        print_line(current.version)
 
 
 @app.command()
@@ -183,38 +190,6 @@ def anchor(
 
 
 @app.command()
-def history(
-    as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-) -> None:
-    """Show every promotion, settings change, anchor move and rollback, oldest first:
-    when, how, by whom and why.
-    """
-    registry = registry_of(store, config, overrides, workdir)
-    promotions = list(registry.history())
-    if as_json:
-        print_json(promotions)
-        return
-    rows = [
-        (
-            f"{p.since:%Y-%m-%d %H:%M:%S}",
-            p.version,
-            p.previous or "-",
-            p.anchor or p.version,
-            p.how,
-            p.by,
-            p.run,
-            p.why,
-        )
-        for p in promotions
-    ]
-    print_table(("since (UTC)", "version", "previous", "anchor", "how", "by", "run", "why"), rows)
-
-
-@app.command()
 def promote(
     version: VersionArgument,
     why: WhyOption = "",
@@ -229,32 +204,15 @@ def promote(
 ) -> None:
     """Make a release the champion. A running server first loads the release, and must
     pass the release's stored queries.
+
+    In Kubernetes, the champion itself is rolled out again with changed settings, such
+    as image, memory or replicas.
     """
     from evernear.deployment import promote_release
     from evernear.release.promotions import Cause
 
     settings = registry_settings(store, config, overrides, workdir)
     _print(promote_release(version, settings, force=force, cause=Cause.of_this_process(why)), settings, as_json)
-
-
-@app.command()
-def apply(
-    why: WhyOption = "",
-    as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-) -> None:
-    """Apply changed settings, such as image, memory or replicas, to the champion in
-    Kubernetes. If the release does not pass its stored queries with the new settings,
-    the previous settings are restored.
-    """
-    from evernear.deployment import apply as apply_settings
-    from evernear.release.promotions import Cause
-
-    settings = registry_settings(store, config, overrides, workdir)
-    _print(apply_settings(settings, cause=Cause.of_this_process(why)), settings, as_json)
 
 
 @app.command()
@@ -299,28 +257,25 @@ def restore(
     )
 
 
-@app.command()
-def prune(
-    keep: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Number of newest releases to keep.")],
-    as_json: JsonOption = False,
-    store: StoreOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-) -> None:
-    """Remove old releases, except the champion, its parent,
-    the target of a rollback and the anchor.
-
-    `evernear store prune` also removes the objects that only these releases needed.
-    """
-    from evernear.release.pruning import prune_releases
-
-    registry = registry_of(store, config, overrides, workdir)
-    removed = prune_releases(registry, keep)
+def _print_history(registry: "Registry", as_json: bool) -> None:
+    promotions = list(registry.history())
     if as_json:
-        print_json({"removed": removed})
-    else:
-        print_line(f"Removed {', '.join(removed)}." if removed else "Nothing to remove.")
+        print_json(promotions)
+        return
+    rows = [
+        (
+            f"{p.since:%Y-%m-%d %H:%M:%S}",
+            p.version,
+            p.previous or "-",
+            p.anchor or p.version,
+            p.how,
+            p.by,
+            p.run,
+            p.why,
+        )
+        for p in promotions
+    ]
+    print_table(("since (UTC)", "version", "previous", "anchor", "how", "by", "run", "why"), rows)
 
 
 def _fields(record: "Record", champion: "Champion | None") -> dict[str, Any]:

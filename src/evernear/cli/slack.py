@@ -12,6 +12,7 @@ from evernear.common.output import log_to_stderr, print_line
 from evernear.errors import SlackError
 
 app = typer.Typer(
+    name="slack",
     rich_markup_mode="markdown",
     invoke_without_command=True,
     help="The Slack bot: start runs, follow them, report their verdicts.",
@@ -43,7 +44,7 @@ def slack(
         serve_slack(settings, KfpRuns(settings.pipeline), stop)
 
 
-@app.command()
+@app.command(hidden=True)
 def ready(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
     """Probe for orchestrators: exit with 0 if the bot of this working directory is
     healthy, otherwise with 1."""

@@ -11,7 +11,9 @@ from evernear.cli.releases import StoreOption, registry_settings
 from evernear.common.output import print_json, print_line, print_table, quantity
 from evernear.errors import IntegrityError
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store.")
+app = typer.Typer(
+    name="store", rich_markup_mode="markdown", no_args_is_help=True, help="Check, repair and prune the object store."
+)
 
 
 @app.command()

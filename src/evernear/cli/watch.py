@@ -19,11 +19,10 @@ from evernear.cli.options import (
     SetOption,
     SourceOption,
     WorkdirOption,
-    local_settings,
     run_settings,
 )
 from evernear.common.output import log_to_stderr, print_json, print_line, quantity
-from evernear.errors import PipelineServerError
+from evernear.errors import PipelineServerError, SettingsError
 from evernear.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
     from evernear.triggers.watch.schedule_state import CheckReport, ScheduleStore
 
 app = typer.Typer(
+    name="watch",
     rich_markup_mode="markdown",
-    no_args_is_help=True,
+    invoke_without_command=True,
     help="Check for new images and for drift, and propose or start training or a reindex.",
 )
 
@@ -46,43 +46,63 @@ def watch_settings(
     return run_settings(source, None, config, overrides, workdir)
 
 
-def schedule_store(
-    config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
-) -> "ScheduleStore":
-    """The schedule of the watcher, from the store that the settings specify."""
-    from evernear.common.store import open_store
-    from evernear.triggers.watch.schedule_state import ScheduleStore
-
-    return ScheduleStore(open_store(local_settings(config, overrides, workdir).store_uri))
-
-
-@app.command()
-def run(
-    source: SourceOption = None, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
+@app.callback()
+def watch(
+    context: typer.Context,
+    on: Annotated[
+        bool | None, typer.Option("--on/--off", help="Resume or pause the watcher of this store, wherever it runs.")
+    ] = None,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show whether the watcher is on, its last check and the last bake.")
+    ] = False,
+    ship: Annotated[
+        bool,
+        typer.Option(
+            "--ship", help="Only ship the query logs of a server on this machine to the store, once a minute."
+        ),
+    ] = False,
+    now: Annotated[bool, typer.Option("--now", help="With --ship: ship what is there, and end.")] = False,
+    as_json: JsonOption = False,
+    source: SourceOption = None,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    workdir: WorkdirOption = None,
 ) -> None:
     """Run the watcher until SIGTERM or Ctrl-C. The watcher checks on the schedule, and
-    soon after MinIO reports a change.
-    """
+    soon after MinIO reports a change."""
+    if context.invoked_subcommand is not None:
+        return
+    if (on is not None) + status + ship > 1 or (now and not ship):
+        raise SettingsError("Pass one of --on, --off, --status and --ship; --now belongs to --ship.")
+    settings = watch_settings(source, config, overrides, workdir)
+    if on is not None:
+        _switch(settings, on)
+    elif status:
+        _show_status(settings, as_json)
+    elif ship:
+        _ship(settings, now)
+    else:
+        _run(settings)
+
+
+def _run(settings: Settings) -> None:
     from evernear.common.store import open_store
     from evernear.triggers.watch.service import WatchService
     from evernear.triggers.watch.watcher import Watcher
 
-    settings = watch_settings(source, config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     with tempfile.TemporaryDirectory(prefix="evernear-watch-") as cache:
         store, runs = open_store(settings.store_uri), _runs(settings)
         watcher = Watcher(settings, store, runs, Path(cache))
         service = WatchService(watcher, settings, baker_of(settings, store, runs))
-        remains = (
-            "Interrupted after the last check. No process is left; `evernear watch run` continues with the next one."
-        )
+        remains = "Interrupted after the last check. No process is left; `evernear watch` continues with the next one."
         with stop_on_signals(service.stopping, remains):
             service.run()
 
 
 @app.command()
 def once(
-    act: Annotated[bool, typer.Option("--act", help="Propose or start the run, as `run` does.")] = False,
+    act: Annotated[bool, typer.Option("--act", help="Propose or start the run, as `watch` does.")] = False,
     as_json: JsonOption = False,
     source: SourceOption = None,
     config: ConfigOption = None,
@@ -101,24 +121,34 @@ def once(
         _show(watcher.check(act=act), as_json)
 
 
-@app.command()
-def status(
-    as_json: JsonOption = False, config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None
-) -> None:
-    """Show whether the watcher is on or paused, its last check and the last bake."""
+def _schedule_store(settings: Settings) -> "ScheduleStore":
+    from evernear.common.store import open_store
+    from evernear.triggers.watch.schedule_state import ScheduleStore
+
+    return ScheduleStore(open_store(settings.store_uri))
+
+
+def _switch(settings: Settings, on: bool) -> None:
+    """Resume or pause the watcher. Its process continues to run while it is paused."""
+    from evernear.release.promotions import whoami
+
+    _schedule_store(settings).switch(on, whoami())
+    print_line(f"The watcher is {'on' if on else 'off'}.")
+
+
+def _show_status(settings: Settings, as_json: bool) -> None:
     from evernear.common.store import open_store
     from evernear.release.bake import BakeStore
 
-    schedule = schedule_store(config, overrides, workdir)
-    state = schedule.read()
+    state = _schedule_store(settings).read()
     if as_json:
         print_json(state)
         return
-    bake, _ = BakeStore(open_store(local_settings(config, overrides, workdir).store_uri)).load()
+    bake, _ = BakeStore(open_store(settings.store_uri)).load()
     by = f" by {state.by}" if state.by else ""
     print_line(f"{'on' if state.on else 'off'} since {state.since:%Y-%m-%d %H:%M:%S} UTC{by}")
     if state.last is None:
-        print_line("No check yet; `evernear watch run` starts the watcher.")
+        print_line("No check yet; `evernear watch` starts the watcher.")
     else:
         print_line(f"last check {state.last.at:%Y-%m-%d %H:%M:%S} UTC")
         _show(state.last, as_json)
@@ -126,47 +156,15 @@ def status(
         print_line(bake.last)
 
 
-@app.command()
-def start(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Resume the watcher of this store, wherever it runs."""
-    from evernear.release.promotions import whoami
-
-    schedule = schedule_store(config, overrides, workdir)
-    schedule.switch(True, whoami())
-    print_line("The watcher is on.")
-
-
-@app.command()
-def stop(config: ConfigOption = None, overrides: SetOption = None, workdir: WorkdirOption = None) -> None:
-    """Pause the watcher. The watcher's process continues to run, but does nothing until
-    `start`.
-    """
-    from evernear.release.promotions import whoami
-
-    schedule = schedule_store(config, overrides, workdir)
-    schedule.switch(False, whoami())
-    print_line("The watcher is off.")
-
-
-@app.command()
-def ship(
-    once: Annotated[bool, typer.Option("--once", help="Ship what is there, and end.")] = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    workdir: WorkdirOption = None,
-) -> None:
-    """Ship the query logs of a server on this machine to the store once a minute,
-    until SIGTERM or Ctrl-C.
-    """
+def _ship(settings: Settings, now: bool) -> None:
     from evernear.common.store import open_store
     from evernear.serving import query_log
     from evernear.serving.configuration import logged_queries
     from evernear.serving.endpoints import home_of
 
-    settings = local_settings(config, overrides, workdir)
     log_to_stderr(logging.WARNING, settings.log_format)
     directory, store = logged_queries(home_of(settings.workdir)), open_store(settings.store_uri)
-    if once:
+    if now:
         shipped = query_log.ship_query_log(directory, store)
         print_line(f"Shipped {quantity(shipped, 'file')} from {directory} to {store.uri}.")
         if not shipped:
@@ -174,7 +172,9 @@ def ship(
             print_line(f"The server writes a file every {period_s:g} s (serving.query_log_period_s) if it is queried.")
         return
     stop = threading.Event()
-    remains = "Interrupted. Queries that are not in the store yet stay here; `evernear watch ship` continues with them."
+    remains = (
+        "Interrupted. Queries that are not in the store yet stay here; `evernear watch --ship` continues with them."
+    )
     with stop_on_signals(stop, remains):
         print_line(f"Shipping the query log in {directory} to {store.uri} once a minute; Ctrl-C ends it.")
         query_log.ship_until(stop, directory, store)

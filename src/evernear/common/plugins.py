@@ -72,13 +72,13 @@ class IndexBackend(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A function with typer options that becomes ``evernear GROUP NAME``."""
+    """A function with typer options that becomes ``evernear NAME``."""
 
     name: str
     run: Callable[..., None]
-    group: str = ""
-    """A command group such as ``registry``, or an empty string for
-    ``evernear NAME``."""
+    panel: str = "Others"
+    """The heading of the command in ``evernear --help``. An empty string hides the
+    command."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def commands() -> Iterator[Command]:
     command reports which package to install."""
     for plugin in plugins():
         for command in plugin.commands() if plugin.commands else ():
-            yield Command(command.name, plugin.installed()(command.run), command.group)
+            yield Command(command.name, plugin.installed()(command.run), command.panel)
 
 
 def tracer_provider(service: str) -> "TracerProvider | None":

@@ -66,17 +66,17 @@ def promote_release(
     version: str, settings: RunSettings, *, force: bool = False, cause: Cause | None = None
 ) -> Deployment:
     """Promote a release manually: make it live at ``settings.target``,
-    then make it the champion.
+    then make it the champion. If it is the champion, `apply` the settings to it.
 
     ``force`` overrules a hold verdict and requires a reason in ``cause``. A release
     that a bake rolled back may be promoted again.
 
     Raises:
-        StoreError: the release does not exist or is already the champion, or the
-            registry is unreachable.
+        StoreError: the release does not exist, or the registry is unreachable.
         IntegrityError: the archive is damaged, or the release has a hold verdict and
             ``force`` is not set.
-        SettingsError: ``force`` is set without a reason.
+        SettingsError: ``force`` is set without a reason, or the release is the
+            champion and the target cannot apply settings to it.
         ServingError, ClusterError, BusyError, ConflictError: for the same reasons as in
             `deploy_release`.
     """
@@ -85,9 +85,7 @@ def promote_release(
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()  # read before the lock is taken, so that one of two concurrent promotions fails
     if champion is not None and champion.version == version:
-        raise StoreError(
-            f"Release {version} is already the champion; `evernear registry apply` applies changed settings to it."
-        )
+        return apply(settings, cause=cause)
     with _fetch_release(version, settings, registry) as (target, archive, parts):
         check_promotable(parts, force=force)
         with target.rollout(archive, parts) as rollout:
@@ -108,16 +106,16 @@ def apply(settings: RunSettings, *, cause: Cause | None = None) -> Deployment:
         ServingError, ClusterError, BusyError, ConflictError, IntegrityError: for the
             same reasons as in `promote_release`. The previous settings are live.
     """
-    if settings.target != "kubernetes":
-        raise SettingsError(
-            f"Target {settings.target} applies no settings to a live release: only kubernetes does (--set "
-            "target=kubernetes). TorchServe reads its settings when it starts; run `evernear stop`, then `evernear "
-            "serve`."
-        )
     registry = Registry(open_store(settings.store_uri))
     champion = registry.champion()
     if champion is None:
         raise StoreError(registry.explain_no_champion())
+    if settings.target != "kubernetes":
+        raise SettingsError(
+            f"Release {champion.version} is already the champion, and target {settings.target} applies no settings to "
+            "it: only kubernetes does (--set target=kubernetes). TorchServe reads its settings when it starts; run "
+            "`evernear stop`, then `evernear serve`."
+        )
     with (
         _fetch_release(champion.version, settings, registry) as (target, archive, parts),
         target.rollout(archive, parts) as rollout,

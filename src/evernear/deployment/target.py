@@ -131,6 +131,6 @@ def unrecorded_error(version: str, error: TransientStoreError) -> TransientStore
     """
     return TransientStoreError(
         f"Release {version} answered its stored queries and stays in place, but it may not be recorded as the champion:"
-        f" {error} When the store can be reached, `evernear registry champion` shows what is recorded; if that is not "
+        f" {error} When the store can be reached, `evernear registry list` shows what is recorded; if that is not "
         f"{version}, run `evernear registry promote {version}` or this step again."
     )

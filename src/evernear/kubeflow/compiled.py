@@ -4,7 +4,7 @@ pipelines to Kubernetes manifests."""
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from evernear.common.disk import sha256_bytes
 from evernear.errors import SettingsError
 from evernear.kubeflow import GOLDEN, NAMES, PLACEHOLDER_IMAGE
 from evernear.kubeflow.client import parameters_in
+from evernear.kubeflow.parameters import for_pipeline, from_words
 from evernear.kubeflow.runs import Parameter
+from evernear.release.git import git_commit
 from evernear.settings import PipelineSettings
 
 
@@ -49,6 +51,26 @@ def for_cluster(pipeline: str, image: str, settings: PipelineSettings) -> bytes:
     return _dump([spec, platform])
 
 
+def compile_pipelines(
+    pipelines: Sequence[str] | None, image: str, defaults: list[str], cluster: PipelineSettings
+) -> dict[str, bytes]:
+    """The named or all pipelines for a cluster, keyed by name. A default applies to
+    every pipeline that has a parameter with that name.
+    """
+    compiled = {name: for_cluster(name, image, cluster) for name in pipelines or NAMES}
+    declared = {name: compiled_parameters(content) for name, content in compiled.items()}
+    arguments = from_words(defaults, [parameter for parameters in declared.values() for parameter in parameters])
+    return {name: fill_defaults(content, for_pipeline(arguments, declared[name])) for name, content in compiled.items()}
+
+
+def words_of_section(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The words of the ``pipeline`` section, which describe the server and the cluster,
+    and all others, which are defaults."""
+    words = list(words)
+    of_section = [word for word in words if word.startswith("pipeline.")]
+    return of_section, [word for word in words if word not in of_section]
+
+
 def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
     """Set the limits of one task. Only tasks that train have an accelerator."""
     cpu, memory = settings.task_cpu, settings.task_memory
@@ -58,6 +80,19 @@ def _set_limits(resources: dict[str, Any], settings: PipelineSettings) -> None:
     resources |= {"resourceCpuLimit": cpu, "resourceMemoryLimit": memory}
     for deprecated in ("cpuLimit", "memoryLimit"):  # KFP reads them only without the other two
         resources.pop(deprecated)
+
+
+def default_version(version: str | None, settings: PipelineSettings) -> str:
+    """The name of a version that users name ``version``, or by default the git commit.
+
+    Raises:
+        SettingsError: ``version`` is not set, and there is no git checkout.
+    """
+    if named := version or git_commit():
+        return cluster_version(named, settings)
+    raise SettingsError(
+        "evernear is not installed from a git checkout, so the version has no default name; pass --version."
+    )
 
 
 def cluster_version(version: str, settings: PipelineSettings) -> str:

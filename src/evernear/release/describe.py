@@ -68,7 +68,7 @@ class Lineage(Frozen):
 
 
 class Description(Frozen):
-    """The output of ``evernear inspect show``."""
+    """The output of ``evernear registry show``."""
 
     version: str
     archive_sha256: str

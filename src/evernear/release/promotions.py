@@ -251,7 +251,7 @@ class ChampionPointer:
         except ConflictError:
             raise ConflictError(
                 "The champion changed in the meantime, so nothing was done;"
-                " see `evernear registry history` and run again."
+                " see `evernear registry list --history` and run again."
             ) from None
         return Champion(pointer, etag)
 

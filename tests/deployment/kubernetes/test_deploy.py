@@ -185,10 +185,9 @@ def test_settings_are_applied_to_the_live_release(sandbox: Sandbox, releases: tu
     sandbox.deploy(first)
     sandbox.deploy(second)
     image = IMAGE.replace("a" * 64, "c" * 64)
-    with pytest.raises(StoreError, match="already the champion; `evernear registry apply`"):
-        deployment.promote_release(second.version, sandbox.with_settings(image=image))
-
-    applied = deployment.apply(sandbox.with_settings(image=image), cause=Cause(by="ada", why="a new base image"))
+    applied = deployment.promote_release(
+        second.version, sandbox.with_settings(image=image), cause=Cause(by="ada", why="a new base image")
+    )
     assert (applied.version, applied.previous, applied.smoke_queries) == (second.version, first.version, 8)
     assert sandbox.live == ({second.version}, {image})
     run = "11111111-1111-1111-1111-111111111111"
@@ -220,9 +219,11 @@ def test_settings_that_fail_are_replaced_by_the_previous_ones(
 
 
 @pytest.mark.parametrize("target", ["local", "registry"])
-def test_other_targets_apply_no_settings(sandbox: Sandbox, target: str) -> None:
-    with pytest.raises(SettingsError, match=f"Target {target} applies no settings to a live release: only kubernetes"):
-        deployment.apply(sandbox.settings.model_copy(update={"target": target}))
+def test_other_targets_apply_no_settings(sandbox: Sandbox, releases: tuple[PackedRelease, ...], target: str) -> None:
+    sandbox.deploy(releases[0])
+    sentence = f"is already the champion, and target {target} applies no settings to it: only kubernetes"
+    with pytest.raises(SettingsError, match=sentence):
+        deployment.promote_release(releases[0].version, sandbox.settings.model_copy(update={"target": target}))
 
 
 def test_settings_need_a_champion(sandbox: Sandbox) -> None:

@@ -272,7 +272,7 @@ def test_queries_are_shipped_by_a_sidecar_with_separate_keys() -> None:
     fetch, ship = pod(manifests)["initContainers"]
     (serve,) = pod(manifests)["containers"]
     assert ship["restartPolicy"] == "Always"
-    assert ship["command"][:3] == ["evernear", "watch", "ship"]
+    assert ship["command"][:3] == ["evernear", "watch", "--ship"]
     assert [fetch["envFrom"], ship["envFrom"]] == [
         [{"secretRef": {"name": "evernear-s3-reader"}}],
         [{"secretRef": {"name": "evernear-s3-queries"}}],
@@ -297,7 +297,7 @@ def test_commands_of_the_pod_exist() -> None:
 
 def parse(command: Any, words: list[str]) -> None:
     """Parse ``words`` as the program does; an unknown command or option is an error."""
-    while hasattr(command, "commands"):
+    while words[0] in getattr(command, "commands", ()):
         command = command.commands[words.pop(0)]
     command.make_context(command.name, words)
 

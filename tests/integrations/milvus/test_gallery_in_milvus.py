@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from pymilvus import MilvusClient
 
+from evernear.common.plugins import run_ended
+from evernear.common.run_record import RunRecord
 from evernear.common.store import open_store
 from evernear.common.store.identity import owner_of
 from evernear.deployment import deploy_release, promote_release, roll_back
@@ -17,7 +19,6 @@ from evernear.errors import IntegrityError, TransientStoreError
 from evernear.index.build import build_index
 from evernear.index.description import Collection
 from evernear.integrations.milvus import client as milvus_client
-from evernear.integrations.milvus.alias import point_alias
 from evernear.release.archive_reader import open_release
 from evernear.release.champion import open_champion
 from evernear.release.manifest import ReleaseManifest
@@ -168,10 +169,11 @@ def test_unreachable_milvus_does_not_undo_a_promotion(make: Make, settings, monk
     with monkeypatch.context() as patch:
         patch.setattr(milvus_client, "point_alias", fail)
         assert deploy_release(release.archive, release.verdict, settings).version == release.version
-    assert "cannot be reached: no answer. Run `evernear registry alias`." in caplog.text
+    assert "cannot be reached: no answer. The next run sets it." in caplog.text
     assert registry(settings).champion().version == release.version  # pyright: ignore[reportOptionalMemberAccess]
     assert alias_target(release) is None
-    assert point_alias(registry(settings)) == collection_of(release)
+    record = RunRecord(open_store(settings.store_uri), "20260101-000000-0000")
+    assert run_ended(record, "") == []
     assert alias_target(release) == collection_of(release).name
 
 

@@ -436,19 +436,19 @@ def test_htmx_is_the_file_of_the_npm_package() -> None:
     assert digest in (static / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("command", "path"), [("review", "review"), ("console", "")])
-def test_printed_url_opens_the_page(store: Store, source: Path, command: str, path: str, tmp_path: Path) -> None:
+def test_printed_urls_open_their_pages(store: Store, source: Path, tmp_path: Path) -> None:
     """The output of a program is masked,
     but the token of this URL is for the person who reads it.
     """
-    words = [command, "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
+    words = ["console", "--port", "0", "--source", f"folder:{source}", "--set", f"store={store.uri}"]
     program = [sys.executable, "-c", "from evernear.cli.app import main; main()", *words]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().removeprefix("Open ").strip()
-            assert httpx.URL(url).path == f"/{path}"
-            with httpx.Client(trust_env=False, timeout=30, follow_redirects=True) as client:
-                assert client.get(url).status_code == 200
+            for path in ("/", "/review"):
+                url = process.stdout.readline().split()[-1]
+                assert httpx.URL(url).path == path
+                with httpx.Client(trust_env=False, timeout=30, follow_redirects=True) as client:
+                    assert client.get(url).status_code == 200
         finally:
             process.terminate()

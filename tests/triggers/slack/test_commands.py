@@ -60,7 +60,7 @@ def test_internal_error_is_reported(bot: Bot, runs: MemoryRuns, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "text", ["/evernear", "/evernear help", "/evernear review", "/evernear champion now", "/evernear <!channel>"]
+    "text", ["/evernear", "/evernear help", "/evernear console", "/evernear champion now", "/evernear <!channel>"]
 )
 def test_unknown_commands_get_help(bot: Bot, text: str) -> None:
     answer = bot.command(BOB, text).body

@@ -380,7 +380,7 @@ def test_process_ends_after_its_check(
     settings: Settings, tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
     command = [
-        *(sys.executable, "-c", "from evernear.cli.app import main; main()", "watch", "run"),
+        *(sys.executable, "-c", "from evernear.cli.app import main; main()", "watch"),
         *("--workdir", str(tmp_path), "--source", settings.data.source),
         *("--set", f"store={settings.store}", "--set", "watch.health_port=0"),
     ]

@@ -51,33 +51,33 @@ def test_missing_package_is_named(flags: list[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_status_shows_the_schedule_and_the_last_check(flags: list[str], tmp_path: Path) -> None:
-    assert "No check yet" in run("status", *flags).stdout
-    assert run("stop", *flags).stdout == "The watcher is off.\n"
-    assert run("status", *flags).stdout.startswith("off since ")
-    assert run("start", *flags).stdout == "The watcher is on.\n"
+    assert "No check yet" in run("--status", *flags).stdout
+    assert run("--off", *flags).stdout == "The watcher is off.\n"
+    assert run("--status", *flags).stdout.startswith("off since ")
+    assert run("--on", *flags).stdout == "The watcher is on.\n"
     run("once", *flags, "--source", f"folder:{tmp_path / 'images'}", "--act")
-    report = json.loads(run("status", *flags, "--json").stdout)
+    report = json.loads(run("--status", *flags, "--json").stdout)
     assert report["on"]
     assert report["by"]
     assert report["last"]["action"] == "retrain"
-    assert "  - No release has been promoted yet" in run("status", *flags).stdout
+    assert "  - No release has been promoted yet" in run("--status", *flags).stdout
 
 
 def test_ship_once_ships_what_is_there_and_ends(flags: list[str], tmp_path: Path) -> None:
     queries = tmp_path / "work" / "torchserve" / "queries"
-    empty = run("ship", "--once", *flags).stdout
+    empty = run("--ship", "--now", *flags).stdout
     assert empty.startswith("Shipped 0 files")
     assert "every 300 s (serving.query_log_period_s)" in empty
     queries.mkdir(parents=True)
     (queries / "20270101T000000Z-v-host-1-x.jsonl").write_text("{}\n")
     store = (tmp_path / "work" / "store").as_uri()
-    assert run("ship", "--once", *flags).stdout == f"Shipped 1 file from {queries} to {store}.\n"
+    assert run("--ship", "--now", *flags).stdout == f"Shipped 1 file from {queries} to {store}.\n"
     assert not list(queries.iterdir())
     assert (tmp_path / "work" / "store" / "queries" / "20270101" / "20270101T000000Z-v-host-1-x.jsonl").exists()
 
 
 def test_ship_says_that_it_runs(flags: list[str]) -> None:
-    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "watch", "ship", *flags]
+    command = [sys.executable, "-c", "from evernear.cli.app import main; main()", "watch", "--ship", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shipper:
         assert shipper.stdout is not None
         line = shipper.stdout.readline()

@@ -157,7 +157,7 @@ def _shippers(settings: RunSettings, release: ServedRelease) -> list[Tree]:
         container
         | {
             "restartPolicy": "Always",
-            "command": ["evernear", "watch", "ship", "--config", CONFIG_FILE],
+            "command": ["evernear", "watch", "--ship", "--config", CONFIG_FILE],
             "envFrom": [{"secretRef": {"name": secret}}],
             "resources": {
                 "requests": {"cpu": "20m", "memory": "128Mi"},

@@ -15,19 +15,19 @@ def follow_alias(registry: Registry, before: Champion | None) -> list[str]:
     Repeating the call changes nothing.
     """
     try:
-        point_alias(registry, before, take_over=False)
+        point_alias(registry, before)
     except EvernearError as error:
-        return [f"The alias in Milvus does not follow the champion yet: {error} Run `evernear registry alias`."]
+        return [f"The alias in Milvus does not follow the champion yet: {error} The next run sets it."]
     return []
 
 
-def point_alias(registry: Registry, before: Champion | None = None, *, take_over: bool = True) -> Collection | None:
+def point_alias(registry: Registry, before: Champion | None = None) -> Collection | None:
     """Point the alias at the champion's collection, and return the collection. Return
     None if the champion's vectors are in its archive.
 
-    If the collection of ``before`` has a different alias, that alias is removed. Unless
-    ``take_over`` is set, an alias that points at a different store's collection is not
-    changed, because this store may be a copy.
+    If the collection of ``before`` has a different alias, that alias is removed. An
+    alias that points at a different store's collection is not changed, because this
+    store may be a copy.
 
     Raises:
         StoreError: the alias belongs to a different store, or the registry or Milvus is
@@ -45,8 +45,7 @@ def point_alias(registry: Registry, before: Champion | None = None, *, take_over
         ):
             milvus_client.drop_alias(left)
         if collection is not None:
-            if not take_over:
-                _require_own_alias(registry, collection)
+            _require_own_alias(registry, collection)
             milvus_client.point_alias(collection)
         if registry.champion() == champion:  # of two concurrent promotions, the later one wins
             return collection
@@ -58,7 +57,8 @@ def _require_own_alias(registry: Registry, collection: Collection) -> None:
         target = milvus_client.alias_target(client, collection)
     if target not in (None, collection.name) and not registry.owns(Collection(uri=collection.uri, name=target)):
         raise StoreError(
-            f"{collection.alias} points at {target}, which belongs to another store, or to this one before it moved."
+            f"{collection.alias} points at {target}, which belongs to another store, or to this one before it moved; "
+            "in the latter case, delete the alias in Milvus."
         )
 
 

@@ -1,11 +1,11 @@
-"""The Milvus plugin: an index backend, an alias for the champion's collection, and a
-command that sets the alias again."""
+"""The Milvus plugin: an index backend, and an alias for the champion's collection."""
 
 from typing import TYPE_CHECKING
 
-from evernear.common.plugins import Command, IndexBackend, Plugin
+from evernear.common.plugins import IndexBackend, Plugin
 
 if TYPE_CHECKING:
+    from evernear.common.run_record import RunRecord
     from evernear.release.promotions import Champion
     from evernear.release.registry import Registry
 
@@ -22,15 +22,16 @@ def _champion_moved(registry: "Registry", before: "Champion | None") -> list[str
     return follow_alias(registry, before)
 
 
-def _commands() -> list[Command]:
-    from evernear.integrations.milvus.commands import alias
+def _run_ended(record: "RunRecord", page: str) -> list[str]:
+    """Repeat what an earlier promotion or rollback failed to do."""
+    from evernear.release.registry import Registry
 
-    return [Command("alias", alias, group="registry")]
+    return _champion_moved(Registry(record.store), None)
 
 
 PLUGIN = Plugin(
     install="evernear[milvus]",
     backends={"milvus": _backend},
     champion_moved=_champion_moved,
-    commands=_commands,
+    run_ended=_run_ended,
 )

@@ -39,7 +39,7 @@ class Releases:
         """
         champion = await asyncio.to_thread(self._registry.champion)
         if champion is None:
-            raise ServingError("No release has been promoted yet; `evernear registry champion` shows what to do.")
+            raise ServingError("No release has been promoted yet; `evernear registry list` shows the releases.")
         return await self.manifest(champion.version)
 
     def _read_test_query(self, version: str) -> tuple[bytes, SmokeQuery]:

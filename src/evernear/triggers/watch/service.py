@@ -188,7 +188,7 @@ class WatchService:
 
     def _check(self) -> tuple[str, ...]:
         if not self._watcher.schedule.read().on:
-            self._report("Paused; `evernear watch start` resumes it.")
+            self._report("Paused; `evernear watch --on` resumes it.")
             return ()
         report = self._last = self._watcher.check()
         self._report(f"{report.action}: {' '.join(report.reasons)}")
